@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's error is everyone's error, without ending anybody.
+
+For work that may fail on some rank and where the ranks go on together afterwards: rank-zero work, saving,
+preparing data. Built on the collectives; a rank that never comes is named by the watch.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rankwise.collectives import all_gather_object
+from rankwise.errors import PeerFailed, RankwiseError, fold_values, rank_prefix
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextmanager
+def all_ranks_succeed(label: str) -> Iterator[None]:
+    """Run the block on every rank; if it raises anywhere, raise everywhere.
+
+    Called by: every rank, in the same order.
+
+    The rank that failed raises its own error, every other rank raises :class:`PeerFailed` with that error's
+    text. No process ends and the group stays usable: the caller may catch the error and go on.
+
+    Args:
+        label: what the block does, for the error: ``"saving"``.
+
+    Raises:
+        PeerFailed: the block failed on another rank; the lowest failing rank is named.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - handed to every rank, then raised
+        own = error
+    failures = _share_failure(own)
+    if own is not None:
+        raise own
+    if failures:
+        rank, text = min(failures.items())
+        raise _peer_failed(label, rank, text)
+
+
+def _share_failure(own: Exception | None) -> dict[int, dict[str, str]]:
+    report = None
+    if own is not None:
+        detail = str(own) if isinstance(own, RankwiseError) else "".join(traceback.format_exception(own))
+        report = {"type": type(own).__name__, "text": detail}
+    reports = all_gather_object(report)
+    return {rank: report for rank, report in enumerate(reports) if report is not None}
+
+
+def _peer_failed(label: str, rank: int, failure: dict[str, str]) -> PeerFailed:
+    world = current().world
+    return PeerFailed(
+        f"Rank {rank} failed in {label}: {failure['type']}.",
+        rank=rank,
+        where=f"{rank_prefix(rank, world.world_size)}, reported on {world}",
+        evidence=failure["text"].rstrip(),
+        do=f"mend the error of rank {rank}; this rank had none",
+    )
+
+
+@contextmanager
+def rank_zero_first(label: str = "rank_zero_first") -> Iterator[None]:
+    """Run the block on the first rank of each machine, then on the others; raise everywhere if it raises.
+
+    Called by: every rank, in the same order. For downloading, unpacking, building a cache: what one process
+    of a machine prepares and the others then find ready.
+
+    Args:
+        label: what the block does, for the error.
+
+    Raises:
+        PeerFailed: the block failed on another rank. If it fails on a first rank, the others do not run it.
+    """
+    first = current().world.local_rank == 0
+    with all_ranks_succeed(label):
+        if first:
+            yield
+    with all_ranks_succeed(label):
+        if not first:
+            yield
+
+
+def same_on_all_ranks(label: str, value: object, *, do: str, error: type[RankwiseError]) -> None:
+    """Raise the same error on every rank unless ``value`` is equal on all of them.
+
+    Called by: every rank, in the same order.
+
+    Args:
+        label: what the value is, for the error: ``"the dataset's length"``.
+        value: JSON-able.
+        do: what mends a difference.
+        error: the class to raise.
+    """
+    values = all_gather_object(json.dumps(value, sort_keys=True))
+    if len(set(values)) > 1:
+        raise error(
+            f"{label} differs between ranks.",
+            where=f"reported on {current().world}",
+            evidence=fold_values(dict(enumerate(values))),
+            do=do,
+        )
+
+
+def on_rank_zero(label: str, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever work returns
+    """Run ``work`` on rank zero and return its result on every rank; its error is everyone's.
+
+    Called by: every rank, in the same order.
+    """
+    result: list[Any] = [None]
+    with all_ranks_succeed(label):
+        if current().world.rank == 0:
+            result[0] = work()
+    return all_gather_object(result[0])[0]

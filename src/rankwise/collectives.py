@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed collectives: one type in, the same type out, trees of tensors too.
+
+Tensors, NumPy arrays and Python numbers, alone or in lists, tuples and dicts. In a world of one each is the
+identity. Results never alias what was given.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from rankwise.errors import ConfigurationError
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.exchange.torch_group import TorchGroup
+
+T = TypeVar("T")
+
+OPS = ("sum", "mean", "min", "max", "product")
+
+
+def all_reduce(value: T, op: str = "sum") -> T:
+    """Combine ``value`` over all ranks.
+
+    Called by: every rank, in the same order, with the same shapes and dtypes.
+
+    Args:
+        value: tensor, NumPy array, number, or a list, tuple or dict of them; any shape.
+        op: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"product"``. The mean of integers is an error:
+            reduce a float, or sum and divide.
+
+    Returns:
+        The same kind, shape and dtype, equal on every rank. Never an alias of ``value``.
+
+    Raises:
+        ConfigurationError: unknown ``op``, or something that cannot be reduced.
+        PeerFailed: another rank failed.
+        PeerMissing: another rank left, or did not come in time.
+
+    Source: torch.distributed.all_reduce.
+    """
+    if op not in OPS:
+        raise ConfigurationError(f"all_reduce knows no op {op!r}.", do="use one of " + ", ".join(OPS))
+    world_size = current().world.world_size
+
+    def reduce_leaf(tensor: torch.Tensor, exchange: TorchGroup | None) -> torch.Tensor:
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigurationError(
+                f"all_reduce cannot take the mean of {tensor.dtype}: it would be cut to an integer.",
+                do="pass a float, or use op='sum' and divide",
+            )
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if exchange is None:
+            return result
+        what = f'all_reduce("{op}", {_kind(tensor)})'
+        exchange.all_reduce_(result, "sum" if op == "mean" else op, what=what).wait()
+        return result.div_(world_size) if op == "mean" else result
+
+    return _map(value, "all_reduce", reduce_leaf)
+
+
+def broadcast(value: T, source: int = 0) -> T:
+    """Give every rank what rank ``source`` holds.
+
+    Called by: every rank, in the same order, with the same shapes and dtypes.
+
+    Args:
+        value: as for :func:`all_reduce`; on ranks other than ``source`` only its kind and shape count.
+        source: the rank whose value all receive.
+
+    Returns:
+        The same kind and shape as ``value``. Never an alias of it.
+
+    Raises:
+        ConfigurationError: there is no rank ``source``.
+        PeerFailed, PeerMissing: as :func:`all_reduce`.
+
+    Source: torch.distributed.broadcast.
+    """
+    _check_rank("broadcast", source)
+
+    def broadcast_leaf(tensor: torch.Tensor, exchange: TorchGroup | None) -> torch.Tensor:
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if exchange is not None:
+            exchange.broadcast_(result, source, what=f"broadcast({_kind(tensor)}, source={source})").wait()
+        return result
+
+    return _map(value, "broadcast", broadcast_leaf)
+
+
+def all_gather(value: T) -> list[T]:
+    """Collect ``value`` of every rank.
+
+    Called by: every rank, in the same order, with the same shapes and dtypes.
+
+    Args:
+        value: as for :func:`all_reduce`.
+
+    Returns:
+        A list of ``world_size`` values of the same kind as ``value``, in rank order.
+
+    Raises:
+        PeerFailed, PeerMissing: as :func:`all_reduce`.
+
+    Source: torch.distributed.all_gather.
+    """
+    world_size = current().world.world_size
+
+    def gather_leaf(tensor: torch.Tensor, exchange: TorchGroup | None) -> torch.Tensor:
+        plain = tensor.detach().contiguous()
+        if exchange is None:
+            return plain.clone().unsqueeze(0)
+        return exchange.all_gather(plain, what=f"all_gather({_kind(tensor)})")
+
+    leaves, spec = pytree.tree_flatten(value)
+    gathered = [_gather_leaf(leaf, gather_leaf) for leaf in leaves]
+    return [pytree.tree_unflatten([parts[rank] for parts in gathered], spec) for rank in range(world_size)]
+
+
+def barrier() -> None:
+    """Return when every rank has called it.
+
+    Called by: every rank, in the same order.
+
+    Raises:
+        PeerFailed, PeerMissing: as :func:`all_reduce`; the missing ranks are named.
+    """
+    exchange = current().exchange
+    if exchange is not None:
+        exchange.all_reduce_(torch.zeros(1, dtype=torch.uint8), what="barrier()").wait()
+
+
+def all_gather_object(value: T) -> list[T]:
+    """Collect a picklable object of every rank, in rank order; objects may differ in type and size.
+
+    Called by: every rank, in the same order.
+
+    The ranks of a job trust each other: objects are pickled.
+
+    Raises:
+        PeerFailed, PeerMissing: as :func:`all_reduce`.
+    """
+    exchange = current().exchange
+    payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    if exchange is None:
+        return [pickle.loads(payload)]  # noqa: S301 - our own bytes
+    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    sizes = exchange.all_gather(torch.tensor([data.numel()]), what="all_gather_object(sizes)").flatten()
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    rows = exchange.all_gather(padded, what="all_gather_object(values)")
+    return [
+        pickle.loads(row[:size].numpy().tobytes())  # noqa: S301 - from a rank of this job
+        for row, size in zip(rows, sizes.tolist(), strict=True)
+    ]
+
+
+def broadcast_object(value: T, source: int = 0) -> T:
+    """Give every rank the picklable object of rank ``source``.
+
+    Called by: every rank, in the same order. ``value`` counts on ``source`` only.
+
+    Raises:
+        ConfigurationError: there is no rank ``source``.
+        PeerFailed, PeerMissing: as :func:`all_reduce`.
+    """
+    _check_rank("broadcast_object", source)
+    session = current()
+    exchange = session.exchange
+    payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if session.world.rank == source else b""
+    if exchange is None:
+        return pickle.loads(payload)  # type: ignore[no-any-return] # noqa: S301 - our own bytes
+    size = torch.tensor([len(payload)])
+    exchange.broadcast_(size, source, what=f"broadcast_object(size, source={source})").wait()
+    data = torch.zeros(int(size), dtype=torch.uint8)
+    if session.world.rank == source:
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    exchange.broadcast_(data, source, what=f"broadcast_object(value, source={source})").wait()
+    return pickle.loads(data.numpy().tobytes())  # type: ignore[no-any-return] # noqa: S301 - from a rank of this job
+
+
+def _check_rank(name: str, source: int) -> None:
+    world_size = current().world.world_size
+    if not 0 <= source < world_size:
+        raise ConfigurationError(
+            f"{name} has no rank {source} to take from.",
+            evidence=f"the ranks are 0 to {world_size - 1}",
+            do="pass source= one of them",
+        )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _map(
+    value: T, name: str, leaf_fn: Callable[[torch.Tensor, TorchGroup | None], torch.Tensor]
+) -> T:
+    exchange = current().exchange
+    leaves, spec = pytree.tree_flatten(value)
+    results = [_back(leaf, leaf_fn(_tensor_of(leaf, name), exchange)) for leaf in leaves]
+    return pytree.tree_unflatten(results, spec)  # type: ignore[no-any-return]
+
+
+def _gather_leaf(
+    leaf: object, leaf_fn: Callable[[torch.Tensor, TorchGroup | None], torch.Tensor]
+) -> list[Any]:
+    rows = leaf_fn(_tensor_of(leaf, "all_gather"), current().exchange)
+    return [_back(leaf, row) for row in rows.unbind(0)]
+
+
+def _tensor_of(leaf: object, name: str) -> torch.Tensor:
+    """Return a leaf as a tensor on the device its kind travels on."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    if isinstance(leaf, np.ndarray | np.generic):
+        return torch.from_numpy(np.array(leaf))
+    if isinstance(leaf, bool | int):
+        return torch.tensor(int(leaf), dtype=torch.int64)
+    if isinstance(leaf, float):
+        return torch.tensor(leaf, dtype=torch.float64)
+    raise ConfigurationError(
+        f"{name} takes tensors, NumPy arrays and numbers, not {type(leaf).__name__}.",
+        do=f"use {'all_gather_object' if name == 'all_gather' else 'broadcast_object'} for other objects",
+    )
+
+
+def _back(leaf: object, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - the leaf's own type
+    """Return ``tensor`` as the kind of thing ``leaf`` is."""
+    if isinstance(leaf, torch.Tensor):
+        return tensor
+    if isinstance(leaf, np.generic):
+        return leaf.dtype.type(tensor.item())
+    if isinstance(leaf, np.ndarray):
+        return tensor.numpy()
+    return type(leaf)(tensor.item())  # type: ignore[call-arg]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception of rankwise, its tree, and the one place that words them.
+
+An error says what happened, on which rank, what the ranks held, and what to do. Raise sites pass these as
+fields; only :meth:`RankwiseError.__str__` turns them into text. Imported by everything, imports nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def rank_prefix(rank: int, world_size: int, hostname: str | None = None) -> str:
+    """Return ``[rank 3/16 on gpu-01]``, the prefix of every line that speaks for a rank."""
+    where = f" on {hostname}" if hostname else ""
+    return f"[rank {rank}/{world_size}{where}]"
+
+
+def fold_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text with runs folded: ``[0, 1, 2, 5]`` gives ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {text}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {text}"
+
+
+def fold_values(value_of_rank: Mapping[int, object]) -> str:
+    """Return one line per distinct value, the ranks that hold it first.
+
+    ``{0: "a", 1: "a", 2: "b"}`` gives ``ranks 0-1: a`` and ``rank 2: b`` on two lines.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in sorted(value_of_rank.items()):
+        ranks_of.setdefault(str(value), []).append(rank)
+    return "\n".join(f"{fold_ranks(ranks)}: {value}" for value, ranks in ranks_of.items())
+
+
+class RankwiseError(Exception):
+    """What every error of rankwise is.
+
+    Args:
+        what: one plain sentence, complete by itself.
+        where: the rank it happened on, as :func:`rank_prefix` words it, or any place (a file, a variable).
+        evidence: what was found, one fact per line.
+        do: what mends it: the exact argument, variable or command.
+    """
+
+    def __init__(
+        self, what: str, *, where: str | None = None, evidence: str | None = None, do: str | None = None
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.evidence = evidence
+        self.do = do
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        for name, text in (("on", self.where), ("evidence", self.evidence), ("do", self.do)):
+            if text:
+                first, *rest = text.splitlines()
+                lines.append(f"  {name:<9} {first}")
+                lines.extend(f"  {'':<9} {line}" for line in rest)
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the keyword fields when the error crosses a process border."""
+        return (_rebuild, (type(self), self.args, self.__dict__))
+
+
+def _rebuild(kind: type[RankwiseError], args: tuple[Any, ...], fields: dict[str, Any]) -> RankwiseError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+class ConfigurationError(RankwiseError, ValueError):
+    """An argument or setting is bad, or two contradict each other."""
+
+
+class EnvironmentConflict(ConfigurationError):
+    """Two launchers' variables say different things about this process."""
+
+
+class NotJoined(RankwiseError, RuntimeError):
+    """Something that needs a world was called before ``rankwise.join()``."""
+
+
+class LaunchError(RankwiseError, RuntimeError):
+    """The ranks could not be started."""
+
+
+class CollectiveMismatch(RankwiseError, RuntimeError):
+    """Ranks called different collectives, or the same one with different tensors."""
+
+
+class PeerFailed(RankwiseError, RuntimeError):
+    """Another rank failed; its error is in ``evidence``, its number in ``rank``."""
+
+    def __init__(self, what: str, *, rank: int, **fields: str | None) -> None:
+        super().__init__(what, **fields)
+        self.rank = rank
+
+
+class PeerMissing(RankwiseError, RuntimeError):
+    """Some ranks never came to a collective, or left before it; ``ranks`` lists them."""
+
+    def __init__(self, what: str, *, ranks: Sequence[int], **fields: str | None) -> None:
+        super().__init__(what, **fields)
+        self.ranks = tuple(ranks)
+
+
+class ModelMismatch(RankwiseError, ValueError):
+    """The model is not the same on every rank."""
+
+
+class DatasetError(RankwiseError, ValueError):
+    """A dataset is empty, or not the same on every rank."""
+
+
+class CheckpointError(RankwiseError, RuntimeError):
+    """A checkpoint could not be written, or is unfinished, damaged, or of another model."""

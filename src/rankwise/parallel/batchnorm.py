@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BatchNorm over the whole global batch, on any device. Used by replicate.
+
+Changes the class of the BatchNorm layers of one model to a subclass of their own; names, parameters and
+buffers stay. Legend: C channels, m elements per channel on this rank, M on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from rankwise.exchange.torch_group import TorchGroup
+    from rankwise.parallel.gradient_sync import GradientSync
+
+_sync_of: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
+
+
+class _GlobalStatistics(_BatchNorm):
+    """What the three subclasses share. Without a sync (a copied model) it is the plain layer."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        sync = _sync_of.get(self)
+        uses_batch = self.training or (self.running_mean is None and self.running_var is None)
+        if sync is None or not uses_batch:
+            return super().forward(input)
+        self._check_input_dim(input)
+        exchange = current().exchange
+        if exchange is None:
+            return super().forward(input)
+        output, mean, variance, count = _SyncedNorm.apply(
+            input, self.weight, self.bias, self.eps, exchange, sync
+        )
+        if self.training and self.track_running_stats:
+            self._track(mean, variance, count)
+        return output  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        """Move the running statistics as torch's BatchNorm does, with the unbiased variance."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)  # type: ignore[arg-type]
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        if self.running_mean is not None:
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        if self.running_var is not None:
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class GlobalBatchNorm1d(_GlobalStatistics, nn.BatchNorm1d):
+    """``torch.nn.BatchNorm1d`` with the statistics of all ranks."""
+
+
+class GlobalBatchNorm2d(_GlobalStatistics, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d`` with the statistics of all ranks."""
+
+
+class GlobalBatchNorm3d(_GlobalStatistics, nn.BatchNorm3d):
+    """``torch.nn.BatchNorm3d`` with the statistics of all ranks."""
+
+
+SYNCHRONISED = (GlobalBatchNorm1d, GlobalBatchNorm2d, GlobalBatchNorm3d)
+_CLASS_OF: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: GlobalBatchNorm1d,
+    nn.BatchNorm2d: GlobalBatchNorm2d,
+    nn.BatchNorm3d: GlobalBatchNorm3d,
+    nn.SyncBatchNorm: GlobalBatchNorm2d,
+}
+
+
+def synchronise_batchnorm(model: nn.Module, sync: GradientSync) -> None:
+    """Have every BatchNorm layer of ``model`` take its statistics over all ranks, in place."""
+    for module in model.modules():
+        replacement = _CLASS_OF.get(type(module))
+        if replacement is not None:
+            module.__class__ = replacement
+        if isinstance(module, SYNCHRONISED):
+            _sync_of[module] = sync
+
+
+def unsynchronised_batchnorms(model: nn.Module) -> list[str]:
+    """Return the names of BatchNorm layers whose statistics are taken per rank."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    ]
+
+
+class _SyncedNorm(torch.autograd.Function):
+    """Normalisation by the mean and variance of all ranks' elements.
+
+    Forward: statistics of the ranks are combined as in Chan, Golub, LeVeque (1979), eq. 2.1, in rank order.
+    Backward: Ioffe and Szegedy (arXiv:1502.03167), section 3, with this difference: the loss of rank r is a
+    mean over its own w_r samples and later enters the global loss times w_r / sum w, so sums over ranks are
+    weighted with w_r, and divided by w_r where they meet this rank's gradient again.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd passes positions
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        exchange: TorchGroup,
+        sync: GradientSync,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        mean, variance, count = _global_statistics(x.to(dtype), exchange)
+        inverse = torch.rsqrt(variance + eps)
+        scale = inverse if weight is None else inverse * weight.to(dtype)
+        shift = -mean * scale if bias is None else bias.to(dtype) - mean * scale
+        output = torch.addcmul(_along(shift, x), x.to(dtype), _along(scale, x)).to(x.dtype)
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.exchange = exchange
+        ctx.sync = sync
+        ctx.has_bias = bias is not None
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output, mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        dtype = mean.dtype
+        dy = gradients[0].to(dtype)
+        normalised = (x.to(dtype) - _along(mean, x)) * _along(inverse, x)
+        dims = _all_but_channels(x)
+        own = torch.stack([dy.sum(dims), (dy * normalised).sum(dims)])
+        amount = ctx.sync.weight
+        total = torch.nan_to_num(own) * amount if amount == 0 else own * amount
+        ctx.exchange.all_reduce_(total, what="BatchNorm gradients").wait()
+        dx = None
+        if ctx.needs_input_grad[0]:
+            shared = total / (count * amount) if amount else torch.zeros_like(total)
+            scale = inverse if weight is None else inverse * weight.to(dtype)
+            dx = dy - _along(shared[0], x) - normalised * _along(shared[1], x)
+            dx = (dx * _along(scale, x)).to(x.dtype)
+        d_weight = own[1].to(weight.dtype) if weight is not None else None
+        d_bias = own[0].to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
+        return dx, d_weight, d_bias, None, None, None
+
+
+def _global_statistics(
+    x: torch.Tensor, exchange: TorchGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return mean [C], biased variance [C] and M of the elements of all ranks."""
+    num_channels = x.shape[1]
+    num_elements = x.numel() // num_channels if x.numel() else 0
+    if num_elements:
+        variance, mean = torch.var_mean(x, _all_but_channels(x), correction=0)
+    else:
+        variance = mean = x.new_zeros(num_channels)
+    count = x.new_tensor([num_elements])
+    rows = exchange.all_gather(torch.cat([mean, variance * num_elements, count]), what="BatchNorm statistics")
+    means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
+    total = counts.sum().clamp(min=1)
+    mean = (means * counts).sum(0) / total
+    squares = (squares + counts * (means - mean) ** 2).sum(0)
+    return mean, squares / total, total
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [dim for dim in range(x.ndim) if dim != 1]
+
+
+def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return [C] as a view that broadcasts along the channel dimension of ``x``."""
+    return values.view(1, -1, *([1] * (x.ndim - 2)))

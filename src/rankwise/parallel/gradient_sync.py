@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of one model, made equal on all ranks while backward runs.
+
+Hooks on the parameters launch a reduction per bucket; when ``backward()`` returns every gradient is the exact
+mean over all samples of all ranks. Used by replicate. Weights are counted in units that all ranks share.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import Variable
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from rankwise.exchange.torch_group import Pending, TorchGroup
+
+FIRST_BUCKET_BYTES = MEBIBYTE_BYTES
+BUCKET_BYTES = 25 * MEBIBYTE_BYTES
+
+_round: list[GradientSync] = []
+"""The syncs that take part in the backward under way: several where one loss crosses several models."""
+
+
+class GradientSync:
+    """The gradients of one model, from ``replicate`` until the model is gone."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], group: TorchGroup | None) -> None:
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.is_accumulating = False
+        self.given_weight: float | None = None
+        self.forward_weight: float | None = None
+        """Weight of the latest forward pass, for a backward that does not pass through its output."""
+        self.weight = 0.0
+        """Weight of the backward under way: the samples, or tokens, that its loss is the mean of."""
+        self._group = group
+        self._unit = 1.0
+        self._carried = 0.0
+        self._stash: dict[int, torch.Tensor] = {}
+        self._in_backward = False
+        self._has_gradients = False
+        self._arrived: list[int] | None = []
+        self._hooked: set[int] = set()
+        self._scalers: list[torch.utils.hooks.RemovableHandle] = []
+        self._buckets: list[Bucket] = []
+        self._pending: list[Pending] = []
+        self._bucket_of: list[Bucket] = []
+        self.hook_new_parameters()
+
+    # -- set-up ------------------------------------------------------------------------------------
+
+    def hook_new_parameters(self) -> None:
+        """Follow parameters that need gradients by now. A layer may be unfrozen after ``replicate``."""
+        new = [
+            i for i, p in enumerate(self.parameters) if p.requires_grad and i not in self._hooked
+        ]
+        if not new:
+            return
+        for number in new:
+            self.parameters[number].register_post_accumulate_grad_hook(self._arrival_hook(number))
+        self._hooked.update(new)
+        if self._group is not None:
+            self._build(sorted(self._hooked, reverse=True))
+            self._arrived = []
+
+    def _build(self, order: Sequence[int]) -> None:
+        groups = plan(self.parameters, order, FIRST_BUCKET_BYTES, BUCKET_BYTES)
+        self._buckets = [Bucket(group, self.parameters) for group in groups]
+        if not any(bucket.carries_weight for bucket in self._buckets):
+            self._buckets.insert(0, Bucket([], self.parameters))
+        nowhere = self._buckets[0]
+        self._bucket_of = [nowhere] * len(self.parameters)
+        for bucket in self._buckets:
+            for number in bucket.numbers:
+                self._bucket_of[number] = bucket
+
+    def before_backward(self) -> None:
+        """Start afresh if an error broke the backward before, and follow layers unfrozen since.
+
+        Called by: every forward pass that backward may follow.
+        """
+        if self._in_backward:
+            self.abandon()
+        self.hook_new_parameters()
+
+    # -- while backward runs -----------------------------------------------------------------------
+
+    def begin(self, weight: float | None) -> None:
+        """Start a backward whose loss is a mean over ``weight`` samples. Further calls change nothing."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self.weight = self._checked_weight(weight)
+        if self.is_accumulating or self._carried:
+            self._begin_carrying()
+        if not _round:
+            Variable._execution_engine.queue_callback(_finish_round)  # noqa: SLF001 - as torch's own DDP does
+        _round.append(self)
+
+    def _checked_weight(self, weight: float | None) -> float:
+        chosen = self.given_weight if self.given_weight is not None else weight
+        if chosen is None:
+            raise ConfigurationError(
+                "This backward does not say how many samples its loss is the mean of.",
+                evidence="the replicated model was not called itself, or without a tensor argument",
+                do="put loss.backward() into `with rankwise.weight(model, num_samples):`",
+            )
+        if not (math.isfinite(chosen) and chosen >= 0):
+            raise ConfigurationError(
+                f"The weight of a backward must be zero or more, not {chosen}.",
+                do="pass the number of samples or tokens the loss is the mean of",
+            )
+        return float(chosen)
+
+    def _arrival_hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        def arrived(_: torch.Tensor) -> None:
+            self._has_gradients = True
+            if not self._in_backward:
+                self.begin(self.forward_weight)
+            if self._group is None or self.is_accumulating:
+                return
+            if self._arrived is not None:
+                self._arrived.append(number)
+            bucket = self._bucket_of[number]
+            bucket.num_missing -= 1
+            if bucket.num_missing <= 0:
+                if bucket.num_missing < 0:
+                    raise self._arrived_twice(number)
+                self._launch_ready()
+
+        return arrived
+
+    def _arrived_twice(self, number: int) -> ConfigurationError:
+        return ConfigurationError(
+            f"Parameter {self.names[number]} received a gradient again after it was on its way.",
+            evidence="a part of the model runs backward several times within one backward()",
+            do="use torch.utils.checkpoint with use_reentrant=False",
+        )
+
+    def _launch_ready(self) -> None:
+        while len(self._pending) < len(self._buckets):
+            bucket = self._buckets[len(self._pending)]
+            if bucket.num_missing > 0:
+                return
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        if self._group is None:
+            return
+        share = self.weight / self._unit
+        factor = 1.0 if self._carried else share
+        for parameter in bucket.parameters:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise ConfigurationError(
+                    f"Parameter {self.names[bucket.numbers[bucket.parameters.index(parameter)]]} has a sparse gradient.",
+                    do="build the layer with sparse=False",
+                )
+        bucket.fill(factor, self._carried + share)
+        what = f"gradients {len(self._pending) + 1}/{len(self._buckets)}"
+        self._pending.append(self._group.all_reduce_(bucket.flat, what=what))
+
+    # -- when backward has run ---------------------------------------------------------------------
+
+    def launch_rest(self) -> None:
+        """Send the buckets whose parameters this rank did not all use."""
+        if self._group is None or self.is_accumulating or not self._has_gradients:
+            return
+        while len(self._pending) < len(self._buckets):
+            self._launch(self._buckets[len(self._pending)])
+
+    def collect(self) -> None:
+        """Wait for the sums, divide them, and hand them to the parameters."""
+        try:
+            if not self._has_gradients:
+                return
+            if self.is_accumulating:
+                self._carried += self.weight / self._unit
+            elif self._group is None:
+                self._divide_alone()
+            else:
+                self._hand_back()
+        finally:
+            self._in_backward = False
+            self._has_gradients = False
+            self._pending.clear()
+
+    def _hand_back(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        total = next(b for b in self._buckets if b.carries_weight).weight.item()
+        for bucket in self._buckets:
+            bucket.hand_back(1.0 / total if total > 0 else 0.0)
+        self._end_carrying()
+        if total > 0 and self._group is not None:
+            self._unit *= total / self._group.world_size
+        if self._arrived is not None:
+            self._rebuild_in_arrival_order()
+
+    def _divide_alone(self) -> None:
+        if self._carried:
+            total = self._carried + self.weight / self._unit
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            torch._foreach_div_(gradients, total)  # noqa: SLF001
+            self._end_carrying()
+
+    def _rebuild_in_arrival_order(self) -> None:
+        """Lay the buckets out anew, in the order in which rank zero's gradients arrived."""
+        if self._group is None or self._arrived is None:
+            return
+        seen = dict.fromkeys(self._arrived)
+        order = [*seen, *(i for i in sorted(self._hooked, reverse=True) if i not in seen)]
+        on_all = torch.tensor(order)
+        self._group.broadcast_(on_all, 0, what="order of gradients").wait()
+        self._arrived = None
+        self._build(on_all.tolist())
+
+    def abandon(self) -> None:
+        """Forget a backward that did not finish."""
+        if self in _round:
+            _round.remove(self)
+        self._in_backward = False
+        self._has_gradients = False
+        self._pending.clear()
+        for bucket in self._buckets:
+            bucket.num_missing = len(bucket.parameters)
+
+    # -- accumulation: gradients are summed with their weights on this rank first ------------------------
+
+    def _begin_carrying(self) -> None:
+        """Have the gradients of this backward multiplied by its weight before they are added up."""
+        if all(p.grad is None for p in self.parameters):
+            self._carried = 0.0
+            self._stash.clear()
+            if not self.is_accumulating:
+                self._remove_scalers()
+                return
+        if not self._carried:
+            self._put_earlier_gradients_aside()
+        if not self._scalers:
+            for number in sorted(self._hooked):
+                self._scalers.append(self.parameters[number].register_hook(self._scaled))
+
+    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        share = self.weight / self._unit
+        return gradient * share if share else torch.zeros_like(gradient)
+
+    def _put_earlier_gradients_aside(self) -> None:
+        """Gradients from before the accumulation are global means already, and are added at its end."""
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._stash[number] = parameter.grad.clone()
+                parameter.grad = None
+
+    def _end_carrying(self) -> None:
+        for number, earlier in self._stash.items():
+            parameter = self.parameters[number]
+            parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        self._stash.clear()
+        self._carried = 0.0
+        self._remove_scalers()
+
+    def _remove_scalers(self) -> None:
+        for handle in self._scalers:
+            handle.remove()
+        self._scalers.clear()
+
+
+def _finish_round() -> None:
+    """Finish every model of this backward: send all before waiting for any."""
+    syncs = list(_round)
+    _round.clear()
+    try:
+        for sync in syncs:
+            sync.launch_rest()
+        for sync in syncs:
+            sync.collect()
+    except BaseException:
+        for sync in syncs:
+            sync.abandon()
+        raise

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data parallel: the same model on every rank, each with its share of the batch, exact gradients.
+
+Works in place: the model stays itself, with its class and its keys. Holds the public calls and what happens
+around forward; what happens in backward is gradient_sync's.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.batchnorm import synchronise_batchnorm, unsynchronised_batchnorms
+from rankwise.parallel.buffers import BufferSync
+from rankwise.parallel.gradient_sync import GradientSync
+from rankwise.parallel.same_model import broadcast_model, check_same_model
+from rankwise.log import warn
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+M = TypeVar("M", bound="nn.Module")
+
+_replicas: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
+
+
+def replicate(
+    model: M,
+    *,
+    sync_batchnorm: bool = False,
+    weight: Callable[..., float | torch.Tensor] | None = None,
+) -> M:
+    """Train ``model`` data parallel, in place: after ``loss.backward()`` gradients are global means.
+
+    Called by: every rank, with the same model, before the optimizer is built.
+
+    Every rank starts from rank zero's parameters and buffers. Then each ``backward()`` returns with every
+    gradient equal on all ranks: the mean over all samples of all ranks, also when ranks have unequal numbers
+    of samples, or none. Parameters that only some ranks use need no flag; what no rank used keeps
+    ``grad=None``. The model keeps its class and its ``state_dict`` keys; a deepcopy or pickle of it is a plain
+    model, without ranks.
+
+    The loss must be a mean over the samples of this rank (PyTorch's default). How many those are is read from
+    the forward call: the first dimension of its first tensor argument. Where a loss is a mean over something
+    else (tokens), or samples are not the first dimension, pass ``weight``, or use
+    :func:`rankwise.weight` around ``backward()``.
+
+    Args:
+        model: on its device already; also a ``torch.compile``d one.
+        sync_batchnorm: take BatchNorm statistics over the whole global batch, as one rank would. Without it
+            each rank normalises by its own samples, and the result depends on the number of ranks.
+        weight: called with the arguments of each forward call; returns what the loss is a mean over:
+            the number of samples or tokens of this rank. At least zero.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        NotJoined: before :func:`rankwise.join`.
+        ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
+        ConfigurationError: the model is replicated already, or has nothing to train.
+
+    Source: the exact mean is sum_r w_r g_r / sum_r w_r; bucketing as in Li et al., "PyTorch Distributed"
+        (VLDB 2020), section 3.2.
+    """
+    session = current()
+    if model in _replicas:
+        raise ConfigurationError("This model is replicated already.", do="call replicate() once per model")
+    names, parameters = _named_parameters(model)
+    if not any(p.requires_grad for p in parameters):
+        raise ConfigurationError(
+            "The model has no parameter that needs a gradient.",
+            do="replicate the model you train; a frozen one needs no ranks",
+        )
+    exchange = session.exchange
+    group = None
+    if exchange is not None:
+        check_same_model(model)
+        broadcast_model(model, exchange)
+        group = exchange.twin()
+    sync = GradientSync(names, parameters, group)
+    _replicas[model] = sync
+    if exchange is not None:
+        if sync_batchnorm:
+            synchronise_batchnorm(model, sync)
+        elif names := unsynchronised_batchnorms(model):
+            warn(
+                f"{names[0]} and {len(names) - 1} more BatchNorm layers take their statistics per rank, so that the "
+                "result depends on the number of ranks; replicate(model, sync_batchnorm=True) makes it exact"
+            )
+        model.register_forward_pre_hook(_BeforeForward(BufferSync(model, exchange)))
+    model.register_forward_hook(_AfterForward(sync, weight), with_kwargs=True)
+    return model
+
+
+@contextmanager
+def no_sync(*models: nn.Module) -> Iterator[None]:
+    """Add gradients up on this rank only; the first backward outside the block makes them exact.
+
+    Called by: every rank. For accumulation: all microsteps but the last one inside the block, the last one
+    outside. The gradients are then the mean over all samples of all microsteps of all ranks, so do not divide
+    the loss by the number of microsteps; they may be unequal in size and number.
+
+    Args:
+        models: replicated models.
+
+    Raises:
+        ConfigurationError: a model is not replicated.
+    """
+    syncs = [_sync_of(model, "no_sync") for model in models]
+    before = [sync.is_accumulating for sync in syncs]
+    for sync in syncs:
+        sync.is_accumulating = True
+    try:
+        yield
+    finally:
+        for sync, was in zip(syncs, before, strict=True):
+            sync.is_accumulating = was
+
+
+@contextmanager
+def weight(model: nn.Module, amount: float | torch.Tensor) -> Iterator[None]:
+    """Say what the loss of the backward inside the block is a mean over, on this rank.
+
+    Called by: every rank, each with its own amount, around ``loss.backward()``.
+
+    For a loss that is a mean over tokens: ``with rankwise.weight(model, num_tokens): loss.backward()``. The
+    gradients are then means over all tokens of all ranks, however many each rank has.
+
+    Args:
+        model: a replicated model.
+        amount: number of tokens or samples on this rank, at least zero.
+
+    Raises:
+        ConfigurationError: the model is not replicated, or the amount is negative or not finite.
+    """
+    sync = _sync_of(model, "weight")
+    before = sync.given_weight
+    sync.given_weight = float(amount)
+    try:
+        yield
+    finally:
+        sync.given_weight = before
+
+
+def _sync_of(model: nn.Module, caller: str) -> GradientSync:
+    sync = _replicas.get(model)
+    if sync is None:
+        raise ConfigurationError(
+            f"{caller}() was given a {type(model).__name__} that is not replicated.",
+            do="pass the model that rankwise.replicate() was called with",
+        )
+    return sync
+
+
+def _named_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
+    """Return names and parameters, each tied parameter once."""
+    pairs = list(model.named_parameters())
+    return [name for name, _ in pairs], [parameter for _, parameter in pairs]
+
+
+class _Hook:
+    """A hook of a replicated model. A copy or pickle of the model gets one that does nothing."""
+
+    def __deepcopy__(self, memo: object) -> _NoHook:
+        return _NoHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_NoHook, ())
+
+
+class _NoHook:
+    """What stands in a copied model where the replicated one had its hook."""
+
+    def __call__(self, *_: object, **__: object) -> None:
+        return None
+
+
+class _BeforeForward(_Hook):
+    """Gives every rank the buffers of rank zero that change while training."""
+
+    def __init__(self, buffers: BufferSync) -> None:
+        self._buffers = buffers
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, _: object) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._buffers.before_forward()
+
+
+class _AfterForward(_Hook):
+    """Notes how many samples a forward call stands for, and when backward reaches its output."""
+
+    def __init__(
+        self, sync: GradientSync, weight: Callable[..., float | torch.Tensor] | None
+    ) -> None:
+        self._sync = sync
+        self._weight = weight
+
+    @torch.compiler.disable
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
+        del module
+        if not torch.is_grad_enabled():
+            return
+        sync = self._sync
+        if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - not a recomputation inside backward
+            sync.before_backward()
+        if self._weight is not None:
+            amount = float(self._weight(*args, **kwargs))
+        else:
+            first = _first_tensor((args, kwargs))
+            if first is None:
+                return
+            amount = float(first.shape[0])
+        sync.forward_weight = amount
+        reached = _first_with_grad(output)
+        if reached is not None:
+            reached.register_hook(lambda _: sync.begin(amount))
+
+
+def _first_tensor(values: object) -> torch.Tensor | None:
+    if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
+        first = values[0][0]
+        if isinstance(first, torch.Tensor) and first.ndim:
+            return first
+    return next(
+        (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None
+    )
+
+
+def _first_with_grad(output: object) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output if output.requires_grad else None
+    return next(
+        (
+            leaf
+            for leaf in pytree.tree_leaves(output)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ),
+        None,
+    )

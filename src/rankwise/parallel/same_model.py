@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether every rank built the same model, and making its values the same. Used by replicate."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.collectives import all_gather_object
+from rankwise.errors import ModelMismatch, fold_values
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+    from rankwise.exchange.torch_group import TorchGroup
+
+CHUNK_BYTES = 64 * 2**20
+
+
+def check_same_model(model: nn.Module) -> None:
+    """Raise the same error on every rank unless all built the same parameters and buffers.
+
+    Called by: every rank.
+
+    Raises:
+        ModelMismatch: names the first difference and what each rank has there.
+    """
+    rows = [_row("parameter", name, p) + (f" requires_grad={p.requires_grad}",) for name, p in model.named_parameters()]
+    rows += [_row("buffer", name, b) for name, b in model.named_buffers()]
+    own = ["".join(row) for row in rows]
+    of_rank = all_gather_object(own)
+    if all(other == of_rank[0] for other in of_rank):
+        return
+    for index, lines in enumerate(zip_longest(*of_rank, fillvalue="nothing")):
+        if len(set(lines)) > 1:
+            raise ModelMismatch(
+                "The model is not the same on every rank.",
+                where=f"reported on {current().world}",
+                evidence=f"the first difference is entry {index}:\n{fold_values(dict(enumerate(lines)))}",
+                do="build the model from the same arguments on every rank",
+            )
+
+
+def _row(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, ...]:
+    return (kind, " ", name, " ", str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)))
+
+
+def broadcast_model(model: nn.Module, exchange: TorchGroup) -> None:
+    """Overwrite parameters and buffers with rank zero's.
+
+    Called by: every rank.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    with torch.no_grad():
+        broadcast_tensors([t.detach() for t in tensors], exchange, what="parameters of rank 0")
+
+
+def broadcast_tensors(
+    tensors: Iterable[torch.Tensor], exchange: TorchGroup, *, what: str
+) -> None:
+    """Overwrite ``tensors`` with rank zero's, many at a time.
+
+    Called by: every rank, with tensors of the same shapes and dtypes.
+    """
+    for chunk in _chunks(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+        exchange.broadcast_(flat, 0, what=what).wait()
+        pieces = flat.split([tensor.numel() for tensor in chunk])
+        for tensor, piece in zip(chunk, pieces, strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield lists of tensors of one dtype and device, up to a size, in an order all ranks share."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in by_kind.values():
+        chunk: list[torch.Tensor] = []
+        size_bytes = 0
+        for tensor in same:
+            chunk.append(tensor)
+            size_bytes += tensor.numel() * tensor.element_size()
+            if size_bytes >= CHUNK_BYTES:
+                yield chunk
+                chunk, size_bytes = [], 0
+        if chunk:
+            yield chunk

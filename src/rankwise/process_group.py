@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joining and leaving the world: the only place where a process group opens or closes.
+
+Reads who started this process, finds the others through the store, opens torch's process group and sets the
+session. Above it stand the rooms that users call; it knows none of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.distributed as dist
+
+from rankwise import environments, store
+from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.exchange.torch_group import TorchGroup
+from rankwise.log import log, speak_as
+from rankwise.session import Session, current_or_none, set_current
+from rankwise.watch import Watch
+from rankwise.world import World
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rankwise.environments import Reading
+    from rankwise.store import Store
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+BACKENDS = ("gloo", "nccl")
+
+
+class JoinedWorld(World):
+    """The world as a context manager: leaves when the block ends."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            leave()
+        else:
+            fail(error)
+
+
+def join(
+    backend: str | None = None,
+    *,
+    device: str | torch.device | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> JoinedWorld:
+    """Join the world this process was started for, whoever started it.
+
+    Called by: every rank, once, before anything else of rankwise. A plain call, or
+    ``with rankwise.join() as world:``; the block's end, or the process's, leaves the world.
+
+    Args:
+        backend: ``"nccl"`` or ``"gloo"``; by default NCCL on GPUs and Gloo elsewhere.
+        device: the device of this rank; by default the GPU of its local rank, else the CPU.
+        init_method: ``tcp://host:port``, ``file:///path`` or ``env://``, when nobody set the variables of a
+            launcher. The first two need ``rank`` and ``world_size``.
+        rank: number of this process, with ``init_method``.
+        world_size: number of processes, with ``init_method``.
+        timeout_seconds: how long a rank waits for the others, here and in every collective, before it raises
+            an error that names the missing ones.
+
+    Returns:
+        The facts about this process. A world of one needs no launcher and opens no process group.
+
+    Raises:
+        EnvironmentConflict: two launchers' variables say different things.
+        ConfigurationError: a bad argument, an incomplete set of variables, a missing GPU, a port in use.
+        PeerMissing: some ranks did not come within ``timeout_seconds``.
+
+    Source: torch.distributed.init_process_group.
+    """
+    if current_or_none() is not None:
+        raise ConfigurationError(
+            "This process has joined a world already.",
+            do="call rankwise.join() once; use rankwise.leave() before joining another",
+        )
+    if dist.is_initialized():
+        raise ConfigurationError(
+            "torch.distributed has a process group already.",
+            do="remove init_process_group(): rankwise.join() opens the group",
+        )
+    reading = _read(init_method, rank, world_size)
+    if reading.world_size == 1:
+        world = _world(reading, device, backend, [socket.gethostname()])
+        session = Session(world=world)
+    else:
+        job_store, serves = _open_store(reading, timeout_seconds)
+        hostnames = _exchange_hostnames(job_store, reading, timeout_seconds)
+        world = _world(reading, device, backend, hostnames)
+        session = _open_group(world, job_store, timeout_seconds, serves_store=serves)
+    if world.device.startswith("cuda"):
+        torch.cuda.set_device(world.device)
+    set_current(session)
+    speak_as(str(world), is_rank_zero=world.rank == 0)
+    _follow_exit()
+    if reading.source != "nobody" or reading.warns:
+        log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
+    return world
+
+
+def leave() -> None:
+    """Leave the world: finish what is under way, close the process group.
+
+    Called by: every rank. Does nothing when no world is joined. The end of ``with join()`` and a normal end
+    of the process call it.
+    """
+    session = current_or_none()
+    if session is None:
+        return
+    try:
+        for action in reversed(session.leaving):
+            action()
+    except BaseException as error:
+        fail(error)
+        raise
+    if session.watch is not None:
+        session.watch.leave(wait_for_peers=session.serves_store)
+    _close(session)
+
+
+def fail(error: BaseException) -> None:
+    """Tell every rank that this one ends with ``error``, and give up the world.
+
+    Called by: the failing rank only; the end of ``with join()`` and an uncaught exception call it.
+    """
+    session = current_or_none()
+    if session is None:
+        return
+    if session.watch is not None and not (isinstance(error, RankwiseError) and error is session.watch.error):
+        text = "".join(traceback.format_exception(error))
+        session.watch.fail(type(error).__name__, text, wait_for_peers=session.serves_store)
+    _close(session)
+
+
+def _close(session: Session) -> None:
+    set_current(None)
+    speak_as("", is_rank_zero=True)
+    broken = session.watch is not None and session.watch.error is not None
+    if dist.is_initialized() and not broken:
+        # After a failure collectives may still be under way, and closing would wait for them.
+        dist.destroy_process_group()
+
+
+def _read(init_method: str | None, rank: int | None, world_size: int | None) -> Reading:
+    if init_method is not None:
+        return environments.explicit(init_method, rank, world_size)
+    if rank is not None or world_size is not None:
+        raise ConfigurationError(
+            "join() was given rank or world_size without init_method.",
+            do='pass init_method="tcp://host:port", rank and world_size together, or none of them',
+        )
+    return environments.read_process()
+
+
+def _open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
+    """Return the job's store and whether this process serves it."""
+    if reading.file is not None:
+        return store.open_file(reading.file, reading.world_size), False
+    if reading.address is None:
+        return _published_store(reading, timeout_seconds)
+    host, port = reading.address
+    if reading.rank == 0 and not reading.store_is_served:
+        one_machine = reading.local_world_size == reading.world_size or host in {"127.0.0.1", "localhost"}
+        opened, _ = store.serve(host if one_machine else "0.0.0.0", port)  # noqa: S104 - other machines come here
+        return opened.prefixed(f"attempt/{reading.attempt}"), True
+    opened = store.connect(host, port, timeout_seconds)
+    return opened.prefixed(f"attempt/{reading.attempt}"), False
+
+
+def _published_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
+    """Ranks of one machine without an address: rank 0 serves and tells the port in a file of the job."""
+    note = Path(tempfile.gettempdir()) / f"rankwise-{os.getuid()}-{reading.job_key}"
+    file_store = store.open_file(str(note), reading.world_size)
+    if reading.rank == 0:
+        opened, port = store.serve()
+        file_store.set("port", str(port))
+        return opened, True
+    port = int(file_store.get("port", timeout_seconds))
+    return store.connect("127.0.0.1", port, timeout_seconds), False
+
+
+def _exchange_hostnames(job_store: Store, reading: Reading, timeout_seconds: float) -> list[str]:
+    """Return every rank's machine, by rank; the first place where a rank that never starts is noticed."""
+    job_store.set(f"rankwise/hostnames/{reading.rank}", socket.gethostname())
+    keys = [f"rankwise/hostnames/{rank}" for rank in range(reading.world_size)]
+    try:
+        job_store.wait(keys, timeout_seconds)
+    except TimeoutError as error:
+        missing = [rank for rank, key in enumerate(keys) if not job_store.check(key)]
+        raise _never_joined(reading, missing, timeout_seconds) from error
+    return [job_store.get(key, timeout_seconds).decode() for key in keys]
+
+
+def _never_joined(reading: Reading, missing: list[int], timeout_seconds: float) -> RankwiseError:
+    from rankwise.errors import PeerMissing, fold_ranks, rank_prefix
+
+    return PeerMissing(
+        f"join() waited {timeout_seconds:.0f} s for {fold_ranks(missing)} in vain.",
+        ranks=missing,
+        where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
+        evidence=reading.reason,
+        do="start every rank; where that takes longer, join(timeout_seconds=...)",
+    )
+
+
+def _world(
+    reading: Reading, device: str | torch.device | None, backend: str | None, hostnames: list[str]
+) -> JoinedWorld:
+    own = hostnames[reading.rank]
+    machines = list(dict.fromkeys(hostnames))
+    local_rank = reading.local_rank
+    if local_rank is None:
+        local_rank = hostnames[: reading.rank].count(own)
+    chosen = _choose_device(device, backend, local_rank)
+    return JoinedWorld(
+        rank=reading.rank,
+        world_size=reading.world_size,
+        local_rank=local_rank,
+        local_world_size=reading.local_world_size or hostnames.count(own),
+        node_rank=machines.index(own) if reading.node_rank is None else reading.node_rank,
+        num_nodes=reading.num_nodes or len(machines),
+        device=chosen,
+        backend=_choose_backend(backend, chosen) if reading.world_size > 1 else "none",
+        hostname=own,
+        source=reading.source,
+    )
+
+
+def _choose_device(device: str | torch.device | None, backend: str | None, local_rank: int) -> str:
+    if device is not None:
+        return str(torch.device(device))
+    if backend == "gloo" or not torch.cuda.is_available():
+        return "cpu"
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"Local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}.",
+            do="start at most one rank per GPU, or pass join(device='cpu')",
+        )
+    return f"cuda:{local_rank}"
+
+
+def _choose_backend(backend: str | None, device: str) -> str:
+    if backend is None:
+        return "nccl" if device.startswith("cuda") else "gloo"
+    if backend not in BACKENDS:
+        raise ConfigurationError(f"There is no backend {backend!r}.", do="use one of " + ", ".join(BACKENDS))
+    if backend == "nccl" and not device.startswith("cuda"):
+        raise ConfigurationError(
+            f"The backend nccl needs a GPU, and this rank's device is {device}.",
+            do="leave backend out, or pass join(backend='gloo')",
+        )
+    return backend
+
+
+def _open_group(
+    world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool
+) -> Session:
+    dist.init_process_group(
+        # Control messages are CPU tensors on every machine; only GPU tensors go through NCCL.
+        backend="cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo",
+        store=job_store.prefixed("group").torch_store,
+        rank=world.rank,
+        world_size=world.world_size,
+        # The watch speaks first; torch's own limit only ends what the watch could not.
+        timeout=timedelta(seconds=timeout_seconds + 10),
+    )
+    watch = Watch(job_store, world, timeout_seconds)
+    exchange = TorchGroup(watch, world.rank, world.world_size)
+    return Session(
+        world=world, store=job_store, exchange=exchange, watch=watch, serves_store=serves_store
+    )
+
+
+_following_exit: list[bool] = []
+
+
+def _follow_exit() -> None:
+    """Have the end of the process leave the world, and an uncaught exception tell the other ranks."""
+    if _following_exit:
+        return
+    _following_exit.append(True)
+    atexit.register(_leave_at_exit)
+    previous = sys.excepthook
+
+    def tell_and_show(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(Exception):
+            fail(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = tell_and_show
+
+
+def _leave_at_exit() -> None:
+    with contextlib.suppress(RankwiseError):
+        leave()
+
+
+__all__ = ["JoinedWorld", "fail", "join", "leave"]

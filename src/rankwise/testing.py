@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a function on real ranks, and hurt one of them: for our tests and for users' tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.process_group import join
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.process import BaseProcess
+
+END_SECONDS = 3.0
+"""How long ranks have to end by themselves after the last result."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What one rank came to: a value, or an error."""
+
+    value: Any
+    error: BaseException | None
+    exit_code: int | None
+    seconds: float
+
+    def get(self) -> Any:  # noqa: ANN401 - whatever the function returned
+        """Return the value, or raise the rank's error."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class RankDied(RuntimeError):
+    """A rank's process ended without a result."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: object,
+    timeout_seconds: float = 60.0,
+    join_timeout_seconds: float = 30.0,
+) -> list[RankResult]:
+    """Run ``fn(world, *args)`` on real ranks of this machine and return what each came to.
+
+    Each rank is a process of its own with one torch thread, which has joined a world over Gloo.
+
+    Args:
+        fn: a function of a module; the world is its first argument.
+        world_size: how many ranks.
+        args: picklable; passed on.
+        timeout_seconds: after which every rank is killed; its result is then a :class:`RankDied`.
+        join_timeout_seconds: the limit of each collective, as for :func:`rankwise.join`.
+
+    Returns:
+        One result per rank, in rank order.
+    """
+    if world_size < 1:
+        raise ConfigurationError(f"run_ranks cannot run {world_size} ranks.", do="pass world_size >= 1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rankwise.testing", "numpy"])
+    with tempfile.TemporaryDirectory(prefix="rankwise-ranks-") as folder:
+        started = time.monotonic()
+        processes: list[BaseProcess] = []
+        pipes: list[Connection] = []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            job = (fn, rank, world_size, f"file://{folder}/store", join_timeout_seconds, args, sender)
+            process = context.Process(target=_run_rank, args=job, name=f"rank-{rank}")
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        try:
+            return _collect(processes, pipes, started, timeout_seconds)
+        finally:
+            _end(processes)
+
+
+def _collect(
+    processes: list[BaseProcess], pipes: list[Connection], started: float, timeout_seconds: float
+) -> list[RankResult]:
+    results: dict[int, RankResult] = {}
+    rank_of = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while len(results) < len(processes):
+        left = started + timeout_seconds - time.monotonic()
+        ready = wait([pipe for pipe, rank in rank_of.items() if rank not in results], max(left, 0))
+        seconds = time.monotonic() - started
+        if not ready:
+            for rank in set(rank_of.values()) - set(results):
+                died = RankDied(f"rank {rank} was still running after {timeout_seconds:.0f} s")
+                results[rank] = RankResult(None, died, None, seconds)
+        for pipe in ready:
+            rank = rank_of[pipe]  # type: ignore[index]
+            results[rank] = _result(rank, pipe, processes[rank], seconds)  # type: ignore[arg-type]
+    return [results[rank] for rank in range(len(processes))]
+
+
+def _result(rank: int, pipe: Connection, process: BaseProcess, seconds: float) -> RankResult:
+    try:
+        value, error = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from a process of ours
+    except EOFError:
+        process.join(5)
+        died = RankDied(f"rank {rank} ended without a result, exit code {process.exitcode}")
+        return RankResult(None, died, process.exitcode, seconds)
+    return RankResult(value, error, process.exitcode, seconds)
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+
+
+def _run_rank(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    init_method: str,
+    timeout_seconds: float,
+    args: tuple[object, ...],
+    sender: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    value, error = None, None
+    try:
+        explicit = {} if world_size == 1 else {"rank": rank, "world_size": world_size}
+        with join(
+            init_method=None if world_size == 1 else init_method,
+            device="cpu",
+            timeout_seconds=timeout_seconds,
+            **explicit,
+        ) as world:
+            value = fn(world, *args)
+    except BaseException as caught:  # noqa: BLE001 - the caller gets it
+        error = caught
+        caught.add_note("".join(traceback.format_exception(caught)))
+    sender.send_bytes(_pickled(value, error))
+    sender.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if error is not None:
+        # Collectives of a broken group may be under way; a normal exit would wait for them.
+        os._exit(1)
+
+
+def _pickled(value: object, error: BaseException | None) -> bytes:
+    try:
+        return pickle.dumps((value, error))
+    except Exception as problem:  # noqa: BLE001 - any refusal to be pickled
+        return pickle.dumps((None, RankDied(f"the rank's result cannot be pickled: {problem}: {error!r}")))
+
+
+def kill_self() -> None:
+    """End this rank as ``kill -9`` does: no handler runs, nothing is flushed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+__all__ = ["RankDied", "RankResult", "kill_self", "run_ranks"]

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread per rank that follows the job's event log, so that nothing hangs in silence.
+
+Ranks write events to the store: a failure, a departure, a roll call, a verdict on who is missing. The thread
+reads them in order; whoever waits for a collective looks here. Never touches the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankwise.errors import CollectiveMismatch, PeerFailed, PeerMissing, RankwiseError
+from rankwise.errors import fold_ranks, fold_values, rank_prefix
+from rankwise.log import warn
+from rankwise.store import Store, StoreLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.world import World
+
+SLICE_SECONDS = 0.2
+"""How long a rank waits for a collective before it looks at the log again."""
+ROLL_CALL_SECONDS = 2.0
+"""How long ranks have to answer a roll call."""
+EXPLANATION_SECONDS = 1.0
+"""How long a rank with a broken connection waits for the reason before it asks."""
+NOTICE_SECONDS = 30.0
+"""After how long a wait is mentioned, with who is missing."""
+NO_LIMIT_SECONDS = 10.0**8
+
+_EVENT = "rankwise/events/{}"
+
+
+def post(store: Store, event: dict[str, Any], first: int = 1) -> int:
+    """Append an event to the job's log and return its number.
+
+    Args:
+        store: any connection to the job's store.
+        event: JSON-able; ``kind`` says what it is.
+        first: a number below which the log is known to be full.
+    """
+    text = json.dumps({**event, "token": f"{time.time_ns()}-{id(event)}-{event.get('rank')}"})
+    number = first
+    while not store.set_if_absent(_EVENT.format(number), text):
+        number += 1
+    return number
+
+
+def post_failure(
+    store: Store, *, rank: int, error_type: str, text: str, hostname: str = ""
+) -> None:
+    """Tell every rank that ``rank`` failed. Called by the rank, or by the launcher in its place.
+
+    Args:
+        store: any connection to the job's store.
+        rank: who failed.
+        error_type: name of the exception class, or of the signal.
+        text: the traceback, or what is known.
+        hostname: where it ran.
+    """
+    post(store, {"kind": "failed", "rank": rank, "error_type": error_type, "text": text, "hostname": hostname})
+
+
+def post_departure(store: Store, *, rank: int, exit_code: int = 0, last: int | None = None) -> None:
+    """Tell every rank that ``rank`` has ended without an error.
+
+    Args:
+        store: any connection to the job's store.
+        rank: who left.
+        exit_code: of its process, as far as known.
+        last: number of the last collective it took part in; ``None`` where that is not known.
+    """
+    post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last})
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One collective this rank takes part in: its number, the same on every rank, and its words."""
+
+    number: int
+    what: str
+    since: float = field(default_factory=time.monotonic)
+
+
+class Watch:
+    """Follows the event log for one rank, from join to leave."""
+
+    def __init__(self, store: Store, world: World, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.error: RankwiseError | None = None
+        self._world = world
+        self._store = store.clone()
+        self._departed: dict[int, dict[str, Any]] = {}
+        self._changed = threading.Condition()
+        self._waiting: Ticket | None = None
+        self._last = 0
+        self._next_event = 1
+        self._main_thread_id = threading.get_ident()
+        self._thread = threading.Thread(
+            target=self._follow, args=(store.clone(),), name="rankwise-watch", daemon=True
+        )
+        self._thread.start()
+
+    def ticket(self, what: str) -> Ticket:
+        """Count one more collective and return its ticket. Every rank counts the same ones."""
+        if self.error is not None:
+            raise self.error
+        self._last += 1
+        return Ticket(self._last, what)
+
+    def wait(self, ticket: Ticket, is_done: Callable[[float], bool]) -> None:
+        """Wait until ``is_done(seconds)`` returns true, unless a peer fails, leaves or stays away.
+
+        Args:
+            ticket: what is waited for.
+            is_done: waits for at most the given seconds and returns whether the collective is done.
+
+        Raises:
+            PeerFailed, PeerMissing, CollectiveMismatch: with the rank; the same on every waiting rank.
+        """
+        self._waiting = ticket
+        start = time.monotonic()
+        notice = NOTICE_SECONDS
+        try:
+            while not is_done(SLICE_SECONDS):
+                waited = time.monotonic() - start
+                if waited > 1.0 or self.error is not None:
+                    self._raise_if_pointless(ticket)
+                if waited > self.timeout_seconds:
+                    self._post_verdict(ticket, waited)
+                elif waited > notice:
+                    notice *= 2
+                    self._say_who_is_missing(ticket, waited)
+        except RuntimeError as error:
+            if isinstance(error, RankwiseError):
+                raise
+            raise self._explain(ticket, error) from error
+        finally:
+            self._waiting = None
+
+    def leave(self, *, wait_for_peers: bool) -> None:
+        """Say that this rank is done, and stop the thread.
+
+        Args:
+            wait_for_peers: stay until every other rank has left or failed too: the rank that serves the
+                store must be the last to go.
+        """
+        try:
+            post_departure(self._store, rank=self._world.rank, last=self._last)
+            if wait_for_peers:
+                limit = self.timeout_seconds if self.error is None else ROLL_CALL_SECONDS
+                with self._changed:
+                    self._changed.wait_for(lambda: self._gone() >= self._world.world_size - 1, limit)
+        except StoreLost:
+            return
+        self._thread.join(ROLL_CALL_SECONDS)
+
+    def fail(self, error_type: str, text: str, *, wait_for_peers: bool) -> None:
+        """Tell every rank that this one failed; with ``wait_for_peers``, until they have read it."""
+        with contextlib.suppress(StoreLost):
+            post_failure(
+                self._store,
+                rank=self._world.rank,
+                error_type=error_type,
+                text=text,
+                hostname=self._world.hostname,
+            )
+            if wait_for_peers:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._gone() >= self._world.world_size - 1, ROLL_CALL_SECONDS
+                    )
+
+    def _gone(self) -> int:
+        return len(self._departed.keys() - {self._world.rank})
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _follow(self, store: Store) -> None:
+        try:
+            while True:
+                event = json.loads(
+                    store.get(_EVENT.format(self._next_event), timeout_seconds=NO_LIMIT_SECONDS)
+                )
+                self._next_event += 1
+                with self._changed:
+                    ended = self._read(store, event)
+                    self._changed.notify_all()
+                if ended:
+                    return
+        except (StoreLost, TimeoutError):
+            with self._changed:
+                if self.error is None and self._world.rank not in self._departed:
+                    self.error = self._store_lost()
+                self._changed.notify_all()
+
+    def _read(self, store: Store, event: dict[str, Any]) -> bool:
+        """Take one event in; return whether this rank has left."""
+        kind, rank = event["kind"], event["rank"]
+        if kind == "failed":
+            self._departed.setdefault(rank, event)
+            if rank != self._world.rank and self.error is None:
+                self.error = self._peer_failed(event)
+        elif kind == "left":
+            self._departed.setdefault(rank, event)
+            return bool(rank == self._world.rank)
+        elif kind == "roll_call":
+            answer = json.dumps(self._situation())
+            store.set(f"rankwise/roll_calls/{event['call']}/{self._world.rank}", answer)
+        elif kind == "verdict" and self.error is None:
+            self.error = self._verdict(event)
+        return False
+
+    def _situation(self) -> dict[str, Any]:
+        ticket = self._waiting
+        if ticket is not None:
+            seconds = time.monotonic() - ticket.since
+            return {"number": ticket.number, "what": ticket.what, "seconds": seconds}
+        return {"number": None, "last": self._last, "at": _user_line(self._main_thread_id)}
+
+    # -- who is missing ----------------------------------------------------------------------------
+
+    def _raise_if_pointless(self, ticket: Ticket) -> None:
+        if self.error is not None:
+            raise self.error
+        for rank, event in list(self._departed.items()):
+            last = event.get("last")
+            if rank == self._world.rank or (last is not None and last >= ticket.number):
+                continue
+            if event["kind"] == "left":
+                self.error = self._peer_left(ticket, rank, event)
+                raise self.error
+
+    def _roll_call(self) -> dict[int, dict[str, Any]]:
+        """Ask every rank what it is doing; ranks that do not answer are absent from the result."""
+        call = self._store.add("rankwise/roll_calls", 1)
+        post(self._store, {"kind": "roll_call", "rank": self._world.rank, "call": call}, self._next_event)
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        answers: dict[int, dict[str, Any]] = {}
+        pending = set(range(self._world.world_size))
+        while pending and time.monotonic() < deadline:
+            for rank in sorted(pending):
+                key = f"rankwise/roll_calls/{call}/{rank}"
+                if self._store.check(key):
+                    answers[rank] = json.loads(self._store.get(key, ROLL_CALL_SECONDS))
+                    pending.discard(rank)
+            time.sleep(0.01)
+        return answers
+
+    def _table(self, answers: dict[int, dict[str, Any]]) -> str:
+        return fold_values(
+            {rank: _situation_text(answers.get(rank)) for rank in range(self._world.world_size)}
+        )
+
+    def _claim(self, purpose: str) -> bool:
+        """Return true on the one rank that speaks for all."""
+        return self._store.add(f"rankwise/claims/{purpose}", 1) == 1
+
+    def _say_who_is_missing(self, ticket: Ticket, waited: float) -> None:
+        if not self._claim(f"notice/{ticket.number}/{int(waited / NOTICE_SECONDS)}"):
+            return
+        answers = self._roll_call()
+        missing = _missing(answers, ticket, self._world.world_size)
+        warn(
+            f"{ticket.what} has been waiting for {waited:.0f} s, for {fold_ranks(missing) if missing else 'the network'}:\n"
+            + self._table(answers),
+            all_ranks=True,
+        )
+
+    def _post_verdict(self, ticket: Ticket, waited: float) -> None:
+        """Let one waiting rank find out who is missing, for all; then wait for what it found."""
+        if self._claim(f"verdict/{ticket.number}"):
+            answers = self._roll_call()
+            words = {a["what"] for a in answers.values() if a["number"] == ticket.number}
+            post(
+                self._store,
+                {
+                    "kind": "verdict",
+                    "rank": self._world.rank,
+                    "what": ticket.what,
+                    "waited": waited,
+                    "missing": _missing(answers, ticket, self._world.world_size),
+                    "mismatch": len(words) > 1,
+                    "table": self._table(answers),
+                },
+                self._next_event,
+            )
+        with self._changed:
+            self._changed.wait_for(lambda: self.error is not None, 2 * ROLL_CALL_SECONDS)
+        raise self.error or self._verdict(
+            {"what": ticket.what, "waited": waited, "missing": [], "mismatch": False, "table": ""}
+        )
+
+    def _explain(self, ticket: Ticket, error: RuntimeError) -> RankwiseError:
+        """Find out which rank a broken connection stands for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.error is not None or self._departed, EXPLANATION_SECONDS)
+        with contextlib.suppress(StoreLost):
+            if self.error is None:
+                self._raise_if_pointless_quietly(ticket)
+            if self.error is None:
+                answers = self._roll_call()
+                gone = sorted(set(range(self._world.world_size)) - set(answers))
+                self.error = PeerMissing(
+                    f"{ticket.what} broke: {fold_ranks(gone) if gone else 'a connection'} "
+                    f"{'is' if len(gone) == 1 else 'are' if gone else 'was'} gone without a word.",
+                    ranks=gone,
+                    where=str(self._world),
+                    evidence=f"{self._table(answers)}\n{str(error).splitlines()[0]}",
+                    do="look at that rank's own output; a rank killed for memory leaves a line in dmesg",
+                )
+        return self.error or self._store_lost()
+
+    def _raise_if_pointless_quietly(self, ticket: Ticket) -> None:
+        with contextlib.suppress(RankwiseError):
+            self._raise_if_pointless(ticket)
+
+    # -- words -------------------------------------------------------------------------------------
+
+    def _peer_failed(self, event: dict[str, Any]) -> PeerFailed:
+        host = event.get("hostname") or None
+        return PeerFailed(
+            f"Rank {event['rank']} failed: {event['error_type']}.",
+            rank=event["rank"],
+            where=f"{rank_prefix(event['rank'], self._world.world_size, host)}, reported on {self._world}",
+            evidence=event["text"].rstrip(),
+            do=f"mend the error of rank {event['rank']}; the other ranks only stopped because of it",
+        )
+
+    def _peer_left(self, ticket: Ticket, rank: int, event: dict[str, Any]) -> PeerMissing:
+        return PeerMissing(
+            f"{ticket.what} cannot complete: rank {rank} has left with exit code {event['exit_code']}.",
+            ranks=[rank],
+            where=str(self._world),
+            evidence=f"this rank is at collective {ticket.number}; rank {rank} left "
+            + (f"after collective {event['last']}" if event.get("last") is not None else "before it"),
+            do="let every rank run the same number of steps and leave together; "
+            "with an uneven number of batches per rank, iterate over rankwise.DataLoader",
+        )
+
+    def _verdict(self, event: dict[str, Any]) -> RankwiseError:
+        if event["mismatch"]:
+            return CollectiveMismatch(
+                "Ranks called different collectives.",
+                where=f"reported on {self._world}",
+                evidence=event["table"],
+                do="call the same collectives in the same order on every rank",
+            )
+        missing = event["missing"]
+        who = fold_ranks(missing) if missing else "no rank; the network carries nothing"
+        return PeerMissing(
+            f"{event['what']} waited {event['waited']:.1f} s in vain. Missing: {who}.",
+            ranks=missing,
+            where=f"reported on {self._world}",
+            evidence=event["table"] or None,
+            do="let the missing rank reach it too; where the wait is meant, join(timeout_seconds=...) is the limit",
+        )
+
+    def _store_lost(self) -> PeerMissing:
+        return PeerMissing(
+            "The job's store is gone: its launcher, or rank 0 where that serves it, has ended.",
+            ranks=[0],
+            where=str(self._world),
+            do="look at the output of rank 0 and of the launcher",
+        )
+
+
+def _missing(answers: dict[int, dict[str, Any]], ticket: Ticket, world_size: int) -> list[int]:
+    return [
+        rank
+        for rank in range(world_size)
+        if rank not in answers
+        or (answers[rank]["number"] is None and answers[rank]["last"] < ticket.number)
+        or (answers[rank]["number"] or ticket.number) < ticket.number
+    ]
+
+
+def _situation_text(answer: dict[str, Any] | None) -> str:
+    if answer is None:
+        return "no answer (stopped, dead or cut off)"
+    if answer["number"] is not None:
+        return f"waiting in {answer['what']} (collective {answer['number']})"
+    return f"running {answer['at']} after collective {answer['last']}"
+
+
+def _user_line(thread_id: int) -> str:
+    """Return where a thread is, as ``train.py:33 in load``: the innermost line of the user's own."""
+    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - the only way to see another thread
+    own = str(Path(__file__).parent)
+    innermost = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        place = f"{Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        innermost = innermost or place
+        if not name.startswith(("<", own, sys.prefix, sys.base_prefix)):
+            return place
+        frame = frame.f_back
+    return innermost or "nothing any more"

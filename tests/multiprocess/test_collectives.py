@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One type in, the same type out, on 1 to 4 ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import rankwise as rw
+from rankwise.errors import ConfigurationError
+from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from rankwise.world import World
+
+WORLD_SIZES = [1, 2, 3, 4]
+
+
+def _reduce_everything(world: World) -> dict[str, Any]:
+    given = torch.full((3,), float(world.rank + 1))
+    reduced = {op: rw.all_reduce(given, op) for op in ("sum", "mean", "min", "max", "product")}
+    assert torch.equal(given, torch.full((3,), float(world.rank + 1))), "the argument stays"
+    tree = rw.all_reduce({"a": [1, 2.5], "b": (np.arange(3, dtype=np.int32), np.float32(1.5))})
+    return {"ops": reduced, "tree": tree}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_all_reduce(world_size: int) -> None:
+    values = torch.arange(1, world_size + 1, dtype=torch.float32)
+    expected = {
+        "sum": values.sum(),
+        "mean": values.mean(),
+        "min": values.min(),
+        "max": values.max(),
+        "product": values.prod(),
+    }
+    for result in run_ranks(_reduce_everything, world_size):
+        got = result.get()
+        for op, value in expected.items():
+            assert torch.equal(got["ops"][op], value.expand(3))
+        (number, real), (array, scalar) = got["tree"]["a"], got["tree"]["b"]
+        assert type(number) is int
+        assert number == world_size
+        assert real == 2.5 * world_size
+        assert array.dtype == np.int32
+        assert array.tolist() == [0, world_size, 2 * world_size]
+        assert type(scalar) is np.float32
+
+
+def _gather(world: World) -> tuple[list[Any], list[Any], Any, Any]:
+    gathered = rw.all_gather({"x": torch.tensor([[world.rank]]), "n": world.rank})
+    objects = rw.all_gather_object("é" * world.rank)
+    last = world.world_size - 1
+    sent = rw.broadcast(torch.full((2, 2), world.rank), source=last)
+    thing = rw.broadcast_object({"rank": world.rank} if world.rank == last else None, source=last)
+    rw.barrier()
+    return gathered, objects, sent, thing
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gather_and_broadcast(world_size: int) -> None:
+    for result in run_ranks(_gather, world_size):
+        gathered, objects, sent, thing = result.get()
+        assert [row["n"] for row in gathered] == list(range(world_size))
+        assert [row["x"].tolist() for row in gathered] == [[[r]] for r in range(world_size)]
+        assert objects == ["é" * rank for rank in range(world_size)]
+        assert torch.equal(sent, torch.full((2, 2), world_size - 1))
+        assert thing == {"rank": world_size - 1}
+
+
+def _empty_and_strided(world: World) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    strided = torch.arange(6.0).view(2, 3).t() * (world.rank + 1)
+    return rw.all_reduce(strided), rw.all_gather(torch.empty(0, 2)), rw.all_reduce(torch.empty(0))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_empty_and_strided_tensors(world_size: int) -> None:
+    factor = world_size * (world_size + 1) / 2
+    for result in run_ranks(_empty_and_strided, world_size):
+        reduced, gathered, empty = result.get()
+        assert torch.equal(reduced, torch.arange(6.0).view(2, 3).t() * factor)
+        assert [tuple(part.shape) for part in gathered] == [(0, 2)] * world_size
+        assert empty.shape == (0,)
+
+
+def _wrong_calls(_: World) -> list[str]:
+    errors = []
+    for call in (
+        lambda: rw.all_reduce(torch.ones(1), "avg"),
+        lambda: rw.all_reduce(torch.ones(1, dtype=torch.int64), "mean"),
+        lambda: rw.all_reduce("text"),
+        lambda: rw.broadcast(torch.ones(1), source=7),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            call()
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_wrong_arguments_say_what_to_do(world_size: int) -> None:
+    for result in run_ranks(_wrong_calls, world_size):
+        unknown_op, integer_mean, wrong_kind, no_rank = result.get()
+        assert "sum, mean, min, max, product" in unknown_op
+        assert "op='sum' and divide" in integer_mean
+        assert "not str" in wrong_kind
+        assert f"0 to {world_size - 1}" in no_rank

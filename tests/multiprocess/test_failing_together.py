@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's failure is everyone's error, within seconds and by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import rankwise as rw
+from rankwise import agreement
+from rankwise.errors import (
+    CollectiveMismatch,
+    ConfigurationError,
+    PeerFailed,
+    PeerMissing,
+)
+from rankwise.session import current
+from rankwise.testing import RankDied, kill_self, run_ranks
+
+if TYPE_CHECKING:
+    from rankwise.world import World
+
+LIMIT_SECONDS = 5.0
+
+
+def _raise_between_collectives(world: World, failing: int) -> None:
+    rw.barrier()
+    if world.rank == failing:
+        message = "the batch is bad"
+        raise ValueError(message)
+    rw.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_raising_rank_makes_every_rank_raise_its_error(failing: int) -> None:
+    results = run_ranks(_raise_between_collectives, 3, failing)
+    for rank, result in enumerate(results):
+        if rank == failing:
+            assert isinstance(result.error, ValueError)
+        else:
+            assert isinstance(result.error, PeerFailed)
+            assert result.error.rank == failing
+            assert "the batch is bad" in str(result.error)
+            assert "_raise_between_collectives" in str(result.error)
+
+
+def _seconds_from_failure_to_error(world: World, path: str) -> float | None:
+    rw.barrier()
+    if world.rank == 1:
+        with open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
+            file.write(str(time.time()))
+        message = "now"
+        raise ValueError(message)
+    try:
+        rw.barrier()
+    except PeerFailed:
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123
+            return time.time() - float(file.read())
+    return None
+
+
+def test_the_error_comes_within_five_seconds(tmp_path: os.PathLike[str]) -> None:
+    results = run_ranks(_seconds_from_failure_to_error, 3, os.path.join(tmp_path, "time"))  # noqa: PTH118
+    for rank in (0, 2):
+        assert results[rank].get() < LIMIT_SECONDS
+
+
+def _die(world: World, dying: int) -> None:
+    rw.barrier()
+    if world.rank == dying:
+        kill_self()
+    rw.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("dying", [1, 2])
+def test_a_killed_rank_is_named(dying: int) -> None:
+    results = run_ranks(_die, 3, dying)
+    assert isinstance(results[dying].error, RankDied)
+    assert results[dying].exit_code == -signal.SIGKILL
+    for rank in {0, 1, 2} - {dying}:
+        error = results[rank].error
+        assert isinstance(error, PeerMissing)
+        assert error.ranks == (dying,)
+
+
+def _never_arrive(world: World) -> None:
+    rw.barrier()
+    if world.rank == 1:
+        threading.Event().wait(6)
+    rw.all_reduce(torch.ones(2, 3))
+
+
+def test_a_rank_that_never_arrives_is_named_with_what_the_others_do() -> None:
+    results = run_ranks(_never_arrive, 3, join_timeout_seconds=2.0, timeout_seconds=20.0)
+    for rank in (0, 2):
+        error = results[rank].error
+        assert isinstance(error, PeerMissing), error
+        assert error.ranks == (1,)
+        text = str(error)
+        assert 'all_reduce("sum", float32[2, 3])' in text
+        assert "waited 2" in text
+        assert "_never_arrive" in text, "says where the missing rank is"
+
+
+def _stop(world: World) -> None:
+    rw.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    rw.barrier()
+
+
+def test_a_stopped_rank_is_named() -> None:
+    results = run_ranks(_stop, 3, join_timeout_seconds=1.0, timeout_seconds=6.0)
+    for rank in (0, 2):
+        error = results[rank].error
+        assert isinstance(error, PeerMissing)
+        assert error.ranks == (1,)
+        assert "no answer" in str(error)
+
+
+def _leave_early(world: World) -> str:
+    rw.barrier()
+    if world.rank != 1:
+        rw.all_reduce(torch.ones(1))
+    return "left"
+
+
+def test_a_rank_that_leaves_early_is_named() -> None:
+    results = run_ranks(_leave_early, 3)
+    assert results[1].get() == "left"
+    for rank in (0, 2):
+        error = results[rank].error
+        assert isinstance(error, PeerMissing)
+        assert error.ranks == (1,)
+        assert "exit code 0" in str(error)
+
+
+def _different_collectives(world: World) -> None:
+    if world.rank == 0:
+        rw.all_reduce(torch.ones(4))
+    else:
+        current().exchange.watch.wait(  # type: ignore[union-attr]
+            current().exchange.watch.ticket("all_gather(float32[4])"),  # type: ignore[union-attr]
+            lambda _: threading.Event().wait(0.05),
+        )
+
+
+def test_different_collectives_are_told_apart() -> None:
+    results = run_ranks(_different_collectives, 2, join_timeout_seconds=1.0)
+    for result in results:
+        assert isinstance(result.error, CollectiveMismatch)
+        assert "all_gather(float32[4])" in str(result.error)
+
+
+def _agree(world: World, failing: int) -> str:
+    try:
+        with agreement.all_ranks_succeed("preparing data"):
+            if world.rank == failing:
+                message = "no such folder"
+                raise FileNotFoundError(message)
+    except FileNotFoundError:
+        first = "own"
+    except PeerFailed as error:
+        first = f"peer {error.rank}"
+        assert "no such folder" in str(error)
+        assert "preparing data" in str(error)
+    total = rw.all_reduce(1)
+    return f"{first}, still {total} together"
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_agreement_turns_one_error_into_everyones_and_goes_on(failing: int) -> None:
+    values = [result.get() for result in run_ranks(_agree, 3, failing)]
+    expected = [
+        f"{'own' if rank == failing else f'peer {failing}'}, still 3 together" for rank in range(3)
+    ]
+    assert values == expected
+
+
+def _rank_zero_first(world: World, path: str) -> bool:
+    with agreement.rank_zero_first("making the file"):
+        existed = os.path.exists(path)  # noqa: PTH110
+        if world.rank == 0:
+            with open(path, "w", encoding="utf-8"):  # noqa: PTH123
+                pass
+    return existed
+
+
+def test_rank_zero_goes_first(tmp_path: os.PathLike[str]) -> None:
+    path = os.path.join(tmp_path, "made")  # noqa: PTH118
+    assert [r.get() for r in run_ranks(_rank_zero_first, 3, path)] == [False, True, True]
+
+
+def _same(world: World) -> None:
+    agreement.same_on_all_ranks(
+        "the seed", 5 if world.rank < 2 else 6, do="pass the same seed", error=ConfigurationError
+    )
+
+
+def test_a_value_that_differs_is_an_error_with_the_ranks_folded() -> None:
+    for result in run_ranks(_same, 3):
+        assert isinstance(result.error, ConfigurationError)
+        assert "ranks 0-1: 5" in str(result.error)
+        assert "rank 2: 6" in str(result.error)
