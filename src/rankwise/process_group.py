@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise import environments, store
-from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.errors import ConfigurationError, PeerMissing, RankwiseError, fold_ranks, rank_prefix
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, speak_as
 from rankwise.session import Session, current_or_none, set_current
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 BACKENDS = ("gloo", "nccl")
+ABSENT = "-"
+"""Stands for the host name of a rank that never joined."""
+LINGER_SECONDS = 2.0
+"""How long the rank that serves the store stays for the others to read the last word."""
 
 
 class JoinedWorld(World):
@@ -112,7 +117,7 @@ def join(
     set_current(session)
     speak_as(str(world), is_rank_zero=world.rank == 0)
     _follow_exit()
-    if reading.source != "nobody" or reading.warns:
+    if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has said so
         log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
     return world
 
@@ -134,7 +139,7 @@ def leave() -> None:
         raise
     if session.watch is not None:
         session.watch.leave(wait_for_peers=session.serves_store)
-    _close(session)
+    _close(session, failed=False)
 
 
 def fail(error: BaseException) -> None:
@@ -145,19 +150,34 @@ def fail(error: BaseException) -> None:
     session = current_or_none()
     if session is None:
         return
-    if session.watch is not None and not (isinstance(error, RankwiseError) and error is session.watch.error):
-        text = "".join(traceback.format_exception(error))
-        session.watch.fail(type(error).__name__, text, wait_for_peers=session.serves_store)
-    _close(session)
+    if session.watch is not None:
+        if error is session.watch.error:
+            session.watch.leave(wait_for_peers=session.serves_store)
+        else:
+            text = "".join(traceback.format_exception(error))
+            session.watch.fail(type(error).__name__, text, wait_for_peers=session.serves_store)
+    _close(session, failed=True)
 
 
-def _close(session: Session) -> None:
+def _close(session: Session, *, failed: bool) -> None:
     set_current(None)
     speak_as("", is_rank_zero=True)
-    broken = session.watch is not None and session.watch.error is not None
-    if dist.is_initialized() and not broken:
-        # After a failure collectives may still be under way, and closing would wait for them.
+    if not dist.is_initialized():
+        return
+    if failed or (session.watch is not None and session.watch.error is not None):
+        _keep_groups_forever()
+    else:
         dist.destroy_process_group()
+
+
+def _keep_groups_forever() -> None:
+    """Keep torch's groups from being destroyed, now or when the interpreter ends.
+
+    After a failure collectives may still be under way; destroying their group would wait for ranks that never
+    come, or abort the process.
+    """
+    for group in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - there is no public list
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _read(init_method: str | None, rank: int | None, world_size: int | None) -> Reading:
@@ -200,19 +220,31 @@ def _published_store(reading: Reading, timeout_seconds: float) -> tuple[Store, b
 
 def _exchange_hostnames(job_store: Store, reading: Reading, timeout_seconds: float) -> list[str]:
     """Return every rank's machine, by rank; the first place where a rank that never starts is noticed."""
-    job_store.set(f"rankwise/hostnames/{reading.rank}", socket.gethostname())
     keys = [f"rankwise/hostnames/{rank}" for rank in range(reading.world_size)]
-    try:
+    job_store.set_if_absent(keys[reading.rank], socket.gethostname())
+    with contextlib.suppress(TimeoutError):
         job_store.wait(keys, timeout_seconds)
-    except TimeoutError as error:
-        missing = [rank for rank, key in enumerate(keys) if not job_store.check(key)]
-        raise _never_joined(reading, missing, timeout_seconds) from error
-    return [job_store.get(key, timeout_seconds).decode() for key in keys]
+    # Whoever waited in vain writes the absent down, so that every rank ends with the same words.
+    for key in keys:
+        job_store.set_if_absent(key, ABSENT)
+    hostnames = [job_store.get(key, timeout_seconds).decode() for key in keys]
+    missing = [rank for rank, hostname in enumerate(hostnames) if hostname == ABSENT]
+    if missing:
+        _wait_for_readers(job_store, reading, len(hostnames) - len(missing))
+        raise _never_joined(reading, missing, timeout_seconds)
+    return hostnames
+
+
+def _wait_for_readers(job_store: Store, reading: Reading, num_readers: int) -> None:
+    """Stay until the others have read why, where this process may be the one that serves the store."""
+    if job_store.add("rankwise/absence_read", 1) == num_readers:
+        job_store.set("rankwise/absence_read_by_all", "")
+    if reading.rank == 0:
+        with contextlib.suppress(TimeoutError):
+            job_store.wait(["rankwise/absence_read_by_all"], LINGER_SECONDS)
 
 
 def _never_joined(reading: Reading, missing: list[int], timeout_seconds: float) -> RankwiseError:
-    from rankwise.errors import PeerMissing, fold_ranks, rank_prefix
-
     return PeerMissing(
         f"join() waited {timeout_seconds:.0f} s for {fold_ranks(missing)} in vain.",
         ranks=missing,
@@ -314,6 +346,3 @@ def _follow_exit() -> None:
 def _leave_at_exit() -> None:
     with contextlib.suppress(RankwiseError):
         leave()
-
-
-__all__ = ["JoinedWorld", "fail", "join", "leave"]

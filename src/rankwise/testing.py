@@ -172,6 +172,3 @@ def _pickled(value: object, error: BaseException | None) -> bytes:
 def kill_self() -> None:
     """End this rank as ``kill -9`` does: no handler runs, nothing is flushed."""
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-__all__ = ["RankDied", "RankResult", "kill_self", "run_ranks"]

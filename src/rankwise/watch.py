@@ -69,13 +69,15 @@ def post_failure(
     post(store, {"kind": "failed", "rank": rank, "error_type": error_type, "text": text, "hostname": hostname})
 
 
-def post_departure(store: Store, *, rank: int, exit_code: int = 0, last: int | None = None) -> None:
+def post_departure(
+    store: Store, *, rank: int, exit_code: int | None = None, last: int | None = None
+) -> None:
     """Tell every rank that ``rank`` has ended without an error.
 
     Args:
         store: any connection to the job's store.
         rank: who left.
-        exit_code: of its process, as far as known.
+        exit_code: of its process, where it has ended.
         last: number of the last collective it took part in; ``None`` where that is not known.
     """
     post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last})
@@ -153,18 +155,13 @@ class Watch:
             wait_for_peers: stay until every other rank has left or failed too: the rank that serves the
                 store must be the last to go.
         """
-        try:
+        with contextlib.suppress(StoreLost):
             post_departure(self._store, rank=self._world.rank, last=self._last)
-            if wait_for_peers:
-                limit = self.timeout_seconds if self.error is None else ROLL_CALL_SECONDS
-                with self._changed:
-                    self._changed.wait_for(lambda: self._gone() >= self._world.world_size - 1, limit)
-        except StoreLost:
-            return
-        self._thread.join(ROLL_CALL_SECONDS)
+            limit = self.timeout_seconds if self.error is None else ROLL_CALL_SECONDS
+            self._end(limit if wait_for_peers else 0.0)
 
     def fail(self, error_type: str, text: str, *, wait_for_peers: bool) -> None:
-        """Tell every rank that this one failed; with ``wait_for_peers``, until they have read it."""
+        """Tell every rank that this one failed, and stop the thread; else as :meth:`leave`."""
         with contextlib.suppress(StoreLost):
             post_failure(
                 self._store,
@@ -173,11 +170,16 @@ class Watch:
                 text=text,
                 hostname=self._world.hostname,
             )
-            if wait_for_peers:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._gone() >= self._world.world_size - 1, ROLL_CALL_SECONDS
-                    )
+            self._end(ROLL_CALL_SECONDS if wait_for_peers else 0.0)
+
+    def _end(self, limit_seconds: float) -> None:
+        """Wait for the others to go, then have the thread read its own end."""
+        if limit_seconds:
+            with self._changed:
+                self._changed.wait_for(lambda: self._gone() >= self._world.world_size - 1, limit_seconds)
+        post(self._store, {"kind": "end", "rank": self._world.rank}, self._next_event)
+        # A thread inside torch while the interpreter ends would abort the process.
+        self._thread.join(ROLL_CALL_SECONDS)
 
     def _gone(self) -> int:
         return len(self._departed.keys() - {self._world.rank})
@@ -203,7 +205,7 @@ class Watch:
                 self._changed.notify_all()
 
     def _read(self, store: Store, event: dict[str, Any]) -> bool:
-        """Take one event in; return whether this rank has left."""
+        """Take one event in; return whether it is this rank's own end."""
         kind, rank = event["kind"], event["rank"]
         if kind == "failed":
             self._departed.setdefault(rank, event)
@@ -211,6 +213,7 @@ class Watch:
                 self.error = self._peer_failed(event)
         elif kind == "left":
             self._departed.setdefault(rank, event)
+        elif kind == "end":
             return bool(rank == self._world.rank)
         elif kind == "roll_call":
             answer = json.dumps(self._situation())
@@ -336,8 +339,9 @@ class Watch:
         )
 
     def _peer_left(self, ticket: Ticket, rank: int, event: dict[str, Any]) -> PeerMissing:
+        code = "" if event["exit_code"] is None else f" with exit code {event['exit_code']}"
         return PeerMissing(
-            f"{ticket.what} cannot complete: rank {rank} has left with exit code {event['exit_code']}.",
+            f"{ticket.what} cannot complete: rank {rank} has left{code}.",
             ranks=[rank],
             where=str(self._world),
             evidence=f"this rank is at collective {ticket.number}; rank {rank} left "

@@ -138,7 +138,7 @@ def test_a_rank_that_leaves_early_is_named() -> None:
         error = results[rank].error
         assert isinstance(error, PeerMissing)
         assert error.ranks == (1,)
-        assert "exit code 0" in str(error)
+        assert "rank 1 has left" in str(error)
 
 
 def _different_collectives(world: World) -> None:

@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The ways of spreading a model over ranks, one per file."""

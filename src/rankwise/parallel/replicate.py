@@ -190,7 +190,7 @@ class _BeforeForward(_Hook):
     def __init__(self, buffers: BufferSync) -> None:
         self._buffers = buffers
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # torch.compiler.disable without importing the compiler now
     def __call__(self, module: nn.Module, _: object) -> None:
         if module.training and torch.is_grad_enabled():
             self._buffers.before_forward()
@@ -205,7 +205,7 @@ class _AfterForward(_Hook):
         self._sync = sync
         self._weight = weight
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # torch.compiler.disable without importing the compiler now
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> None:

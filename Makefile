@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+# Needs Python 3.11 or newer, and nothing else: `make setup` puts the rest into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+PYTEST := $(BIN)/python -m pytest
+CODE := src tests examples benchmarks
+
+.PHONY: help setup demo test check lint format type unit multiprocess e2e bench lock clean
+
+help:  ## say what can be made
+	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(READY)  ## an environment of its own in .venv, from requirements/dev.lock
+
+$(READY): requirements/dev.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rankwise needs Python 3.11 or newer: make setup PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/install python3-venv
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements/dev.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+demo: setup  ## train on one rank and on two, and compare
+	$(BIN)/python examples/compare_ranks.py
+
+test: check unit multiprocess e2e  ## everything that CI runs
+
+check: lint type  ## everything that looks without running
+
+lint: setup  ## style, format, spelling
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/codespell $(CODE) docs *.md
+
+format: setup  ## mend what a tool can mend
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+type: setup  ## types, strictly in src
+	$(BIN)/basedpyright
+	$(BIN)/basedpyright --project tests
+
+unit: setup  ## pure values, in seconds
+	$(PYTEST) tests/unit
+
+multiprocess: setup  ## real groups of ranks on this machine
+	$(PYTEST) tests/multiprocess
+
+e2e: setup  ## commands and examples, as a user runs them
+	$(PYTEST) tests/e2e
+
+bench: setup  ## ratios against other tools; leave the machine alone meanwhile
+	$(BIN)/python benchmarks/run.py
+
+lock:  ## pin requirements/dev.in anew
+	$(PYTHON) requirements/lock.py
+
+clean:  ## remove what the other targets made
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run every benchmark, one after the other, and print one table: `make bench`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from measure import Row, machine, table
+
+BENCHMARKS = (
+    "start_time.py",
+    "train_step.py",
+    "first_index.py",
+    "shared_dataset.py",
+    "save_blocking.py",
+    "import_time.py",
+)
+
+
+def main() -> int:
+    print(machine(), flush=True)
+    rows: list[Row] = []
+    for name in BENCHMARKS:
+        print(f"... {name}", file=sys.stderr, flush=True)
+        script = Path(__file__).with_name(name)
+        done = subprocess.run(
+            [sys.executable, str(script), "--json"], check=False, stdout=subprocess.PIPE, text=True
+        )
+        if done.returncode:
+            print(f"{name} failed with exit code {done.returncode}", file=sys.stderr)
+            return done.returncode
+        rows += [Row(**fields) for fields in json.loads(done.stdout.strip().splitlines()[-1])]
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Checkpointer: a folder of numbered checkpoints, of which the newest good one is restored.
+
+Decides on numbers, on what is kept, and on when a save runs in the background; how a checkpoint is
+written and read is ``save`` and ``load``. Public.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+
+from rankwise.checkpoint import content as contents
+from rankwise.checkpoint import files, folder
+from rankwise.checkpoint.confirm import SLICE_SECONDS, Alone, ThroughStore, Together
+from rankwise.checkpoint.load import load_into, looks_complete, verify
+from rankwise.checkpoint.save import agree_on_target, make_job, write
+from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.log import log, warn
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from rankwise.checkpoint.confirm import Ranks
+    from rankwise.checkpoint.content import Content
+    from rankwise.checkpoint.save import Job
+    from rankwise.session import Session
+
+
+class Checkpointer:
+    """Saves and restores numbered checkpoints in one folder.
+
+    Each is a directory ``checkpoint-000012`` that is complete or absent, whatever dies while it is
+    written. All methods but :meth:`latest` communicate: every rank calls them, in the same order.
+
+    Example::
+
+        checkpoints = rankwise.Checkpointer("runs/net", keep=3)
+        checkpoints.restore(model=model, optimizer=optimizer, loader=loader)
+        ...
+        checkpoints.save(model=model, optimizer=optimizer, loader=loader)
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, keep: int | None = 3, asynchronous: bool = False
+    ) -> None:
+        """Name the folder; nothing is read or written yet.
+
+        Args:
+            directory: the folder, on a file system that every rank sees. Only one job at a time may
+                save there.
+            keep: how many of the newest good checkpoints stay; older ones are removed once a new
+                one is complete. ``None`` keeps all.
+            asynchronous: let :meth:`save` return as soon as the state is copied, and write in the
+                background. The copy takes memory as large as this rank's share of the state, kept
+                between saves; the first save takes longer, since it allocates it.
+
+        Raises:
+            ConfigurationError: ``keep`` is less than one.
+        """
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigurationError(
+                f"Checkpointer cannot keep {keep!r} checkpoints.",
+                do="pass keep=1 or more, or keep=None to keep all",
+            )
+        self.directory = Path(directory).absolute()
+        self.keep = keep
+        self.asynchronous = asynchronous
+        self._memory = files.StagingMemory()
+        self._pending: _Pending | None = None
+        self._talk: ThroughStore | None = None
+        self._damaged: set[Path] = set()
+        self._leaves: Session | None = None
+
+    def save(self, *, step: int | None = None, **objects: object) -> Path:
+        """Save objects as the next checkpoint.
+
+        Called by: every rank, with the same objects.
+
+        With ``asynchronous`` it returns when the state is copied: the objects may change from then
+        on. One save at a time is under way; a second one first waits for the first.
+
+        Args:
+            step: number of the checkpoint; by default one more than the highest in the folder. One
+                of that number is replaced.
+            objects: as for :func:`rankwise.save`, which also says what state may hold.
+
+        Returns:
+            The checkpoint's directory; with ``asynchronous`` it appears when the save is complete.
+
+        Raises:
+            CheckpointError: as :func:`rankwise.save`, of this save or of the one before in the
+                background.
+            PeerFailed: another rank failed in either.
+        """
+        if step is not None and (type(step) is not int or step < 0):
+            raise ConfigurationError(
+                f"A checkpoint cannot have the number {step!r}.", do="pass step >= 0"
+            )
+        session = current()
+        self.wait()
+        ranks = Together(session)
+        content = contents.read(ranks, objects)
+        target, token = agree_on_target(ranks, lambda: self._choose(step))
+        if self.asynchronous:
+            self._save_in_background(session, content, target, token)
+        else:
+            job = make_job(
+                ranks, content, target, token, sweep=None, retire=lambda: self._retire(target)
+            )
+            write(ranks, job)
+        return target
+
+    def restore(self, **objects: object) -> Path | None:
+        """Load the newest checkpoint that is complete and undamaged.
+
+        Called by: every rank, with the same objects; any number of ranks.
+
+        Others that are newer are reported and passed over. Objects as for :func:`rankwise.load`,
+        but each must be something that can change: put a number into a dict.
+
+        Returns:
+            The checkpoint's directory; ``None`` when there is none, and nothing has changed.
+
+        Raises:
+            CheckpointError: the newest good checkpoint is of another model; nothing has changed.
+            PeerFailed: that happened on another rank.
+        """
+        _refuse_immutable(objects)
+        self.wait()
+        ranks = Together(current())
+        found, unfinished = ranks.confirm(f"looking into {self.directory}", self._look)[0]
+        for name in unfinished:
+            warn(f"{self.directory / name} is an unfinished save; it is passed over")
+        for name in found:
+            path = self.directory / name
+            saved, damage = verify(ranks, path)
+            if saved is None:
+                self._damaged.add(path)
+                warn(f"{path} is passed over: {damage}")
+                continue
+            load_into(ranks, path, saved, objects)
+            log(f"restored {path}")
+            return path
+        if found:
+            warn(f"{self.directory} holds no good checkpoint; starting fresh")
+        return None
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint with a manifest and files of the right sizes, or ``None``.
+
+        Called by: any rank, alone. Checksums are compared by :meth:`restore` only.
+        """
+        paths = folder.list_numbered(self.directory).values()
+        return next(
+            (path for path in paths if path not in self._damaged and looks_complete(path)), None
+        )
+
+    def wait(self) -> None:
+        """Return when the save in the background is complete; raise its error on every rank.
+
+        Called by: every rank.
+
+        Raises:
+            CheckpointError: it failed on this rank. It is absent, earlier checkpoints are
+                untouched.
+            PeerFailed: it failed on another rank.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        ranks = Together(current())
+        try:
+            # Only collectives notice a rank that died, so they go on while the threads write.
+            while not all(ranks.confirm("waiting for the save in the background", pending.ended)):
+                pass
+        except RankwiseError:
+            # The thread ends by itself; what it works with is left to it alone.
+            self._pending, self._talk, self._memory = None, None, files.StagingMemory()
+            raise
+        self._pending = None
+        ranks.confirm("the save in the background", pending.finish)
+
+    def close(self) -> None:
+        """Wait as :meth:`wait` does and give the copy's memory back. May be used again.
+
+        Called by: every rank.
+        """
+        try:
+            self.wait()
+        finally:
+            self._memory.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After an error other ranks may not come here; the save goes on by itself.
+        if error is None:
+            self.close()
+
+    # -- saving in the background ------------------------------------------------------------
+
+    def _save_in_background(
+        self, session: Session, content: Content, target: Path, token: str
+    ) -> None:
+        data: list[Callable[[], list[memoryview]]] = []
+        own = content.of_rank(session.world.rank)
+        # Confirmed, so that a rank without memory for the copy does not keep the others waiting.
+        Together(session).confirm("copying the state", lambda: data.append(self._copy(own)))
+        ranks = self._background_ranks(session, token)
+        job = make_job(
+            ranks,
+            content,
+            target,
+            token,
+            sweep=None,
+            data=data[0],
+            retire=lambda: self._retire(target),
+        )
+        self._pending = _Pending(ranks, job)
+        if self._leaves is not session:
+            session.on_leave(self._finish_at_leave)
+            self._leaves = session
+
+    def _copy(self, own: dict[str, torch.Tensor]) -> Callable[[], list[memoryview]]:
+        """Copy tensors and return what gives their bytes, once copies from GPUs have arrived."""
+        devices = {tensor.device for tensor in own.values() if tensor.device.type == "cuda"}
+        memory = self._memory.take(
+            sum(tensor.nbytes for tensor in own.values()), pinned=bool(devices)
+        )
+        files.copy_into(memory, own)
+        copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+        def data() -> list[memoryview]:
+            for event in copied:
+                event.synchronize()
+            return [files.memory_of(memory)]
+
+        return data
+
+    def _background_ranks(self, session: Session, token: str) -> Ranks:
+        if session.store is None:
+            return Alone()
+        # Every rank has come to this save, so none reads what this one said about the last.
+        if self._talk is not None and self._leaves is session:
+            self._talk.forget()
+            store = self._talk.store
+        else:
+            store = session.store.clone()
+        self._talk = ThroughStore(session, store, token)
+        return self._talk
+
+    def _finish_at_leave(self) -> None:
+        """Let the last save end before the world does. The save's threads agree, not this."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.finish()
+        except Exception as error:
+            warn(f"the last save in the background failed: {error}", all_ranks=True)
+            raise
+
+    # -- the folder --------------------------------------------------------------------------
+
+    def _choose(self, step: int | None) -> Path:
+        numbers = list(folder.list_numbered(self.directory))
+        highest = max(numbers, default=0)
+        number = highest + 1 if step is None else step
+        if (
+            number < highest
+            and self.directory / folder.checkpoint_name(highest) not in self._damaged
+        ):
+            warn(
+                f"checkpoint {number} is saved beside {highest}, "
+                "which restore() will take as the newest"
+            )
+        return self.directory / folder.checkpoint_name(number)
+
+    def _look(self) -> tuple[list[str], list[str]]:
+        found = [path.name for path in folder.list_numbered(self.directory).values()]
+        return found, [path.name for path in folder.list_unfinished(self.directory)]
+
+    def _retire(self, newest: Path) -> None:
+        """Remove what is older than the newest ``keep`` good checkpoints; never ``newest``."""
+        if self.keep is None:
+            return
+        num_good = 0
+        for path in folder.list_numbered(self.directory).values():
+            if num_good >= self.keep and path != newest:
+                self._remove(path)
+            elif path not in self._damaged and looks_complete(path):
+                num_good += 1
+
+    def _remove(self, path: Path) -> None:
+        try:
+            folder.remove(path, secrets.token_hex(8))
+        except OSError as error:
+            warn(f"{path} is no longer kept but cannot be removed: {error}")
+
+
+class _Pending:
+    """A save in the background: a thread, and what came of it."""
+
+    def __init__(self, ranks: Ranks, job: Job) -> None:
+        self._error: BaseException | None = None
+        # Not a daemon: a process that ends without close() still completes its last checkpoint.
+        self._thread = threading.Thread(
+            target=self._run, args=(ranks, job), name="rankwise-checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def _run(self, ranks: Ranks, job: Job) -> None:
+        try:
+            write(ranks, job)
+        except BaseException as error:  # noqa: BLE001 - raised where the main thread waits
+            self._error = error
+
+    def ended(self) -> bool:
+        """Return whether the save has ended, after waiting a little for it."""
+        self._thread.join(SLICE_SECONDS)
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Return when the save is complete, or raise its error."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _refuse_immutable(objects: dict[str, object]) -> None:
+    if not objects:
+        raise ConfigurationError(
+            "There is nothing to restore into.", do="name the objects: restore(model=model)"
+        )
+    for name, thing in objects.items():
+        stateful = hasattr(thing, "load_state_dict")
+        if not (stateful or isinstance(thing, dict | list | torch.Tensor)):
+            raise ConfigurationError(
+                f"{name} is a {type(cast('Any', thing)).__name__} and cannot be restored in place.",
+                do=f"put it into a dict: restore({name}={{'value': ...}})",
+            )

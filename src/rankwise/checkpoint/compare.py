@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether saved state fits an object, found out before anything is changed.
+
+Reads objects and state trees, changes neither; no files, no other ranks. Imported by the loading of
+this room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from rankwise.checkpoint.content import kind_of, unwrapped
+from rankwise.checkpoint.files import dtype_name
+from rankwise.checkpoint.state import child
+
+_ABSENT = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where saved state does not fit an object."""
+
+    path: str
+    """The key, as ``model.fc.weight``."""
+    saved: str
+    """What the checkpoint has there."""
+    here: str
+    """What the object has there."""
+
+
+def first_difference(name: str, thing: object, saved: object, saved_kind: str) -> Difference | None:
+    """Return the first place where ``saved`` does not fit ``thing``, or ``None``.
+
+    A module must have the same keys, and tensors of the same shape and dtype. An optimizer must be
+    of the same class, with as many parameters in each group. Of anything else only those tensors
+    are compared that both sides have: what other keys mean is its own business.
+
+    Args:
+        name: of the object.
+        thing: what is to be loaded into.
+        saved: its saved state tree.
+        saved_kind: class of the object that was saved.
+    """
+    inner = unwrapped(thing)
+    if isinstance(inner, torch.nn.Module):
+        return _compare(name, saved, inner.state_dict(), strict=True)
+    if isinstance(inner, torch.optim.Optimizer):
+        if saved_kind.rpartition(".")[2] != type(inner).__qualname__:
+            return Difference(f"the class of {name}", saved_kind, kind_of(inner))
+        return _compare_groups(name, saved, inner) or _compare(
+            name, saved, inner.state_dict(), strict=False
+        )
+    if callable(getattr(inner, "state_dict", None)):
+        return _compare(name, saved, cast("Any", inner).state_dict(), strict=False)
+    if isinstance(inner, torch.Tensor):
+        return _compare(name, saved, inner, strict=True)
+    kinds = _text(saved), _text(thing)
+    if any(isinstance(inner, kind) and not isinstance(saved, kind) for kind in (dict, list)):
+        return Difference(name, *kinds)
+    return None
+
+
+def _compare(path: str, saved: object, here: object, *, strict: bool) -> Difference | None:
+    if isinstance(saved, torch.Tensor) and isinstance(here, torch.Tensor):
+        lazy = torch.nn.parameter.is_lazy(here)
+        return (
+            None
+            if lazy or _text(saved) == _text(here)
+            else Difference(path, _text(saved), _text(here))
+        )
+    if isinstance(saved, Mapping) and isinstance(here, Mapping):
+        return _compare_entries(
+            path,
+            cast("Mapping[Any, object]", saved),
+            cast("Mapping[Any, object]", here),
+            strict=strict,
+        )
+    if isinstance(saved, list | tuple) and isinstance(here, list | tuple):
+        pairs = zip(cast("Sequence[object]", saved), cast("Sequence[object]", here), strict=False)
+        for index, (theirs, ours) in enumerate(pairs):
+            if difference := _compare(f"{path}[{index}]", theirs, ours, strict=strict):
+                return difference
+    elif strict and isinstance(saved, torch.Tensor) != isinstance(here, torch.Tensor):
+        return Difference(path, _text(cast("Any", saved)), _text(cast("Any", here)))
+    return None
+
+
+def _compare_entries(
+    path: str, saved: Mapping[Any, object], here: Mapping[Any, object], *, strict: bool
+) -> Difference | None:
+    for key in [*here, *(key for key in saved if key not in here)]:
+        place = child(path, key)
+        if key in saved and key in here:
+            # A module's extra state is a value of its own, of any form.
+            inner = strict and not str(key).endswith("_extra_state")
+            if difference := _compare(place, saved[key], here[key], strict=inner):
+                return difference
+        elif strict:
+            theirs = _text(saved[key]) if key in saved else _ABSENT
+            return Difference(place, theirs, _text(here[key]) if key in here else _ABSENT)
+    return None
+
+
+def _compare_groups(
+    name: str, saved: object, optimizer: torch.optim.Optimizer
+) -> Difference | None:
+    tree = cast("dict[str, Any]", saved) if isinstance(saved, dict) else {}
+    groups: list[dict[str, Any]] = tree.get("param_groups", [])
+    path = f"{name}.param_groups"
+    if len(groups) != len(optimizer.param_groups):
+        return Difference(path, f"{len(groups)} groups", f"{len(optimizer.param_groups)} groups")
+    for index, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        counts = len(theirs["params"]), len(ours["params"])
+        if counts[0] != counts[1]:
+            return Difference(
+                f"{path}[{index}].params", *(f"{count} parameters" for count in counts)
+            )
+    return None
+
+
+def _text(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)}{list(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of tensors: writing with checksums, checking, reading; and the staging memory.
+
+Knows the safetensors layout and no other rank. Imported by the saving and the loading of this room.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any, cast
+
+import safetensors
+import torch
+
+from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry, TensorEntry
+from rankwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    Bytes = bytes | memoryview
+
+_CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+_PARTS_OF_COMPLEX = {"complex64": "float32", "complex128": "float64"}
+"""The format does not have all of these: they are written as [..., 2], real and imaginary."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as the manifest names it: ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors in the order of their file: widest elements first, so all are aligned."""
+    return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+
+
+def header_of(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Return the first bytes of a file that holds ``tensors`` in this order.
+
+    Source: the safetensors format: the header's length as 8 bytes, little end first, then the
+        header in JSON
+    padded with spaces to a multiple of 8 bytes, then the bytes of the tensors without gaps.
+    """
+    header: dict[str, object] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        dtype, shape = _in_file(dtype_name(tensor.dtype), tuple(tensor.shape))
+        header[name] = {
+            "dtype": _CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _in_file(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape under which a tensor lies in its file."""
+    if dtype in _PARTS_OF_COMPLEX:
+        return _PARTS_OF_COMPLEX[dtype], (*shape, 2)
+    return dtype, shape
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor in row-major order, without a copy where they lie so."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return memory_of(plain.reshape(-1).view(torch.uint8))
+
+
+def memory_of(memory: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous uint8 tensor on the CPU."""
+    return memoryview(cast("bytearray", memory.numpy()))
+
+
+class StagingMemory:
+    """Memory that a save copies tensors into, kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+        """Return uint8[size_bytes]; the memory of the last call when that is large enough.
+
+        Args:
+            size_bytes: how much is needed.
+            pinned: page-locked, so that copies from a GPU need not be waited for.
+        """
+        memory = self._memory
+        if memory is None or memory.numel() < size_bytes or memory.is_pinned() != pinned:
+            # Gone before the new one comes: two at once might be more than there is.
+            self._memory = memory = None
+            self._memory = memory = _pinned(size_bytes) if pinned else _shared(size_bytes)
+        return memory[:size_bytes]
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._memory = None
+
+
+def _pinned(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _shared(size_bytes: int) -> torch.Tensor:
+    # Private memory is copied page by page at the first write after a fork, and data loader
+    # workers are forked every epoch: snapshots then took 50 times as long. Shared memory is not.
+    if size_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+
+
+def copy_into(memory: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors one after another into ``memory``, a uint8 tensor; GPUs are not waited for."""
+    offset = 0
+    for tensor in tensors.values():
+        if tensor.nbytes:
+            part = memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            part.copy_(tensor.detach(), non_blocking=True)
+        offset += tensor.nbytes
+
+
+def write_file(path: Path, parts: Iterable[Bytes]) -> FileEntry:
+    """Write a new file from its parts, on disk when this returns; return its size and checksums.
+
+    The interpreter lock is free while bytes are written and summed.
+    """
+    checksums: list[str] = []
+    size, crc = 0, 0
+    with path.open("xb") as file:
+        for piece in _cut(parts):
+            file.write(piece)
+            crc = zlib.crc32(piece, crc)
+            size += len(piece)
+            if size % PIECE_BYTES == 0:
+                checksums.append(f"{crc:08x}")
+                crc = 0
+        if size % PIECE_BYTES:
+            checksums.append(f"{crc:08x}")
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(name=path.name, size_bytes=size, checksums=tuple(checksums))
+
+
+def _cut(parts: Iterable[Bytes]) -> Iterator[memoryview]:
+    """Yield the bytes of ``parts`` so that no piece crosses a multiple of ``PIECE_BYTES``."""
+    position = 0
+    for part in parts:
+        view = memoryview(part)
+        while view:
+            piece = view[: PIECE_BYTES - position % PIECE_BYTES]
+            yield piece
+            view = view[len(piece) :]
+            position += len(piece)
+
+
+def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
+    """Return what is wrong with a file, or ``None``.
+
+    Args:
+        path: the file.
+        entry: what the manifest says about it.
+        pieces: numbers of the pieces whose checksums are compared; the size is compared in any
+            case.
+    """
+    try:
+        found = path.stat().st_size
+        if found < entry.size_bytes:
+            return f"{path.name} is truncated: {entry.size_bytes} bytes expected, {found} found"
+        if found > entry.size_bytes:
+            return f"{path.name} is too long: {entry.size_bytes} bytes expected, {found} found"
+        buffer = memoryview(bytearray(min(PIECE_BYTES, entry.size_bytes)))
+        with path.open("rb", buffering=0) as file:
+            for number in pieces:
+                length = min(PIECE_BYTES, entry.size_bytes - number * PIECE_BYTES)
+                file.seek(number * PIECE_BYTES)
+                _fill(file.readinto, buffer[:length])
+                if f"{zlib.crc32(buffer[:length]):08x}" != entry.checksums[number]:
+                    first = number * PIECE_BYTES
+                    where = f"bytes {first}-{first + length - 1}"
+                    return f"{path.name} is damaged: its checksum differs in {where}"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except (OSError, EOFError) as error:
+        return f"{path.name} cannot be read: {error}"
+    return None
+
+
+def _fill(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> None:
+    while len(buffer):
+        count = readinto(buffer)
+        if not count:
+            message = "the file ended early"
+            raise EOFError(message)
+        buffer = buffer[count:]
+
+
+def read_tensors(
+    folder: Path, entries: Mapping[str, TensorEntry]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield named tensors on the CPU, file by file. Their memory is their own.
+
+    Raises:
+        CheckpointError: a file does not hold what the manifest says.
+
+    Source: safetensors.safe_open.
+    """
+    for file in sorted({entry.file for entry in entries.values()}):
+        try:
+            with cast("Any", safetensors).safe_open(folder / file, framework="pt") as opened:
+                get_tensor: Callable[[str], torch.Tensor] = opened.get_tensor
+                for name, entry in entries.items():
+                    if entry.file == file:
+                        # A copy: what safetensors gives is a map of the file, which may be deleted.
+                        yield name, _as_entered(name, get_tensor(name).clone(), entry)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{folder / file} cannot be read: {error}", do="name another checkpoint"
+            ) from error
+
+
+def _as_entered(name: str, tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    found = dtype_name(tensor.dtype), tuple(tensor.shape)
+    if found != _in_file(entry.dtype, entry.shape):
+        raise CheckpointError(
+            f"{entry.file} and the manifest say different things about {name}.",
+            evidence=f"manifest: {entry.dtype}{list(entry.shape)}\n"
+            f"file: {found[0]}{list(found[1])}",
+            do="name another checkpoint",
+        )
+    if entry.dtype in _PARTS_OF_COMPLEX:
+        return torch.view_as_complex(tensor)
+    return tensor

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directories of a folder of checkpoints: their names, how one appears, is replaced, goes.
+
+Every change a reader can see is one rename. Knows nothing of tensors and ranks; rank zero alone
+changes a folder. Imported by the other files of this room.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING
+
+from rankwise.checkpoint.manifest import MANIFEST_NAME
+from rankwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PREFIX = "checkpoint-"
+
+_NUMBERED = re.compile(re.escape(PREFIX) + r"(\d{6,})")
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<state>staging|replaced|removed)-[0-9a-f]{16}")
+
+
+def checkpoint_name(number: int) -> str:
+    """Return the name of a numbered checkpoint; names sort as numbers do, up to 999999."""
+    return f"{PREFIX}{number:06d}"
+
+
+def staging_path(target: Path, token: str) -> Path:
+    """Return where a checkpoint is written before it is complete: beside ``target``.
+
+    Args:
+        target: what it will be.
+        token: sixteen hexadecimal digits, of this save only.
+    """
+    return target.with_name(f".{target.name}.staging-{token}")
+
+
+def find(target: Path) -> Path:
+    """Return where the complete checkpoint ``target`` lies.
+
+    That is ``target``, unless the process died in the instant of replacing it by a newer one.
+    """
+    if not target.exists():
+        for path in _hidden(target.parent, "replaced"):
+            if _name_of(path) == target.name:
+                return path
+    return target
+
+
+def list_numbered(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints of a folder by number, newest first; none if it is not there."""
+    if not folder.is_dir():
+        return {}
+    names = {path.name for path in folder.iterdir()} | {
+        _name_of(path) for path in _hidden(folder, "replaced")
+    }
+    numbers = {int(match[1]): name for name in names if (match := _NUMBERED.fullmatch(name))}
+    return {number: find(folder / numbers[number]) for number in sorted(numbers, reverse=True)}
+
+
+def list_unfinished(folder: Path, name: str | None = None) -> list[Path]:
+    """Return what saves that did not end have left.
+
+    Args:
+        folder: where to look.
+        name: of the one checkpoint that counts; by default every numbered one counts.
+    """
+    return [path for path in _hidden(folder, "staging") if _counts(path, name)]
+
+
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove what dead saves have left; bring back a checkpoint caught while being replaced.
+
+    Arguments as for :func:`list_unfinished`. No save may be under way there.
+    """
+    for path in _hidden(folder, "staging") + _hidden(folder, "removed"):
+        if _counts(path, name):
+            shutil.rmtree(path)
+    for path in _hidden(folder, "replaced"):
+        if _counts(path, name):
+            target = folder / _name_of(path)
+            if target.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(target)
+
+
+def refuse_foreign(target: Path) -> None:
+    """Raise unless ``target`` may be replaced: it is not there, is empty, or is a checkpoint."""
+    if not target.exists() and not target.is_symlink():
+        return
+    if target.is_dir() and not target.is_symlink():
+        names = [path.name for path in target.iterdir()]
+        if not names or MANIFEST_NAME in names:
+            return
+    raise CheckpointError(
+        f"{target} is there already and is not a checkpoint.",
+        evidence="nothing was written",
+        do="name a directory that is not there, or remove this one",
+    )
+
+
+def commit(staging: Path, target: Path, token: str) -> None:
+    """Make a complete staging directory the checkpoint ``target``, for good when this returns."""
+    old = target.with_name(f".{target.name}.replaced-{token}")
+    replaces = target.exists()
+    if replaces:
+        target.rename(old)
+    try:
+        staging.rename(target)
+    except OSError:
+        if replaces:
+            old.rename(target)
+        raise
+    sync_folder(target.parent)
+    if replaces:
+        shutil.rmtree(old)
+
+
+def remove(path: Path, token: str) -> None:
+    """Remove a checkpoint; a crash on the way leaves nothing that looks like one."""
+    hidden = path.with_name(f".{path.name}.removed-{token}")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hidden(folder: Path, state: str) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if (match := _HIDDEN.fullmatch(path.name)) and match["state"] == state and path.is_dir()
+    )
+
+
+def _name_of(hidden: Path) -> str:
+    match = _HIDDEN.fullmatch(hidden.name)
+    return match["name"] if match else hidden.name
+
+
+def _counts(hidden: Path, name: str | None) -> bool:
+    own = _name_of(hidden)
+    return own == name if name is not None else _NUMBERED.fullmatch(own) is not None

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading: a checkpoint is verified by all ranks together, compared with the objects, then loaded.
+
+Changes no object before everything has been checked on every rank, and never a file. ``load`` is
+public; the Checkpointer uses the parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from rankwise.checkpoint import files, folder, manifest, state
+from rankwise.checkpoint.compare import first_difference
+from rankwise.checkpoint.confirm import Alone, Together
+from rankwise.checkpoint.content import unwrapped
+from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, fold_values
+from rankwise.session import current_or_none
+
+if TYPE_CHECKING:
+    import os
+
+    from rankwise.checkpoint.confirm import Ranks
+    from rankwise.checkpoint.manifest import Manifest
+
+
+def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, Any]:
+    """Load a checkpoint into objects, on any number of ranks.
+
+    Called by: every rank, with the same directory and the same objects. Works without a joined
+    world too.
+
+    Sizes and checksums of all files are verified first, then every object is compared with its
+    saved state; only then objects change. What has ``load_state_dict()`` gets its state by it; a
+    dict or list becomes what was saved, in place, and its tensors, as a tensor given alone, are
+    copied into where shape and dtype are the same.
+
+    Args:
+        directory: of one checkpoint, as :func:`save` returned it.
+        objects: by the names they were saved under; not all of them need be given. An immutable
+            value (a number, a text) only says which one to return.
+
+    Returns:
+        The objects by name; a saved immutable value in place of the one given. Without any objects,
+        the saved state of all as trees, with tensors on the CPU.
+
+    Raises:
+        CheckpointError: the checkpoint is absent, unfinished or damaged, lacks an object, or is of
+            another model; the first key that differs is named, and no object has changed.
+        PeerFailed: that happened on another rank.
+    """
+    session = current_or_none()
+    ranks = Alone() if session is None else Together(session)
+    path = folder.find(Path(directory).absolute())
+    saved, damage = verify(ranks, path)
+    if saved is None:
+        raise CheckpointError(
+            f"{path} cannot be loaded: {damage}.",
+            do="name another checkpoint, or let Checkpointer.restore() take the newest good one",
+        )
+    return load_into(ranks, path, saved, objects)
+
+
+def verify(ranks: Ranks, path: Path) -> tuple[Manifest | None, str | None]:
+    """Check a checkpoint's files, each rank a share of their bytes; all come to one verdict.
+
+    Called by: every rank.
+
+    Returns:
+        The manifest and ``None``; or ``None`` and what is wrong, the same on every rank.
+    """
+    own: list[Manifest] = []
+
+    def look() -> list[str | None]:
+        try:
+            data = read_manifest_bytes(path)
+            own.append(manifest.decode(data))
+        except CheckpointError as error:
+            return [error.what.rstrip("."), None]
+        return [_find_damage(ranks, path, own[0]), hashlib.sha256(data).hexdigest()]
+
+    reports = ranks.confirm(f"verifying {path}", look)
+    damages = {rank: damage for rank, (damage, _) in enumerate(reports) if damage is not None}
+    if damages:
+        return None, (
+            fold_values(damages) if len(set(damages.values())) > 1 else min(damages.items())[1]
+        )
+    if len({digest for _, digest in reports}) > 1:
+        return (
+            None,
+            "ranks see different manifests there; is the folder on a file system they share?",
+        )
+    return own[0], None
+
+
+def read_manifest_bytes(path: Path) -> bytes:
+    """Return the bytes of a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: there is none; says what is there.
+    """
+    try:
+        return (path / manifest.MANIFEST_NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        if not path.exists():
+            what = "there is no such directory"
+        elif not path.is_dir():
+            what = "it is not a directory"
+        else:
+            what = f"{manifest.MANIFEST_NAME} is missing: it is unfinished or not a checkpoint"
+    except OSError as error:
+        what = f"{manifest.MANIFEST_NAME} cannot be read: {error}"
+    raise CheckpointError(what)
+
+
+def looks_complete(path: Path) -> bool:
+    """Return whether a checkpoint has its manifest and files of the right sizes."""
+    try:
+        saved = manifest.decode(read_manifest_bytes(path))
+    except CheckpointError:
+        return False
+    return all(
+        files.find_damage(path / name, entry, ()) is None for name, entry in saved.files.items()
+    )
+
+
+def _find_damage(ranks: Ranks, path: Path, saved: Manifest) -> str | None:
+    for name, pieces in manifest.pieces_to_check(saved.files, ranks.rank, ranks.world_size).items():
+        damage = files.find_damage(path / name, saved.files[name], pieces)
+        if damage is not None:
+            return damage
+    return None
+
+
+def load_into(
+    ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, object]
+) -> dict[str, Any]:
+    """Load a verified checkpoint into objects. As :func:`load`.
+
+    Called by: every rank.
+    """
+    trees: dict[str, Any] = {}
+
+    def read_and_compare() -> None:
+        names = objects or saved.objects
+        for name in names:
+            if name not in saved.objects:
+                raise CheckpointError(
+                    f"{path} holds no {name!r}.",
+                    evidence="it holds " + ", ".join(saved.objects),
+                    do="leave it out, or load a checkpoint that was saved with it",
+                )
+        trees.update(_read_trees(path, saved, list(names)))
+        for name, thing in objects.items():
+            _refuse_if_different(path, name, thing, trees[name], saved.objects[name].kind)
+
+    ranks.confirm(f"reading {path}", read_and_compare)
+    results = dict(trees)
+    done: list[str] = []
+
+    def change() -> None:
+        # Those most likely to refuse come first; modules last, as they were compared in full.
+        for name in sorted(objects, key=lambda name: _late(objects[name])):
+            results[name] = _load_one(path, name, objects[name], trees[name], done)
+            done.append(name)
+
+    ranks.confirm(f"loading {path}", change)
+    return results
+
+
+def _late(thing: object) -> int:
+    inner = unwrapped(thing)
+    return (
+        2
+        if isinstance(inner, torch.nn.Module)
+        else 1
+        if isinstance(inner, torch.optim.Optimizer)
+        else 0
+    )
+
+
+def _read_trees(path: Path, saved: Manifest, names: list[str]) -> dict[str, Any]:
+    """Return the state trees of some objects; a tensor that was shared is shared again."""
+    wanted: dict[str, manifest.TensorEntry] = {}
+
+    def want(name: str) -> torch.Tensor:
+        wanted[name] = saved.tensors[name]
+        return torch.empty(0)
+
+    for name in names:
+        state.unflatten(saved.objects[name].state, want)
+    tensors = dict(files.read_tensors(path, wanted))
+    return {name: state.unflatten(saved.objects[name].state, tensors.__getitem__) for name in names}
+
+
+def _refuse_if_different(path: Path, name: str, thing: object, tree: object, kind: str) -> None:
+    if callable(getattr(thing, "state_dict", None)) and not callable(
+        getattr(thing, "load_state_dict", None)
+    ):
+        raise ConfigurationError(
+            f"{name} has state_dict() but no load_state_dict().", do="give its class that method"
+        )
+    difference = first_difference(name, thing, tree, kind)
+    if difference is not None:
+        raise CheckpointError(
+            f"{path} is of another model: it differs first at {difference.path}.",
+            evidence=f"checkpoint: {difference.saved}\nhere: {difference.here}\n"
+            "no object has changed",
+            do="build the objects as they were when it was saved, or name another checkpoint",
+        )
+
+
+def _load_one(path: Path, name: str, thing: object, tree: object, done: list[str]) -> object:
+    """Load one object and return it; for an immutable value return the saved one."""
+    load_state_dict = getattr(unwrapped(thing), "load_state_dict", None)
+    if not callable(load_state_dict):
+        return replaced_in_place(thing, tree)
+    try:
+        load_state_dict(tree)
+    except RankwiseError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} refuses its state from {path}: {type(error).__name__}: {error}",
+            evidence="already loaded: " + (", ".join(done) or "nothing"),
+            do="build the objects as they were when it was saved, or name another checkpoint",
+        ) from error
+    return thing
+
+
+def replaced_in_place(thing: object, tree: object) -> object:
+    """Make ``thing`` equal to ``tree`` where it can change, and return the result.
+
+    Tensors of the same shape and dtype keep their memory and device; dicts and lists stay the same
+    objects.
+    """
+    if isinstance(thing, torch.Tensor) and isinstance(tree, torch.Tensor):
+        if (thing.shape, thing.dtype) != (tree.shape, tree.dtype):
+            return tree
+        with torch.no_grad():
+            thing.copy_(tree)
+        return thing
+    if isinstance(thing, dict) and isinstance(tree, dict):
+        entries, saved = cast("dict[Any, object]", thing), cast("dict[Any, object]", tree)
+        old = dict(entries)
+        entries.clear()
+        for key, value in saved.items():
+            entries[key] = replaced_in_place(old[key], value) if key in old else value
+        return entries
+    if isinstance(thing, list) and isinstance(tree, list):
+        old_items, new_items = cast("list[object]", thing), cast("list[object]", tree)
+        num_both = min(len(old_items), len(new_items))
+        both = [replaced_in_place(old_items[i], new_items[i]) for i in range(num_both)]
+        old_items[:] = both + new_items[num_both:]
+        return old_items
+    return tree

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving: a checkpoint is written in stages, each confirmed by every rank; complete or absent.
+
+A process that dies in any stage leaves the folder's checkpoints as they were, or the new one
+complete. ``save`` is public; the Checkpointer goes through the same stages.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import secrets
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.checkpoint import content as contents
+from rankwise.checkpoint import files, folder, manifest
+from rankwise.checkpoint.confirm import Together
+from rankwise.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, TensorEntry
+from rankwise.errors import CheckpointError
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from rankwise.checkpoint.confirm import Ranks
+    from rankwise.checkpoint.content import Content
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One save, as one rank does it."""
+
+    target: Path
+    """The checkpoint's directory, once it is complete."""
+    token: str
+    """Of this save only: sixteen hexadecimal digits."""
+    rank: int
+    """The rank that does this part of the save."""
+    world: str
+    """How errors call this rank."""
+    world_size: int
+    """How many ranks save together."""
+    objects: dict[str, ObjectEntry]
+    """Skeletons of all objects."""
+    tensors: dict[str, TensorEntry]
+    """All tensors, whoever writes them."""
+    num_bytes: int
+    """How much this rank writes."""
+    parts: Callable[[], Iterable[bytes | memoryview]]
+    """Gives the bytes of this rank's file; ``num_bytes`` of them."""
+    sweep: str | None
+    """Leftovers of which checkpoint are removed first; ``None``: of every numbered one."""
+    retire: Callable[[], None]
+    """Removes old checkpoints, once the new one is there."""
+    written: list[dict[str, Any] | None] = field(default_factory=list[dict[str, Any] | None])
+    """What each rank has written, by rank; known from the manifest's stage on."""
+
+    @property
+    def staging(self) -> Path:
+        """Where the checkpoint is written before it is complete."""
+        return folder.staging_path(self.target, self.token)
+
+
+def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
+    """Save objects as one checkpoint: complete and on disk when this returns, or absent.
+
+    Called by: every rank, with the same directory and the same objects.
+
+    State must be the same on every rank, as that of a replicated model is: each tensor is written
+    by one rank, everything else is compared between ranks. A checkpoint that ``directory`` holds
+    already is replaced at the very end. Random number generators are not saved: their state belongs
+    to a rank, and means nothing on another number of ranks; rankwise's loaders derive their
+    randomness from the sample instead.
+
+    Args:
+        directory: of this one checkpoint, on a file system that every rank sees. Only one job at a
+            time may write there.
+        objects: by the name to load them under. Anything with ``state_dict()``, or a tree of dicts,
+            lists, tuples, tensors, NumPy arrays, numbers and text.
+
+    Returns:
+        The checkpoint's absolute path.
+
+    Raises:
+        CheckpointError: the state holds something else or differs between ranks, the disk is full,
+            the folder cannot be written. What ``directory`` held before is still there.
+        PeerFailed: that happened on another rank.
+    """
+    ranks = Together(current())
+    content = contents.read(ranks, objects)
+    target, token = agree_on_target(ranks, lambda: Path(directory).absolute())
+    write(ranks, make_job(ranks, content, target, token, sweep=target.name))
+    return target
+
+
+def agree_on_target(ranks: Ranks, choose: Callable[[], Path]) -> tuple[Path, str]:
+    """Return rank zero's choice of a directory, and a token for this save.
+
+    Called by: every rank.
+    """
+
+    def propose() -> list[str]:
+        return [str(choose()), secrets.token_hex(8)] if ranks.rank == 0 else []
+
+    path, token = ranks.confirm("choosing the checkpoint's directory", propose)[0]
+    return Path(path), token
+
+
+def make_job(
+    ranks: Ranks,
+    content: Content,
+    target: Path,
+    token: str,
+    *,
+    sweep: str | None,
+    data: Callable[[], Iterable[bytes | memoryview]] | None = None,
+    retire: Callable[[], None] = lambda: None,
+) -> Job:
+    """Return the save of ``content`` as this rank does it.
+
+    Args:
+        ranks: who saves.
+        content: what is saved.
+        target: the checkpoint's directory.
+        token: of this save.
+        sweep: as :attr:`Job.sweep`.
+        data: gives the bytes of this rank's tensors, in file order; by default the objects' own
+            memory.
+        retire: as :attr:`Job.retire`.
+    """
+    own = content.of_rank(ranks.rank)
+    header = files.header_of(own) if own else b""
+
+    def parts() -> Iterable[bytes | memoryview]:
+        yield header
+        yield from map(files.bytes_of, own.values()) if data is None else data()
+
+    return Job(
+        target=target,
+        token=token,
+        rank=ranks.rank,
+        world=str(current().world),
+        world_size=ranks.world_size,
+        objects=content.objects,
+        tensors=content.entries(),
+        num_bytes=len(header) + sum(tensor.nbytes for tensor in own.values()),
+        parts=parts,
+        sweep=sweep,
+        retire=retire,
+    )
+
+
+def prepare(job: Job) -> None:
+    """Make the staging directory; remove those of saves that died."""
+    if job.rank == 0:
+        job.target.parent.mkdir(parents=True, exist_ok=True)
+        folder.refuse_foreign(job.target)
+        folder.remove_leftovers(job.target.parent, job.sweep)
+        job.staging.mkdir()
+
+
+def write_tensors(job: Job) -> dict[str, Any] | None:
+    """Write this rank's file; return what the manifest is to say about it."""
+    if job.num_bytes == 0:
+        return None
+    entry = files.write_file(job.staging / contents.part_name(job.rank), job.parts())
+    return {"name": entry.name, "size_bytes": entry.size_bytes, "checksums": list(entry.checksums)}
+
+
+def write_manifest(job: Job) -> None:
+    """Check that every file has arrived whole, then write the manifest."""
+    if job.rank != 0:
+        return
+    entries = [
+        FileEntry(
+            name=part["name"], size_bytes=part["size_bytes"], checksums=tuple(part["checksums"])
+        )
+        for part in job.written
+        if part is not None
+    ]
+    for entry in entries:
+        damage = files.find_damage(job.staging / entry.name, entry, ())
+        if damage is not None:
+            raise CheckpointError(
+                f"{job.target} is not saved: rank zero finds that {damage}.",
+                where=job.world,
+                do="name a folder on a file system that every rank sees",
+            )
+    saved = Manifest(
+        rankwise_version=_rankwise_version(),
+        torch_version=str(torch.__version__),
+        world_size=job.world_size,
+        files={entry.name: entry for entry in entries},
+        tensors=job.tensors,
+        objects=job.objects,
+    )
+    files.write_file(job.staging / manifest.MANIFEST_NAME, [manifest.encode(saved)])
+    folder.sync_folder(job.staging)
+
+
+def commit(job: Job) -> None:
+    """Let the checkpoint appear under its name."""
+    if job.rank == 0:
+        folder.commit(job.staging, job.target, job.token)
+
+
+def retire(job: Job) -> None:
+    """Remove checkpoints that are no longer kept."""
+    if job.rank == 0:
+        job.retire()
+
+
+_WRITING = "writing the tensors of"
+
+STAGES: dict[str, Callable[[Job], Any]] = {
+    "preparing": prepare,
+    _WRITING: write_tensors,
+    "writing the manifest of": write_manifest,
+    "committing": commit,
+    "removing checkpoints older than": retire,
+}
+"""What a save does, in this order. Every rank confirms each stage before any begins the next."""
+
+
+def write(ranks: Ranks, job: Job) -> None:
+    """Go through the stages. After an error on any rank nothing of this save is left.
+
+    Called by: every rank, with the same save.
+    """
+    try:
+        for label, stage in STAGES.items():
+            results = ranks.confirm(f"{label} {job.target}", _worded(stage, job))
+            if label == _WRITING:
+                job.written = results
+    except BaseException:
+        if job.rank == 0:
+            shutil.rmtree(job.staging, ignore_errors=True)
+        raise
+
+
+def _worded(stage: Callable[[Job], Any], job: Job) -> Callable[[], Any]:
+    """Return the stage as a call without arguments whose system errors are in words."""
+
+    def run() -> Any:  # noqa: ANN401 - what the stage returns
+        try:
+            return stage(job)
+        except OSError as error:
+            raise CheckpointError(
+                f"{job.target} could not be saved: {error.strerror or error}.",
+                where=job.world,
+                evidence=f"{error}\nthis rank writes {job.num_bytes} bytes; "
+                "earlier checkpoints are untouched",
+                do=_what_to_do(error.errno, job),
+            ) from error
+
+    return run
+
+
+def _what_to_do(number: int | None, job: Job) -> str:
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        total = sum(part["size_bytes"] for part in job.written if part is not None)
+        needed = max(total, job.num_bytes)
+        return f"free {needed} bytes there, keep fewer checkpoints, or name another folder"
+    if number == errno.ENOENT:
+        return "name a folder that can be made, on a file system that every rank sees"
+    return f"name a folder that this user can write to; this one is {job.target.parent}"
+
+
+def _rankwise_version() -> str:
+    try:
+        return importlib.metadata.version("rankwise")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

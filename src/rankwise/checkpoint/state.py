@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State trees to tensors and a JSON skeleton, and back. Never pickle.
+
+Must not touch files or other ranks. What a tree may hold is listed at :func:`flatten`; anything
+else is an error that names its place. Imported by the saving and the loading of this room.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from rankwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from rankwise.checkpoint.manifest import Json
+
+MAX_DEPTH = 100
+"""Deeper trees are refused: most likely they contain themselves."""
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_DICTS = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
+_LISTS = {tuple: "tuple", torch.Size: "size"}
+_LARGEST_DECIMAL_BITS = 8192
+"""Python refuses to read or write decimal integers of more than 4300 digits."""
+
+TENSOR_DTYPES = frozenset(
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz complex64 complex128".split()
+)
+_NUMPY_DTYPES = frozenset(
+    name for name in TENSOR_DTYPES if name != "bfloat16" and "float8" not in name
+)
+
+
+def flatten(trees: Mapping[str, object]) -> tuple[dict[str, Json], dict[str, torch.Tensor]]:
+    """Separate state trees into JSON skeletons and named tensors. Copies nothing.
+
+    A tree is made of ``dict``, ``OrderedDict``, ``Counter`` (keys: str, int, float, bool, None),
+    ``list``, ``tuple``, ``torch.Size``, dense tensors, NumPy arrays and scalars, ``int``,
+    ``float``, ``complex``, ``str``, ``bool`` and ``None``. A tensor that occurs in several places
+    (tied weights) is named once.
+
+    Args:
+        trees: state tree of each object, by the object's name.
+
+    Returns:
+        The skeleton of each object, and the tensors by name; a name is the path of the tensor's
+        first place.
+
+    Raises:
+        CheckpointError: something else is in a tree; its path and type are named.
+    """
+    flattener = _Flattener()
+    return {
+        name: flattener.encode(tree, name, 0) for name, tree in trees.items()
+    }, flattener.tensors
+
+
+class _Flattener:
+    """One pass over the trees; remembers the tensors it has met."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._name_of: dict[tuple[object, ...], str] = {}
+
+    def encode(self, value: object, path: str, depth: int) -> Json:
+        if depth > MAX_DEPTH:
+            raise CheckpointError(
+                f"The state is nested too deeply at {path[:80]}...",
+                do="save a tree that does not contain itself",
+            )
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return cast("Json", value)
+        if kind is int or kind is float or kind is complex:
+            return _encode_number(cast("complex", value))
+        if kind is list:
+            return self._encode_items(cast("list[object]", value), path, depth)
+        if kind in _LISTS:
+            items = cast("tuple[object, ...]", value)
+            return {
+                _LISTS[cast("type[tuple[Any, ...]]", kind)]: self._encode_items(items, path, depth)
+            }
+        if kind in _DICTS:
+            return self._encode_dict(cast("dict[object, object]", value), path, depth)
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._name_tensor(_checked_tensor(value, path), path)}
+        if isinstance(value, np.generic):
+            return _encode_numpy_scalar(cast("Any", value), path)
+        if kind in (np.ndarray, np.memmap):
+            return {"array": self._name_tensor(_tensor_of_array(cast("Any", value), path), path)}
+        raise _refusal(value, path)
+
+    def _encode_items(self, items: Iterable[object], path: str, depth: int) -> list[Json]:
+        return [self.encode(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
+
+    def _encode_dict(self, tree: dict[object, object], path: str, depth: int) -> Json:
+        tag = _DICTS[type(tree)]
+        for key in tree:
+            if key is not None and type(key) not in (str, int, float, bool):
+                raise _refusal(key, f"{path}[{key!r}]", "a key of type")
+        pairs = [
+            (key, self.encode(item, child(path, key), depth + 1)) for key, item in tree.items()
+        ]
+        encoded: dict[str, Json] = {}
+        if all(type(key) is str for key, _ in pairs):
+            encoded[tag] = cast("dict[str, Json]", dict(pairs))
+        else:
+            encoded[tag] = [[self.encode(key, path, depth + 1), item] for key, item in pairs]
+        metadata = getattr(tree, "_metadata", None)
+        if metadata is not None:
+            encoded["metadata"] = self.encode(metadata, f"{path}._metadata", depth + 1)
+        return encoded
+
+    def _name_tensor(self, tensor: torch.Tensor, path: str) -> str:
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = (*memory, tensor.is_conj(), tensor.is_neg())
+        if tensor.numel() and key in self._name_of:
+            return self._name_of[key]
+        name = path if path != "__metadata__" else f"{path}.tensor"
+        while name in self.tensors:
+            name += "'"
+        self.tensors[name] = tensor
+        self._name_of[key] = name
+        return name
+
+
+def child(path: str, key: object) -> str:
+    """Return the path of an entry of a dict, as in ``model.fc.weight`` or ``state[0]``."""
+    return f"{path}.{key}" if isinstance(key, str) else f"{path}[{key!r}]"
+
+
+def unflatten(skeleton: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any:  # noqa: ANN401 - any tree
+    """Return the state tree of a skeleton.
+
+    Args:
+        skeleton: as :func:`flatten` made it.
+        tensor_of: gives the tensor of a name; asked once per place.
+
+    Raises:
+        CheckpointError: the skeleton holds something this rankwise does not know.
+    """
+    if isinstance(skeleton, list):
+        return [unflatten(item, tensor_of) for item in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    tag, content = cast("tuple[str, Any]", next(iter(skeleton.items()), ("", None)))
+    if tag == "tensor":
+        return tensor_of(content)
+    if tag == "array":
+        return tensor_of(content).numpy()
+    if tag in _LISTS.values():
+        items = [unflatten(item, tensor_of) for item in content]
+        return tuple(items) if tag == "tuple" else torch.Size(items)
+    if tag in _DICTS.values():
+        return _decode_dict(skeleton, tag, tensor_of)
+    return _decode_number(tag, skeleton)
+
+
+def _decode_dict(
+    skeleton: dict[str, Any], tag: str, tensor_of: Callable[[str], torch.Tensor]
+) -> Any:  # noqa: ANN401
+    make: dict[str, Callable[[], Any]] = {
+        "dict": dict,
+        "ordered_dict": OrderedDict,
+        "counter": Counter,
+    }
+    tree = make[tag]()
+    for key, item in _pairs(skeleton[tag]):
+        tree[unflatten(key, tensor_of)] = unflatten(item, tensor_of)
+    if "metadata" in skeleton:
+        tree._metadata = unflatten(skeleton["metadata"], tensor_of)  # noqa: SLF001 - where torch keeps it
+    return tree
+
+
+def _pairs(content: object) -> Iterable[tuple[Any, Any]]:
+    """Return keys and entries of a dict, which JSON holds as pairs unless all keys are text."""
+    if isinstance(content, dict):
+        return cast("dict[str, Any]", content).items()
+    return cast("list[tuple[Any, Any]]", content)
+
+
+def _encode_number(value: complex) -> Json:
+    if isinstance(value, complex):
+        return {"complex": [_encode_number(value.real), _encode_number(value.imag)]}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    if isinstance(value, int) and value.bit_length() > _LARGEST_DECIMAL_BITS:
+        return {"int": hex(value)}
+    return value
+
+
+def _encode_numpy_scalar(value: np.generic[Any], path: str) -> Json:
+    if value.dtype.name not in _NUMPY_DTYPES:
+        raise _refusal(value, path, f"a NumPy {value.dtype.name} of type")
+    return {"numpy": value.dtype.name, "value": _encode_number(value.item())}
+
+
+def _decode_number(tag: str, skeleton: dict[str, Any]) -> Any:  # noqa: ANN401 - any number
+    content: Any = skeleton.get(tag)
+    if tag == "float" and content in ("nan", "inf", "-inf"):
+        return float(content)
+    if tag == "int":
+        return int(content, 16)
+    if tag == "complex":
+        real, imaginary = (unflatten(part, _no_tensor) for part in content)
+        return complex(real, imaginary)
+    if tag == "numpy" and content in _NUMPY_DTYPES:
+        return np.dtype(content).type(unflatten(skeleton["value"], _no_tensor))
+    raise CheckpointError(
+        f"The checkpoint holds something this rankwise does not know: {tag!r}.",
+        do="load it with the rankwise that wrote it",
+    )
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise CheckpointError(f"A number of the checkpoint names a tensor: {name!r}.")
+
+
+def _checked_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """Return a tensor that can be written, without the class of its owner."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    if type(tensor) not in _PLAIN_TENSORS and dispatch is not getattr(
+        torch.Tensor, "__torch_dispatch__", None
+    ):
+        raise _refusal(tensor, path)
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise _refusal(tensor, path, f"a {tensor.layout} tensor on {tensor.device} of type")
+    if str(tensor.dtype).removeprefix("torch.") not in TENSOR_DTYPES:
+        raise _refusal(tensor, path, f"a {tensor.dtype} tensor of type")
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def _tensor_of_array(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
+    if array.dtype.name not in _NUMPY_DTYPES or not array.dtype.isnative:
+        raise _refusal(array, path, f"an array of {array.dtype.str} of type")
+    plain = np.asarray(array)
+    if not (plain.flags.writeable and plain.flags.c_contiguous):
+        plain = plain.copy()
+    tensor: torch.Tensor = cast("Any", torch).from_numpy(plain)
+    return tensor
+
+
+def _refusal(value: object, path: str, what: str = "a") -> CheckpointError:
+    kind = type(value)
+    return CheckpointError(
+        f"{path} cannot be saved: it is {what} {kind.__module__}.{kind.__qualname__}.",
+        evidence="nothing was written",
+        do="keep tensors, NumPy arrays, numbers, text, lists, tuples and dicts in the state; "
+        "turn other objects into these in state_dict()",
+    )
+
+
+def leaves(skeleton: Json, path: str, tensors: Mapping[str, str]) -> dict[str, str]:
+    """Return each leaf of a skeleton as text by its path, for telling where two differ.
+
+    Args:
+        skeleton: as :func:`flatten` made it.
+        path: of its root.
+        tensors: what to say for each tensor, by name.
+    """
+    tag: str
+    content: Any
+    if isinstance(skeleton, dict):
+        tag, content = next(iter(skeleton.items()), ("", None))
+    else:
+        tag, content = "list" if isinstance(skeleton, list) else "scalar", skeleton
+    if tag in ("tensor", "array"):
+        return {path: tensors[str(content)]}
+    if tag in _DICTS.values():
+        parts = [
+            leaves(item, child(path, unflatten(key, _no_tensor)), tensors)
+            for key, item in _pairs(content)
+        ]
+    elif tag == "list" or tag in _LISTS.values():
+        items = cast("list[Json]", content)
+        parts = [leaves(item, f"{path}[{i}]", tensors) for i, item in enumerate(items)]
+    else:
+        return {path: json.dumps(skeleton)}
+    merged = {path: f"empty {tag}"} if not parts else {}
+    for part in parts:
+        merged.update(part)
+    return merged

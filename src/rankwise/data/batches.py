@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a batch is: a tree of tensors. How to move one, pin one, and make one that holds no sample.
+
+Knows nothing of datasets, orders or ranks. Imported by ``sources`` and ``loader``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Batch = Any
+"""A tensor, or lists, tuples and dicts of them; leaves that are no tensors stay as they are."""
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
+    """Return ``batch`` with every tensor replaced by ``change(tensor)``, in the same containers."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if type(batch) in (list, tuple):
+        return type(batch)(map_tensors(change, item) for item in batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(change, item) for item in batch))
+    if isinstance(batch, Mapping) and not hasattr(batch, "to"):
+        return _like_mapping(batch, {key: map_tensors(change, item) for key, item in batch.items()})
+    return batch
+
+
+def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
+    """Return ``batch`` on ``device``. An object of another kind that has ``to(device)`` moves itself."""
+    if not isinstance(batch, torch.Tensor | list | tuple) and hasattr(batch, "to"):
+        return batch.to(device)
+    if isinstance(batch, list | tuple | Mapping | torch.Tensor):
+        return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)
+    return batch
+
+
+def pin(batch: Batch) -> Batch:
+    """Return ``batch`` in page-locked memory, from where a GPU fetches while the CPU goes on."""
+    return map_tensors(lambda tensor: tensor.pin_memory(), batch)
+
+
+def without_samples(one: Batch, two: Batch) -> Batch:
+    """Return a batch of no samples, with the dtypes and the other dims of the real ones.
+
+    Args:
+        one: what the collate function makes of one sample.
+        two: what it makes of the same sample twice. What grew from ``one`` to ``two`` is what counts samples: a dim of
+            a tensor, wherever it stands, or a list or tuple. What did not grow stays.
+    """
+    if isinstance(one, torch.Tensor):
+        for dim, (size, larger) in enumerate(zip(one.shape, two.shape, strict=True)):
+            if size != larger:
+                return one.narrow(dim, 0, 0)
+        return one
+    if isinstance(one, list | tuple) and not hasattr(one, "_fields"):
+        if len(one) != len(two):
+            return type(one)()
+        return type(one)(without_samples(a, b) for a, b in zip(one, two, strict=True))
+    if isinstance(one, tuple):
+        return type(one)(*(without_samples(a, b) for a, b in zip(one, two, strict=True)))
+    if isinstance(one, Mapping):
+        return _like_mapping(one, {key: without_samples(item, two[key]) for key, item in one.items()})
+    return one
+
+
+def _like_mapping(kind: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    if type(kind) is dict:
+        return items
+    try:
+        return type(kind)(items)  # type: ignore[call-arg] # a mapping that cannot be made of one becomes a dict
+    except TypeError:
+        return items
+
+
+def to_device(batches: Iterator[tuple[Any, Batch]], device: torch.device) -> Iterator[tuple[Any, Batch]]:
+    """Yield each ``(mark, batch)`` with the batch on ``device``; on CUDA the next one travels meanwhile."""
+    if device.type == "cpu":
+        yield from batches
+    elif device.type == "cuda":
+        yield from _ahead_on_cuda(batches, device)
+    else:
+        for mark, batch in batches:
+            yield mark, move(batch, device)
+
+
+def _ahead_on_cuda(
+    batches: Iterator[tuple[Any, Batch]], device: torch.device
+) -> Iterator[tuple[Any, Batch]]:
+    """Copy one batch ahead, on a stream of its own, so that the copy hides behind the step before it."""
+    stream = torch.cuda.Stream(device)
+    waiting: tuple[Any, Batch, torch.cuda.Event] | None = None
+    for mark, batch in batches:
+        with torch.cuda.stream(stream):
+            moved = move(batch, device, non_blocking=True)
+            copied = stream.record_event()
+        if waiting is not None:
+            yield _handed_over(waiting, device)
+        waiting = (mark, moved, copied)
+    if waiting is not None:
+        yield _handed_over(waiting, device)
+
+
+def _handed_over(
+    waiting: tuple[Any, Batch, torch.cuda.Event], device: torch.device
+) -> tuple[Any, Batch]:
+    mark, batch, copied = waiting
+    consumer = torch.cuda.current_stream(device)
+    consumer.wait_event(copied)
+
+    def keep_until_used(tensor: torch.Tensor) -> torch.Tensor:
+        # The allocator would otherwise reuse the memory as soon as the copying stream is done with it.
+        tensor.record_stream(consumer)
+        return tensor
+
+    return mark, map_tensors(keep_until_used, batch)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One object laid out in one file, so that many processes can use it without each having a copy.
+
+The bytes of tensors, arrays and long lists lie in the file as they are used; the rest is one pickle. Knows no rank
+and no world: it is given an open file. Imported by ``shared``.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickle
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ALIGNMENT_BYTES = 64
+_LONG_LIST = 1024
+"""A list of at least this many items is stored item by item, to be unpickled one at a time when used."""
+
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Python 3.11 does not name it. Without it, a private mapping larger than the free memory may be refused."""
+
+
+def pack(value: object, file: BinaryIO) -> tuple[int, int]:
+    """Write ``value`` to ``file`` and return where its pickle lies: ``(offset, size)`` in bytes.
+
+    Args:
+        value: picklable.
+        file: open for writing, empty.
+
+    Raises:
+        Exception: whatever pickling ``value`` raises.
+    """
+    writer = _Writer(file)
+    stream = io.BytesIO()
+    _Pickler(stream, writer).dump(value)
+    return writer.add(stream.getbuffer())
+
+
+def unpack(file_descriptor: int, place: tuple[int, int]) -> Any:  # noqa: ANN401 - what was packed
+    """Return the value that :func:`pack` wrote, its bulk being the file itself, mapped.
+
+    The mapping is copy-on-write: who writes into a tensor or array gets copies of the pages that he writes, as if the
+    whole had been his own all along; nobody else sees it, and it costs him that memory. (Torch has no read-only
+    tensors: with a read-only mapping a write would end the process without a traceback.)
+
+    Args:
+        file_descriptor: of the file, readable; may be closed afterwards.
+        place: what :func:`pack` returned.
+    """
+    mapping = mmap.mmap(
+        file_descriptor,
+        0,
+        flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+    )
+    return _Reader(mapping).load(place)
+
+
+class PackedList(Sequence[Any]):
+    """A long list stored item by item: each use of an item unpickles it anew. To be read only."""
+
+    def __init__(
+        self, items: memoryview, ends: npt.NDArray[np.int64], load: Callable[[memoryview], Any]
+    ) -> None:
+        self._items = items
+        self._ends = ends
+        self._load = load
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        start = self._ends[place - 1] if place else 0
+        return self._load(self._items[start : self._ends[place]])
+
+    def __repr__(self) -> str:
+        return f"<PackedList of {len(self)} items>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Go elsewhere as a plain list: only processes forked from this one see the mapping."""
+        return (list, (list(self),))
+
+
+class _Writer:
+    """Appends blocks to a file, each aligned, each piece of memory once."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._end = 0
+        self._pointers: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._kept: list[object] = []
+
+    def add(self, block: bytes | memoryview) -> tuple[int, int]:
+        """Append ``block`` and return its ``(offset, size)`` in bytes."""
+        padding = -self._end % _ALIGNMENT_BYTES
+        self._file.write(b"\0" * padding)
+        self._file.write(block)
+        offset, size = self._end + padding, memoryview(block).nbytes
+        self._end = offset + size
+        return offset, size
+
+    def once(self, memory: tuple[Any, ...], owner: object, write: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Return the pointer that ``write()`` returned when it was called for the same memory.
+
+        Args:
+            memory: what tells it from other memory, by address.
+            owner: kept, so that the address stays its own.
+            write: appends what ``owner`` holds.
+        """
+        if memory not in self._pointers:
+            self._pointers[memory] = write()
+            self._kept.append(owner)
+        return self._pointers[memory]
+
+
+class _Pickler(pickle.Pickler):
+    """Puts what is large into blocks of their own, and pointers to these into the pickle."""
+
+    def __init__(self, stream: io.BytesIO, writer: _Writer) -> None:
+        super().__init__(stream, protocol=5)
+        self._writer = writer
+        self.num_pointers = 0
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:  # noqa: ANN401 - any object
+        """Return a pointer for what is stored outside the pickle, ``None`` for the rest."""
+        kind = type(obj)
+        if kind is list:
+            if len(obj) < _LONG_LIST:
+                return None
+            pointer = self._writer.once(("list", id(obj)), obj, lambda: self._write_list(obj))
+        elif kind is np.ndarray or kind is np.memmap:
+            if obj.dtype.hasobject or not obj.nbytes:
+                return None
+            memory = ("array", obj.ctypes.data, obj.shape, obj.strides, obj.dtype.str, str(obj.dtype))
+            pointer = self._writer.once(memory, obj, lambda: self._write_array(obj))
+        elif kind is torch.UntypedStorage:
+            if not _lies_in_memory(obj):
+                return None
+            memory = ("storage", obj.data_ptr(), obj.nbytes())
+            pointer = self._writer.once(memory, obj, lambda: self._write_storage(obj))
+        else:
+            return None
+        self.num_pointers += 1
+        return pointer
+
+    def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - any object
+        """Have a typed storage pickled as the storage under it; torch itself would pickle its bytes."""
+        if type(obj) is torch.storage.TypedStorage and _lies_in_memory(obj._untyped_storage):  # noqa: SLF001
+            return _typed_storage, (obj._untyped_storage, obj.dtype)  # noqa: SLF001 - the public way warns
+        return NotImplemented
+
+    def _write_list(self, items: list[Any]) -> tuple[Any, ...]:
+        stream = io.BytesIO()
+        pickler = _Pickler(stream, self._writer)
+        ends = np.empty(len(items), dtype=np.int64)
+        for number, item in enumerate(items):
+            pickler.clear_memo()
+            pickler.dump(item)
+            ends[number] = stream.tell()
+        block = self._writer.add(stream.getbuffer())
+        return ("list", block, self._writer.add(memoryview(ends)), pickler.num_pointers > 0)
+
+    def _write_array(self, array: npt.NDArray[Any]) -> tuple[Any, ...]:
+        is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+        flat = (array.T if is_fortran else np.ascontiguousarray(array)).reshape(-1)
+        # As bytes, because not every dtype (dates) has a buffer protocol of its own.
+        block = self._writer.add(memoryview(flat.view(np.uint8)))
+        return ("array", block, array.dtype, array.shape, "F" if is_fortran else "C")
+
+    def _write_storage(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        view = torch.empty(0, dtype=torch.uint8).set_(storage)
+        return ("storage", self._writer.add(memoryview(view.numpy())))
+
+
+class _Reader:
+    """Unpickles from a mapping; tensors, arrays and long lists become views of it."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._mapping = mapping
+        self._view = memoryview(mapping)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def load(self, place: tuple[int, int]) -> Any:  # noqa: ANN401 - what was packed
+        """Return the object pickled at ``place``."""
+        offset, size = place
+        return self.load_item(self._view[offset : offset + size])
+
+    def load_item(self, pickled: memoryview) -> Any:  # noqa: ANN401 - what was packed
+        """Return the object of one pickle, following its pointers."""
+        return _Unpickler(io.BytesIO(pickled), self).load()
+
+    def follow(self, pointer: tuple[Any, ...]) -> Any:  # noqa: ANN401 - what was packed
+        """Return what a pointer of :class:`_Pickler` points to."""
+        kind, (offset, size), *rest = pointer
+        if kind == "storage":
+            if offset not in self._storages:
+                whole = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=offset)
+                self._storages[offset] = whole.untyped_storage()
+            return self._storages[offset]
+        if kind == "array":
+            dtype, shape, order = rest
+            return np.ndarray(shape, dtype, buffer=self._mapping, offset=offset, order=order)
+        (ends_offset, ends_size), has_pointers = rest
+        ends = np.ndarray((ends_size // 8,), np.int64, buffer=self._mapping, offset=ends_offset)
+        load = self.load_item if has_pointers else pickle.loads
+        return PackedList(self._view[offset : offset + size], ends, load)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, reader: _Reader) -> None:
+        super().__init__(stream)
+        self._reader = reader
+
+    def persistent_load(self, pid: Any) -> Any:  # noqa: ANN401 - what was packed
+        """Return what a pointer in the pickle points to."""
+        return self._reader.follow(pid)
+
+
+def _lies_in_memory(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type == "cpu" and storage.nbytes() > 0
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples each rank takes, batch by batch: the order of an epoch joined with its shards.
+
+Reads no sample. ``ShardedSampler`` is for a loader of the user's own; ``loader`` uses ``local_batches``.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler
+
+from rankwise.agreement import all_ranks_succeed
+from rankwise.data.permutation import Permutation
+from rankwise.data.position import (
+    EpochCursor,
+    State,
+    check_not_empty,
+    check_with_peers,
+    place_in,
+)
+from rankwise.data.shards import Shards, make_shards
+from rankwise.errors import ConfigurationError
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sized
+
+    Indices = npt.NDArray[np.int64]
+
+_CHUNK = 4096
+"""Positions looked up at once: one look-up of 4096 costs as much as a few of 64."""
+
+
+class LocalBatch(NamedTuple):
+    """One rank's part of a global batch."""
+
+    stop: int
+    """Position of the epoch at which the global batch ends."""
+    indices: npt.NDArray[np.int64]
+    """[samples of this rank] their indices in the dataset; may be empty in the last batch."""
+    stand_in: int
+    """A sample of the global batch, to learn the shape of an empty part from. Set in short batches only."""
+
+
+def order_of_epoch(n: int, *, shuffle: bool, seed: int, epoch: int) -> Callable[[Indices], Indices]:
+    """Return the function from positions of an epoch to indices of the dataset."""
+    return Permutation(n, seed, epoch) if shuffle else (lambda positions: positions)
+
+
+def local_batches(
+    shards: Shards, order: Callable[[Indices], Indices], position: int = 0
+) -> Iterator[LocalBatch]:
+    """Yield this rank's part of each global batch from ``position`` to the end of the epoch."""
+    size, end = shards.global_batch_size, shards.stop(position)
+    low, high = shards.local_part(0, size)
+    within = np.arange(low, high)
+    per_chunk = max(1, _CHUNK // (high - low))
+    start = position
+    while end - start >= size:
+        count = min(per_chunk, (end - start) // size)
+        starts = start + size * np.arange(count)
+        for row in order(starts[:, None] + within):
+            start += size
+            yield LocalBatch(start, row, -1)
+    if start < end:
+        first = int(order(np.array([start]))[0])
+        yield LocalBatch(end, order(np.arange(*shards.local_part(start, end))), first)
+
+
+class ShardedSampler(Sampler[list[int]]):
+    """The order and the shares of :class:`rankwise.DataLoader`, for a ``DataLoader`` of torch's or MONAI's.
+
+    Pass it as ``batch_sampler=``. It yields this rank's indices of each global batch, and knows its epoch: each
+    iteration that came to its end is followed by the next epoch's order, without ``set_epoch``. ::
+
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=rw.ShardedSampler(dataset, global_batch_size=64))
+
+    With ``remainder="keep"`` the last list of an epoch may be shorter, and empty on some ranks if fewer samples than
+    ranks are left. torch's default collate function fails on an empty list: use ``remainder="drop"``, a collate
+    function that knows what to do, or ``rankwise.DataLoader``, which does.
+
+    An iteration left early (``break``) ends the epoch, unless it was left after one batch; see
+    :class:`rankwise.DataLoader`.
+
+    Called by: every rank, unless ``rank`` and ``world_size`` are given.
+
+    Args:
+        dataset: the dataset, or its length.
+        global_batch_size: samples per step of all ranks together. Exactly one of the two sizes.
+        local_batch_size: samples per step of each rank.
+        shuffle: another random order each epoch, a pure function of ``(seed, epoch)``.
+        seed: any integer, the same on every rank.
+        remainder: ``"keep"`` or ``"drop"`` the last global batch of an epoch if it is short.
+        rank: number of this rank; default: of the joined world.
+        world_size: number of ranks; default: of the joined world.
+
+    Raises:
+        ConfigurationError: bad or contradictory arguments, or arguments that differ between ranks.
+        DatasetError: the dataset is empty or not the same length on every rank.
+        NotJoined: there is no world and ``rank`` and ``world_size`` are not given.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        *,
+        global_batch_size: int | None = None,
+        local_batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        remainder: str = "keep",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if (rank is None) != (world_size is None):
+            raise ConfigurationError(
+                "rank and world_size go together.",
+                evidence=f"rank={rank}, world_size={world_size}",
+                do="pass both, or none to take them from the joined world",
+            )
+        joined = rank is None or world_size is None
+        with all_ranks_succeed("ShardedSampler") if joined else nullcontext():
+            self._shards = make_shards(
+                dataset if isinstance(dataset, int) else len(dataset),
+                global_batch_size=global_batch_size,
+                local_batch_size=local_batch_size,
+                remainder=remainder,
+                rank=current().world.rank if rank is None else rank,
+                world_size=current().world.world_size if world_size is None else world_size,
+            )
+        self.seed = seed
+        self.shuffle = shuffle
+        self._cursor = EpochCursor()
+        self._began = (0, 0)
+        if joined:
+            sizes = {"global_batch_size": self._shards.global_batch_size, "remainder": remainder}
+            check_with_peers(self._facts() | sizes)
+        else:
+            check_not_empty(self._shards.length)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way or, between iterations, the next one; from 0."""
+        return self._cursor.epoch
+
+    def __len__(self) -> int:
+        """Return the number of global batches of a whole epoch, the same on every rank."""
+        return self._shards.num_batches()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's indices of each global batch, from where ``load_state_dict`` pointed to, else from 0."""
+        iteration = self._cursor.begin()
+        self._began = epoch, start = self._cursor.epoch, self._cursor.start
+        order = order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+        end = self._shards.stop(start)
+        for batch in local_batches(self._shards, order, start):
+            self._cursor.take(iteration, batch.stop, at_end=batch.stop >= end)
+            yield batch.indices.tolist()
+        self._cursor.finish(iteration)
+
+    def state_dict(self, *, num_batches: int | None = None) -> State:
+        """Return the epoch and position, JSON-able, the same on every rank.
+
+        Args:
+            num_batches: how many batches the training loop has taken in the iteration under way. Needed where the
+                loader has workers: it then asks for batches ahead of the loop, and the sampler sees the asking only.
+        """
+        epoch, position = self._cursor.place()
+        if num_batches is not None:
+            epoch, position = self._place_after(num_batches)
+        return self._facts() | {"epoch": epoch, "position": position}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Have the next iteration go on where ``state`` was taken, on this number of ranks and with this batch size.
+
+        Raises:
+            DatasetError: the dataset had another length.
+            ConfigurationError: another seed or order, or not a state.
+        """
+        epoch, position = place_in(state, self._facts())
+        over = self._shards.num_batches(position) == 0
+        self._cursor.move_to(*((epoch + 1, 0) if over else (epoch, position)))
+
+    def _place_after(self, num_batches: int) -> tuple[int, int]:
+        epoch, start = self._began
+        if not 0 <= num_batches <= self._shards.num_batches(start):
+            raise ConfigurationError(
+                f"This iteration has no {num_batches} batches.",
+                evidence=f"it began at sample {start} and has {self._shards.num_batches(start)} global batches",
+                do="pass how many batches the loop has taken since this `for` began",
+            )
+        end = self._shards.stop(start)
+        position = min(start + num_batches * self._shards.global_batch_size, end)
+        return (epoch + 1, 0) if position == end else (epoch, position)
+
+    def _facts(self) -> State:
+        return {"dataset_length": self._shards.length, "seed": self.seed, "shuffle": self.shuffle}

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeds that belong to samples: a sample is augmented alike on any rank, in any worker, after any resume.
+
+Sets the process-wide generators of Python, NumPy and torch, and puts them back; holds no state of its own.
+Imported by ``sources``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+
+GeneratorState = tuple[Any, Any, torch.Tensor]
+"""What :func:`generator_state` returns: the states of Python's, NumPy's and torch's CPU generator."""
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return 64 bits that belong to an epoch. ``seed`` and ``epoch`` are any integers."""
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8, person=b"rankwise.seeds").digest()
+    return int.from_bytes(digest, "little")
+
+
+def sample_seeds(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """Return the seed of each sample of ``indices`` in ``epoch``.
+
+    A pure function of ``(seed, epoch, index)``: neither rank, worker nor batch has a part in it.
+
+    Returns:
+        [same shape as ``indices``] of uint32, the widest seed that NumPy's and MONAI's generators take.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), SplitMix64:
+        its output at step ``index`` of the stream begun at ``epoch_seed``.
+    """
+    state = (indices.astype(np.uint64) + np.uint64(1)) * _STEP + np.uint64(epoch_seed(seed, epoch))
+    state = (state ^ (state >> np.uint64(30))) * _MULTIPLIER_1
+    state = (state ^ (state >> np.uint64(27))) * _MULTIPLIER_2
+    return (state ^ (state >> np.uint64(31))).astype(np.uint32)
+
+
+def seed_generators(seed: int, owners: Iterable[Any] = ()) -> None:
+    """Set Python's, NumPy's legacy and torch's CPU generator, and those of ``owners``, to ``seed``.
+
+    Args:
+        seed: in ``[0, 2**32)``.
+        owners: objects that hold generators of their own and take a seed by ``set_random_state(seed=)``, as MONAI's
+            random transforms do.
+    """
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the generator users' datasets draw from
+    torch.default_generator.manual_seed(seed)
+    for owner in owners:
+        owner.set_random_state(seed=seed)
+
+
+def generator_state() -> GeneratorState:
+    """Return the states of the three process-wide CPU generators."""
+    numpy_state = np.random.get_state()  # noqa: NPY002 - as in seed_generators
+    return random.getstate(), numpy_state, torch.default_generator.get_state()
+
+
+def set_generator_state(state: GeneratorState) -> None:
+    """Set the three process-wide CPU generators to what :func:`generator_state` returned."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])  # noqa: NPY002 - as in seed_generators
+    torch.default_generator.set_state(state[2])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the process-wide generators back to where they were, whatever the block draws or sets."""
+    state = generator_state()
+    try:
+        yield
+    finally:
+        set_generator_state(state)
+
+
+def owners_of_generators(dataset: object) -> list[Any]:
+    """Return what in ``dataset`` takes seeds by ``set_random_state``: itself, its transforms, what it wraps.
+
+    Follows ``transform`` (MONAI, torchvision), ``dataset`` (``Subset``) and ``datasets`` (``ConcatDataset``). MONAI's
+    ``Compose`` hands the seed on to the transforms it holds.
+    """
+    owners: list[Any] = []
+    seen: set[int] = set()
+    waiting: list[object] = [dataset]
+    while waiting:
+        candidate = waiting.pop()
+        if candidate is None or id(candidate) in seen:
+            continue
+        seen.add(id(candidate))
+        if callable(getattr(candidate, "set_random_state", None)):
+            owners.append(candidate)
+        waiting.extend(getattr(candidate, name, None) for name in ("transform", "dataset"))
+        inner = getattr(candidate, "datasets", ())
+        waiting.extend(inner if isinstance(inner, list | tuple) else ())
+    return owners

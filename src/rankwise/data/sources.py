@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the samples of a batch are read: whole columns at once, sample by sample, or from a stream.
+
+Knows no rank but by what it is handed, starts no process, communicates with nobody. Imported by ``workers`` and
+``loader``.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+from rankwise.data.batches import Batch, without_samples
+from rankwise.data.seeds import (
+    epoch_seed,
+    generator_state,
+    generators_kept,
+    owners_of_generators,
+    sample_seeds,
+    seed_generators,
+    set_generator_state,
+)
+from rankwise.errors import ConfigurationError, DatasetError
+
+if TYPE_CHECKING:
+    from rankwise.data.shards import Shards
+
+Collate = Callable[[list[Any]], Batch]
+Column = torch.Tensor | npt.NDArray[Any]
+
+
+class Request(NamedTuple):
+    """What to read: one rank's part of one global batch."""
+
+    epoch: int
+    stop: int
+    """Position at which the global batch ends."""
+    at_end: bool
+    """Whether it is the last one of the epoch. Both go back with the batch."""
+    indices: npt.NDArray[np.int64]
+    stand_in: int
+    """A sample to learn the shape of the batch from where ``indices`` is empty."""
+
+
+class Fetched(NamedTuple):
+    """What was read for a request, or from a stream."""
+
+    stop: int
+    at_end: bool
+    batch: Batch
+
+
+class MapSource(Protocol):
+    """What reads batches by index."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def fetch(self, request: Request) -> Batch:
+        """Return the batch of ``request``.
+
+        Raises:
+            DatasetError: the dataset or the collate function raised; what they raised is the cause.
+        """
+        ...
+
+
+class Columns:
+    """Tensors and arrays whose first dim counts samples; a batch is one indexing operation per column."""
+
+    def __init__(
+        self, columns: list[Column], rebuild: Callable[[list[torch.Tensor]], Batch], rows: npt.NDArray[np.int64] | None
+    ) -> None:
+        self.columns = columns
+        self._rebuild = rebuild
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self.columns[0]) if self._rows is None else len(self._rows)
+
+    def fetch(self, request: Request) -> Batch:
+        """Return the columns at the indices of ``request``, as new tensors."""
+        indices = request.indices if self._rows is None else self._rows[request.indices]
+        index = torch.from_numpy(indices)
+        return self._rebuild([_rows_of(column, index) for column in self.columns])
+
+
+class Samples:
+    """A map-style dataset, read sample by sample, each with generators seeded for it.
+
+    A dataset that has ``__getitems__`` reads the whole batch by it; the generators are then seeded once, for the
+    batch's first sample, so that random augmentation in there depends on the number of ranks.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int, where: str) -> None:  # noqa: ANN401 - any dataset
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+        self._where = where
+        self._owners = owners_of_generators(dataset)
+        self._at_once = hasattr(innermost(dataset), "__getitems__")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def fetch(self, request: Request) -> Batch:
+        """Return the collated samples; the process's generators are left as they were."""
+        with generators_kept():
+            if len(request.indices):
+                return self._collated(self._read(request.epoch, request.indices))
+            (sample,) = self._read(request.epoch, np.array([request.stand_in]))
+            return without_samples(
+                self._collated([copy.deepcopy(sample)]), self._collated([sample, copy.deepcopy(sample)])
+            )
+
+    def _read(self, epoch: int, indices: npt.NDArray[np.int64]) -> list[Any]:
+        seeds = sample_seeds(self._seed, epoch, indices).tolist()
+        samples: list[Any] = []
+        place: object = None
+        try:
+            if self._at_once:
+                place = indices.tolist()
+                seed_generators(seeds[0], self._owners)
+                return self._dataset.__getitems__(place)
+            for place, seed in zip(indices.tolist(), seeds, strict=True):
+                seed_generators(seed, self._owners)
+                samples.append(self._dataset[place])
+        except Exception as error:
+            raise _reading_failed(f"dataset[{place}]", error, self._where) from error
+        return samples
+
+    def _collated(self, samples: list[Any]) -> Batch:
+        return _collated(self._collate, samples, self._where)
+
+
+class Stream:
+    """An iterable dataset; every rank reads all of it and keeps its part of each global batch."""
+
+    def __init__(self, dataset: Iterable[Any], collate: Collate, shards: Shards, seed: int, where: str) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._shards = shards
+        self._seed = seed
+        self._where = where
+
+    def batches(self, epoch: int, position: int, worker: int = 0, num_workers: int = 1) -> Iterator[Fetched]:
+        """Yield this rank's part of each global batch from ``position`` on, of every ``num_workers``-th one.
+
+        The stream draws from generators of its own, seeded for the epoch, so that one that shuffles gives every rank
+        the same order and the training loop's generators go on as if there were no stream.
+
+        Raises:
+            DatasetError: the stream or the collate function raised; what they raised is the cause.
+        """
+        seed = epoch_seed(self._seed, epoch) % 2**32
+        owners = owners_of_generators(self._dataset)
+        return _with_own_generators(self._cut(position, worker, num_workers), seed, owners)
+
+    def _cut(self, position: int, worker: int, num_workers: int) -> Iterator[Fetched]:
+        blocks = self._blocks(position)
+        # A block ahead: only then it is known whether one is the last, which a checkpoint must say.
+        block = next(blocks, [])
+        for number in itertools.count():
+            if not block:
+                return
+            following = next(blocks, [])
+            position += len(block)
+            if number % num_workers == worker:
+                yield Fetched(position, not following, self._part_of(block))
+            block = following
+
+    def _blocks(self, position: int) -> Iterator[list[Any]]:
+        size = self._shards.global_batch_size
+        read = 0
+        try:
+            items = iter(self._dataset)
+            for _ in itertools.islice(items, position):
+                read += 1
+            while block := list(itertools.islice(items, size)):
+                read += len(block)
+                if len(block) == size or self._shards.remainder == "keep":
+                    yield block
+        except Exception as error:
+            raise _reading_failed(f"iterating the dataset after about {read} samples", error, self._where) from error
+
+    def _part_of(self, block: list[Any]) -> Batch:
+        low, high = self._shards.local_part(0, len(block))
+        if low < high:
+            return _collated(self._collate, block[low:high], self._where)
+        sample = block[0]
+        return without_samples(
+            _collated(self._collate, [copy.deepcopy(sample)], self._where),
+            _collated(self._collate, [sample, copy.deepcopy(sample)], self._where),
+        )
+
+
+def is_stream(dataset: object) -> bool:
+    """Return whether ``dataset`` can only be iterated, not indexed.
+
+    Raises:
+        ConfigurationError: it can be neither, or be iterated only once.
+    """
+    if isinstance(dataset, IterableDataset):
+        return True
+    if hasattr(dataset, "__getitem__"):
+        return False
+    if not isinstance(dataset, Iterable):
+        raise ConfigurationError(
+            f"A {type(dataset).__name__} is no dataset: it can neither be indexed nor iterated.",
+            do="pass a map-style dataset (__getitem__ and __len__), an iterable one, tensors or arrays",
+        )
+    if isinstance(dataset, Iterator):
+        raise ConfigurationError(
+            f"A {type(dataset).__name__} can be iterated once only, and each epoch is an iteration.",
+            do="pass an object whose __iter__ starts anew each time, such as a torch IterableDataset",
+        )
+    return True
+
+
+def innermost(dataset: Any) -> Any:  # noqa: ANN401 - any dataset
+    """Return the dataset under any number of ``torch.utils.data.Subset``."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
+
+
+def columns_of(dataset: object) -> Columns | None:
+    """Return ``dataset`` as columns, or ``None`` where its samples must be read one by one.
+
+    Columns are: a tensor, a NumPy array, a tuple or dict of these, a ``TensorDataset``, and subsets of them.
+
+    Raises:
+        DatasetError: the columns have different lengths.
+    """
+    parts: list[Any]
+    inner = innermost(dataset)
+    rebuild: Callable[[list[torch.Tensor]], Batch]
+    if type(inner) is TensorDataset:
+        parts, rebuild = list(inner.tensors), list
+    elif isinstance(inner, dict):
+        names = list(inner)
+        parts = list(inner.values())
+
+        def rebuild(tensors: list[torch.Tensor]) -> Batch:
+            return dict(zip(names, tensors, strict=True))
+
+    elif type(inner) is tuple:
+        parts, rebuild = list(inner), tuple
+    else:
+        parts, rebuild = [inner], _the_only_one
+    if not parts or not all(map(_is_column, parts)):
+        return None
+    if len({len(part) for part in parts}) > 1:
+        raise DatasetError(
+            "The tensors of the dataset have different numbers of samples.",
+            evidence="first dims: " + ", ".join(str(len(part)) for part in parts),
+            do="give each one row per sample",
+        )
+    return Columns(parts, rebuild, _rows_chosen(dataset))
+
+
+def _the_only_one(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
+
+
+def _is_column(part: object) -> bool:
+    if isinstance(part, torch.Tensor):
+        return type(part) is torch.Tensor and part.dim() > 0 and part.layout == torch.strided
+    return isinstance(part, np.ndarray) and part.ndim > 0 and part.dtype.kind in "biufc"
+
+
+def _rows_chosen(dataset: Any) -> npt.NDArray[np.int64] | None:  # noqa: ANN401 - any dataset
+    """Return which rows of the innermost dataset the subsets around it choose."""
+    rows: npt.NDArray[np.int64] | None = None
+    while type(dataset) is Subset:
+        chosen = np.asarray(dataset.indices, dtype=np.int64)
+        rows = chosen if rows is None else chosen[rows]
+        dataset = dataset.dataset
+    return rows
+
+
+def _rows_of(column: Column, index: torch.Tensor) -> torch.Tensor:
+    if isinstance(column, torch.Tensor):
+        return column.index_select(0, index if column.device.type == "cpu" else index.to(column.device))
+    rows = np.asarray(column[index.numpy()])
+    return torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=False))
+
+
+def _with_own_generators(batches: Iterator[Fetched], seed: int, owners: list[Any]) -> Iterator[Fetched]:
+    """Yield from ``batches``, each read with generators that only they draw from."""
+    with generators_kept():
+        seed_generators(seed, owners)
+        own = generator_state()
+    while True:
+        with generators_kept():
+            set_generator_state(own)
+            fetched = next(batches, None)
+            own = generator_state()
+        if fetched is None:
+            return
+        yield fetched
+
+
+def _collated(collate: Collate, samples: list[Any], where: str) -> Batch:
+    try:
+        return collate(samples)
+    except Exception as error:
+        raise _reading_failed(f"collate_fn of {len(samples)} samples", error, where) from error
+
+
+def _reading_failed(what: str, error: Exception, where: str) -> DatasetError:
+    return DatasetError(f"{what} raised {type(error).__name__}: {error}", where=where)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading in worker processes: torch's DataLoader, given whole batches to read instead of samples.
+
+Decides no order and no shares. What a worker raises comes back as a value and is raised in the rank, with its cause.
+Imported by ``loader``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import traceback
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from rankwise.data.sources import Fetched, MapSource, Request, Stream
+from rankwise.errors import DatasetError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_END_SECONDS = 5.0
+"""How long a worker that was told to end may take; torch waits as long before it ends it itself."""
+
+
+class WorkerOptions(NamedTuple):
+    """How many workers, and how they are run; the words are torch's."""
+
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory: bool
+    timeout_seconds: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+
+
+class Failure(NamedTuple):
+    """A :class:`DatasetError` on its way from a worker to its rank."""
+
+    what: str
+    where: str | None
+    traceback: str
+    cause: bytes
+    """The exception that caused it, pickled; empty where it cannot be."""
+
+    def error(self) -> DatasetError:
+        """Return the error as it was raised in the worker, the worker's traceback as evidence."""
+        error = DatasetError(self.what, where=self.where, evidence=self.traceback.rstrip())
+        if self.cause:
+            error.__cause__ = pickle.loads(self.cause)  # noqa: S301 - from a worker of this process
+        return error
+
+
+def failure_of(error: DatasetError) -> Failure:
+    """Return ``error`` as a value that surely crosses a process border."""
+    cause = error.__cause__ or error
+    try:
+        pickled = pickle.dumps(cause)
+        pickle.loads(pickled)  # noqa: S301 - an exception may pickle well and fail to unpickle
+    except Exception:  # noqa: BLE001 - any object may fail in any way here
+        pickled = b""
+    return Failure(error.what, error.where, "".join(traceback.format_exception(cause)), pickled)
+
+
+class _ReadsRequests(Dataset[Fetched | Failure]):
+    """A dataset, to torch, whose indices are requests and whose samples are batches."""
+
+    def __init__(self, source: MapSource) -> None:
+        self._source = source
+
+    def __getitem__(self, request: Request) -> Fetched | Failure:
+        try:
+            return Fetched(request.stop, request.at_end, self._source.fetch(request))
+        except DatasetError as error:
+            return failure_of(error)
+
+
+class _ReadsStream(IterableDataset[Fetched | Failure]):
+    """An iterable dataset, to torch, whose items are batches; worker ``w`` of ``k`` makes each ``k``-th one."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        # Shared, because persistent workers were forked before later epochs began.
+        self.start = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def __iter__(self) -> Iterator[Fetched | Failure]:
+        worker = get_worker_info()
+        epoch, position = self.start.tolist()
+        batches = self._stream.batches(epoch, position, worker.id, worker.num_workers)
+        while True:
+            # Every worker needs the whole stream: a dataset that divides itself by worker must see no worker.
+            torch_worker._worker_info = None  # noqa: SLF001 - torch has no public way
+            try:
+                fetched = next(batches, None)
+            except DatasetError as error:
+                yield failure_of(error)
+                return
+            finally:
+                torch_worker._worker_info = worker  # noqa: SLF001
+            if fetched is None:
+                return
+            yield fetched
+
+
+class _Requests:
+    """The requests of the epoch under way, where torch looks for a sampler."""
+
+    def __init__(self) -> None:
+        self.of_epoch: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.of_epoch
+
+
+class Workers:
+    """The worker processes of one loader. They start with the first batch asked for."""
+
+    def __init__(self, source: MapSource | Stream, options: WorkerOptions, where: str) -> None:
+        self._where = where
+        self._requests = _Requests()
+        self._stream = _ReadsStream(source) if isinstance(source, Stream) else None
+        reader = _ReadsRequests(source) if not isinstance(source, Stream) else self._stream
+        self._loader: TorchDataLoader[Any] = TorchDataLoader(
+            reader,  # type: ignore[arg-type] # one of the two
+            batch_size=None,
+            sampler=None if self._stream is not None else self._requests,
+            num_workers=options.num_workers,
+            collate_fn=_as_it_is,
+            pin_memory=options.pin_memory,
+            timeout=options.timeout_seconds,
+            worker_init_fn=options.worker_init_fn,
+            multiprocessing_context=options.multiprocessing_context,
+            # Its own, so that starting workers draws nothing from the training loop's generator.
+            generator=torch.Generator(),
+            prefetch_factor=options.prefetch_factor,
+            persistent_workers=options.persistent_workers,
+        )
+
+    def read(self, requests: Iterator[Request]) -> Iterator[Fetched]:
+        """Yield what is read for each request, in order.
+
+        Raises:
+            DatasetError: reading failed, a worker died, or none answered in time.
+        """
+        self._requests.of_epoch = requests
+        return self._fetched()
+
+    def read_stream(self, epoch: int, position: int) -> Iterator[Fetched]:
+        """Yield the batches of a stream from ``position`` of ``epoch`` on. Raises as :meth:`read` does."""
+        if self._stream is not None:
+            self._stream.start.copy_(torch.tensor([epoch, position]))
+        return self._fetched()
+
+    def _fetched(self) -> Iterator[Fetched]:
+        answers = iter(self._loader)
+        while True:
+            try:
+                answer = next(answers, None)
+            except Exception as error:  # noqa: BLE001 - what the dataset raises comes as a value
+                raise DatasetError(
+                    "A worker process of the loader died, did not answer in time, or could not start.",
+                    where=self._where,
+                    evidence=f"{type(error).__name__}: {error}" + _end_workers(answers),
+                    do="look for the kernel's out-of-memory killer (dmesg); num_workers=0 shows a crash where it "
+                    "happens; timeout_seconds= sets the limit for one batch",
+                ) from error
+            if answer is None:
+                return
+            if isinstance(answer, Failure):
+                raise answer.error()
+            yield answer
+
+
+def _end_workers(answers: Iterator[Any]) -> str:
+    """End the workers, and return how those ended that ended by themselves.
+
+    Torch's child-signal handler raises wherever the process is when the signal comes: ending the workers waits for
+    that, so that it comes here and not later, in the training loop.
+    """
+    with suppress(RuntimeError):
+        answers._shutdown_workers()  # type: ignore[attr-defined] # noqa: SLF001 - the only way to wait for the end
+    ends: list[str] = []
+    for number, process in enumerate(answers._workers):  # type: ignore[attr-defined] # noqa: SLF001
+        process.join(_END_SECONDS)
+        if process.exitcode not in (0, None, -signal.SIGTERM):
+            ends.append(f"\nworker {number} ended with exit code {process.exitcode}{_signal_name(process.exitcode)}")
+    return "".join(ends)
+
+
+def _signal_name(exit_code: int) -> str:
+    names = [f" ({name.name})" for name in signal.Signals if name == -exit_code]
+    return names[0] if names else ""
+
+
+def _as_it_is(fetched: Fetched) -> Fetched:
+    return fetched

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row of rankwise's own launcher: what it tells each rank, written and read in one place.
+
+Starts nothing. Imported by the table of this package; the launcher calls ``variables_for``.
+"""
+
+from __future__ import annotations
+
+from rankwise.environments.reading import (
+    Environment,
+    Missing,
+    Reading,
+    Surroundings,
+    given,
+    parse_address,
+    required,
+)
+
+NAMES = (
+    "RANKWISE_RUN_ID",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "RANKWISE_STORE",
+    "RANKWISE_ATTEMPT",
+)
+
+
+def variables_for(
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    node_rank: int,
+    num_nodes: int,
+    store: tuple[str, int],
+    run_id: str,
+    attempt: str,
+    error_file: str,
+) -> dict[str, str]:
+    """Return the variables the launcher gives one rank; ``read`` turns them back into the facts.
+
+    Torchrun's names are among them, so that other libraries find their way too.
+
+    Args:
+        rank: number of the process in the whole job.
+        world_size: number of processes of the whole job.
+        local_rank: number of the process on its machine.
+        local_world_size: number of processes on its machine.
+        node_rank: number of its machine.
+        num_nodes: number of machines.
+        store: host and port of the store that the launcher serves.
+        run_id: name of the job.
+        attempt: number of the restart, ``"0"`` at first, the same on every rank.
+        error_file: path the rank writes its failure to.
+    """
+    host, port = store
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANKWISE_RUN_ID": run_id,
+        "RANKWISE_STORE": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        "RANKWISE_ATTEMPT": attempt,
+        "RANKWISE_ERROR_FILE": error_file,
+    }
+
+
+def _read(around: Surroundings) -> Reading | Missing | None:
+    variables = around.variables
+    if not variables.get("RANKWISE_RUN_ID"):
+        return None
+    missing = required(variables, NAMES)
+    if missing is not None:
+        return missing
+    return Reading(
+        rank=given(variables, "RANK"),
+        world_size=given(variables, "WORLD_SIZE"),
+        local_rank=given(variables, "LOCAL_RANK"),
+        local_world_size=given(variables, "LOCAL_WORLD_SIZE"),
+        node_rank=given(variables, "GROUP_RANK"),
+        num_nodes=given(variables, "GROUP_WORLD_SIZE"),
+        address=parse_address(variables["RANKWISE_STORE"], "RANKWISE_STORE"),
+        store_is_served=True,
+        source="rankwise",
+        attempt=variables["RANKWISE_ATTEMPT"],
+    )
+
+
+ROW = Environment(
+    name="rankwise",
+    title="rankwise",
+    sign="RANKWISE_RUN_ID",
+    because="RANKWISE_RUN_ID is set, which only rankwise's launcher does",
+    names=NAMES,
+    read=_read,
+    set_address="start the script with `rankwise run`, which sets RANKWISE_STORE",
+    overrules=frozenset({"torchrun", "env", "openmpi", "mpich", "slurm", "pmi"}),
+)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a rank's end is written down, which failure came first, and the text a person sees.
+
+Values and text only: reads and writes the one file a failing rank leaves, starts and stops nothing.
+Imported by the worker, which writes, and by the agent, which reads.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankwise.errors import PeerFailed, PeerMissing, fold_ranks, rank_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_LOST_PEER_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connectfullmesh failed",
+    "broken pipe",
+    "connection was likely closed",
+    "remote process exited or there was a network error",
+)
+"""What Gloo, NCCL and the store say when the process at the other end has died."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How one rank failed."""
+
+    rank: int
+    type: str
+    """Name of the exception class, or of the signal; ``"exit"`` where the process just ended."""
+    message: str
+    traceback: str
+    """From the user's first frame on; empty where Python left none."""
+    time: float
+    """When, in seconds since the epoch."""
+    secondary: bool
+    """Whether it is only the echo of another rank's failure."""
+    exit_code: int
+    """Of the process as ``wait`` tells it: negative for a signal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedAttempt:
+    """How all ranks of one attempt ended, after one of them had failed."""
+
+    attempt: int
+    """0, then the number of the restart."""
+    world_size: int
+    failures: tuple[Failure, ...]
+    """At least one, in the order of blame: what came first, then the rest, then the echoes."""
+    ends: Mapping[int, str]
+    """How each rank that did not fail ended, in a few words."""
+
+    @property
+    def first(self) -> Failure:
+        """The failure to blame."""
+        return self.failures[0]
+
+
+def from_exception(error: BaseException, rank: int, exit_code: int) -> Failure:
+    """Describe an uncaught exception whose traceback starts at the user's first frame."""
+    is_exit = isinstance(error, SystemExit)
+    return Failure(
+        rank=rank,
+        type=type(error).__name__,
+        message=str(error),
+        traceback="" if is_exit else "".join(traceback.format_exception(error)),
+        time=time.time(),
+        secondary=_is_echo(error),
+        exit_code=exit_code,
+    )
+
+
+def from_exit(rank: int, exit_code: int, when: float) -> Failure:
+    """Describe a process that ended badly without leaving word: a signal, or ``os._exit``."""
+    name = signal_name(-exit_code) if exit_code < 0 else "exit"
+    return Failure(
+        rank=rank,
+        type=name,
+        message="",
+        traceback="",
+        time=when,
+        secondary=False,
+        exit_code=exit_code,
+    )
+
+
+def write(failure: Failure, path: str) -> None:
+    """Write ``failure`` to ``path`` whole or not at all."""
+    partial = Path(f"{path}.partial")
+    partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    partial.replace(path)
+
+
+def read(path: str) -> Failure | None:
+    """Return what a rank wrote to ``path``, or ``None`` where it wrote nothing."""
+    try:
+        return Failure(**json.loads(Path(path).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def by_blame(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """Return failures in the order they came, echoes of others last."""
+    return tuple(sorted(failures, key=lambda failure: (failure.secondary, failure.time)))
+
+
+def shell_code(exit_code: int) -> int:
+    """Return an exit code as a shell tells it: 128 and the signal's number for a signal."""
+    return 128 - exit_code if exit_code < 0 else exit_code
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def report(
+    failed: FailedAttempt,
+    *,
+    hostname: str,
+    stderr_tail: Sequence[str] = (),
+    log_path: str | None = None,
+) -> str:
+    """Return the text for a person: how the other ranks ended, then the first failure, whole.
+
+    Args:
+        failed: what happened.
+        hostname: where the rank ran.
+        stderr_tail: the last lines the rank wrote, shown where there is no traceback.
+        log_path: where its whole stderr is.
+    """
+    ends = {failure.rank: f"then failed too: {failure.type}" for failure in failed.failures[1:]}
+    ranks_of: dict[str, list[int]] = {}
+    for rank, how in sorted({**failed.ends, **ends}.items()):
+        ranks_of.setdefault(how, []).append(rank)
+    lines = [f"[rankwise] {fold_ranks(ranks)} {how}" for how, ranks in ranks_of.items()]
+    who = rank_prefix(failed.first.rank, failed.world_size, hostname)
+    first = " first" if failed.world_size > 1 else ""
+    lines.append(f"[rankwise] {who} failed{first}: {_how(failed.first)}")
+    if log_path:
+        lines.append(f"[rankwise] its stderr is in {log_path}")
+    if failed.first.traceback:
+        lines.append(failed.first.traceback.rstrip("\n"))
+    elif stderr_tail:
+        lines.append("[rankwise] the last lines it wrote to stderr:")
+        lines.extend(f"  {line}" for line in stderr_tail)
+    return "\n".join(lines) + "\n"
+
+
+def _how(failure: Failure) -> str:
+    code = failure.exit_code
+    if code >= 0:
+        return f"exit code {code}"
+    hint = ""
+    if -code == signal.SIGKILL:
+        hint = "; where nobody killed it, the machine was out of memory (see `dmesg`)"
+    return f"killed by {signal_name(-code)}, exit code {shell_code(code)}{hint}"
+
+
+def _is_echo(error: BaseException | None) -> bool:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, PeerFailed | PeerMissing):
+            return True
+        if isinstance(error, RuntimeError | OSError) and any(
+            words in str(error).lower() for words in _LOST_PEER_WORDS
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

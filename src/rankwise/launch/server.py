@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warm server: a twin of the launcher, forked once torch is imported, that forks the ranks.
+
+It is the ranks' parent and their guard: when its launcher is gone, however it went, it kills what
+is left of them. Knows nothing of stores, restarts or failures. Imported by the launcher's start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from rankwise.errors import LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import FrameType
+
+LONGEST_MESSAGE_BYTES = 1 << 17
+LAST_RESORT_SECONDS = 4
+"""After how long the server stops waiting for a killed process that the kernel holds on to."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A rank's process has ended."""
+
+    rank: int
+    attempt: int
+    exit_code: int
+    """Negative for a signal."""
+    time: float
+    """When, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStart:
+    """One rank to fork: all that differs between ranks."""
+
+    rank: int
+    attempt: int
+    variables: dict[str, str]
+
+
+class WarmServer:
+    """The launcher's end: starts ranks, signals them, hears of their ends. Closing it ends all."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection = connection
+        self._pid = pid
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when there is something to hear."""
+        return self._connection.fileno()
+
+    def start(self, start: RankStart, streams: Sequence[int]) -> None:
+        """Fork a rank with the three standard ``streams`` (descriptors), which stay open here."""
+        message = {
+            "do": "start",
+            "rank": start.rank,
+            "attempt": start.attempt,
+            "variables": start.variables,
+        }
+        socket.send_fds(self._connection, [json.dumps(message).encode()], list(streams))
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank's process; nothing happens where it has ended."""
+        self._connection.send(json.dumps({"do": "signal", "rank": rank, "number": number}).encode())
+
+    def hear(self) -> Ended | Literal["cleared"]:
+        """Return the next thing the server says, waiting for it.
+
+        Raises:
+            LaunchError: the server is gone, or could not start a rank.
+        """
+        text = self._connection.recv(LONGEST_MESSAGE_BYTES)
+        if not text:
+            raise LaunchError(
+                "The process that starts the ranks was killed, and the ranks with it.",
+                do="look for the out-of-memory killer in `dmesg`",
+            )
+        said: dict[str, Any] = json.loads(text)
+        if said["said"] == "refused":
+            raise LaunchError(
+                f"Rank {said['rank']} could not be started: {said['why']}.",
+                do="start fewer ranks, or raise the limit of processes (ulimit -u)",
+            )
+        if said["said"] == "cleared":
+            return "cleared"
+        return Ended(
+            rank=said["rank"],
+            attempt=said["attempt"],
+            exit_code=said["exit_code"],
+            time=said["time"],
+        )
+
+    def clear(self) -> None:
+        """Ask for all ranks to be killed, with all they started; ``cleared`` is heard then."""
+        self._connection.send(json.dumps({"do": "clear"}).encode())
+
+    def close(self) -> None:
+        """End every rank and all it has started, and the server. Returns when they are gone."""
+        self._connection.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def fork_server(run_rank: Callable[[RankStart], int], *, folder: str, doorbell: int) -> WarmServer:
+    """Fork the warm server off this process, which must have no threads yet.
+
+    Returns in the launcher only. A rank runs ``run_rank`` and ends with its exit code, through the
+    ordinary end of the interpreter: what a script leaves open is closed, as under python.
+
+    Args:
+        run_rank: what each rank does; it came into memory before the fork, so nothing is pickled.
+        folder: the job's temporary folder, which the server removes as the last one to go.
+        doorbell: descriptor of the launcher's that must not stay open here.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return WarmServer(ours, pid)
+    ours.close()
+    os.close(doorbell)
+    start = _Server(theirs, folder).serve()
+    sys.exit(run_rank(start))
+
+
+class _Server:
+    """The server's end. ``serve`` returns in a forked rank only."""
+
+    def __init__(self, connection: socket.socket, folder: str) -> None:
+        self._connection = connection
+        self._folder = folder
+        self._ranks: dict[int, RankStart] = {}
+        self._hangup = signal.getsignal(signal.SIGHUP)
+
+    def serve(self) -> RankStart:
+        os.setsid()
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        ended_r, ended_w = os.pipe()
+        os.set_blocking(ended_w, False)
+        signal.signal(signal.SIGCHLD, _wake)
+        signal.set_wakeup_fd(ended_w)
+        _preload()
+        gc.freeze()
+        while True:
+            readable, _, _ = select.select([self._connection, ended_r], [], [])
+            if ended_r in readable:
+                os.read(ended_r, 4096)
+                self._reap()
+            if self._connection in readable:
+                start = self._obey()
+                if start is not None:
+                    signal.set_wakeup_fd(-1)
+                    os.close(ended_r)
+                    os.close(ended_w)
+                    return start
+
+    def _obey(self) -> RankStart | None:
+        """Do what the launcher asks; returns a value in a new rank only."""
+        try:
+            text, streams, _, _ = socket.recv_fds(self._connection, LONGEST_MESSAGE_BYTES, 3)
+        except ConnectionError:
+            text, streams = b"", []
+        if not text:
+            self._end()
+        asked: dict[str, Any] = json.loads(text)
+        if asked["do"] == "start":
+            start = RankStart(
+                rank=asked["rank"], attempt=asked["attempt"], variables=asked["variables"]
+            )
+            is_rank = self._fork(start, streams)
+            return start if is_rank else None
+        if asked["do"] == "signal":
+            for pid, start in self._ranks.items():
+                if start.rank == asked["rank"]:
+                    os.kill(pid, asked["number"])
+        else:
+            self._kill_everything()
+            self._say({"said": "cleared"})
+        return None
+
+    def _fork(self, start: RankStart, streams: Sequence[int]) -> bool:
+        server_pid = os.getpid()
+        try:
+            with warnings.catch_warnings():
+                # Python warns of threads at a fork; these are BLAS's own, made for it.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+        except OSError as error:
+            self._say({"said": "refused", "rank": start.rank, "why": error.strerror})
+            pid = -1
+        if pid == 0:
+            self._become_rank(server_pid, streams)
+            return True
+        for stream in streams:
+            os.close(stream)
+        if pid > 0:
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+            self._ranks[pid] = start
+        return False
+
+    def _become_rank(self, server_pid: int, streams: Sequence[int]) -> None:
+        os.setpgid(0, 0)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server_pid:
+            os._exit(1)
+        self._connection.close()
+        for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        ignores_hangup = self._hangup == signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores_hangup else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        for stream in streams:
+            if stream > 2:  # noqa: PLR2004 - the three standard streams
+                os.close(stream)
+        gc.unfreeze()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._note(pid, status)
+
+    def _note(self, pid: int, status: int) -> None:
+        start = self._ranks.pop(pid, None)
+        if start is not None:
+            self._say(
+                {
+                    "said": "ended",
+                    "rank": start.rank,
+                    "attempt": start.attempt,
+                    "exit_code": os.waitstatus_to_exitcode(status),
+                    "time": time.time(),
+                }
+            )
+
+    def _say(self, what: Mapping[str, object]) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.send(json.dumps(what).encode())
+
+    def _kill_everything(self) -> None:
+        """Kill the ranks and what they started, in whatever session: orphans come here."""
+        for pid in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        while True:
+            for pid in _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                pid, status = os.waitpid(-1, 0)
+            except ChildProcessError:
+                return
+            self._note(pid, status)
+
+    def _end(self) -> NoReturn:
+        # SIGALRM ends this process where the kernel holds on to one of them.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(LAST_RESORT_SECONDS)
+        self._kill_everything()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
+
+
+def _wake(_number: int, _frame: FrameType | None) -> None:
+    """Stand in for no handler at all, with which no signal would wake the loop."""
+
+
+def _preload() -> None:
+    """Import, once, what every rank needs. None of it touches a device or starts a thread."""
+    importlib.import_module("torch.distributed")
+    rankwise = importlib.import_module("rankwise")
+    for name in rankwise.__all__:
+        getattr(rankwise, name)
+
+
+def _children() -> list[int]:
+    """Return the processes whose parent is this one. Source: proc(5), ``stat``."""
+    own = str(os.getpid())
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if fields[1] == own:
+                found.append(int(entry.parent.name))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    """Set a property of this process. Source: prctl(2); elsewhere than on Linux nothing happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

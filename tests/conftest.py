@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards around every test: what a test leaves behind fails the test that left it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import sys
+import threading
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import tqdm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+END_SECONDS = 5.0
+"""How long a thread or process may take to end that a test has already told to end."""
+PYTESTS_OWN = {"PYTEST_CURRENT_TEST"}
+MARK = "RANKWISE_TEST_RUN"
+"""Every process that a test starts inherits this variable, and keeps it when its parent is gone."""
+LISTENING = "0A"
+"""The state of a listening socket in /proc/net/tcp, as proc(5) numbers it."""
+
+os.environ[MARK] = str(os.getpid())
+# Its watching thread stays for the life of the process.
+tqdm.tqdm.monitor_interval = 0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    # Looking at every process of the machine takes milliseconds, too long for the many tests that
+    # start none.
+    find_processes = _below_here if "unit" in request.path.parts else _below_here_or_marked
+    variables = _variables()
+    threads = set(threading.enumerate())
+    processes = find_processes()
+    sockets = _sockets()
+    yield
+    leaks = [*_left_world(), *_left_variables(variables), *_left_threads(threads)]
+    leaks += [*_left_processes(processes, find_processes), *_left_listeners(sockets)]
+    if leaks:
+        pytest.fail("the test left behind: " + ", ".join(leaks), pytrace=False)
+
+
+def _left_world() -> Iterator[str]:
+    """A process group, or a session of rankwise; only asked for where somebody imported them."""
+    session = sys.modules.get("rankwise.session")
+    if session is not None and session.current_or_none() is not None:
+        sys.modules["rankwise.process_group"].leave()
+        yield "a joined world"
+    group = sys.modules.get("torch.distributed")
+    if group is not None and group.is_available() and group.is_initialized():
+        group.destroy_process_group()
+        yield "a process group"
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in PYTESTS_OWN}
+
+
+def _left_variables(before: dict[str, str]) -> Iterator[str]:
+    after = _variables()
+    for name in sorted(before.keys() | after.keys()):
+        # Numerical libraries set their own when they are first imported, inside a test.
+        if before.get(name) == after.get(name) or name.startswith(("KMP_", "TORCHINDUCTOR_")):
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+        yield f"the variable {name}={after.get(name)}"
+
+
+def _left_threads(before: set[threading.Thread]) -> Iterator[str]:
+    for thread in set(threading.enumerate()) - before:
+        thread.join(END_SECONDS)
+        if thread.is_alive():
+            yield f"the thread {thread.name}"
+
+
+def _below_here() -> set[int]:
+    """Numbers of all processes below this one, but for the two that multiprocessing keeps."""
+    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    return set(_below(os.getpid())) - kept
+
+
+def _below_here_or_marked() -> set[int]:
+    """The same, with those whose parent is gone."""
+    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    mark = f"{MARK}={os.getpid()}\0".encode()
+    found = _below_here()
+    for entry in Path("/proc").glob("[0-9]*"):
+        # Other users' processes are not ours to look at.
+        with contextlib.suppress(OSError):
+            if mark in (entry / "environ").read_bytes():
+                found.add(int(entry.name))
+    return found - kept - {os.getpid()}
+
+
+def _below(number: int) -> Iterator[int]:
+    for children in Path(f"/proc/{number}/task").glob("*/children"):
+        # A process may end while it is looked at.
+        with contextlib.suppress(OSError):
+            for word in children.read_text().split():
+                yield int(word)
+                yield from _below(int(word))
+
+
+def _left_processes(before: set[int], find_processes: Callable[[], set[int]]) -> Iterator[str]:
+    left = find_processes() - before
+    if not left:
+        return
+    # Processes of an iterator nobody holds any more end when it is collected.
+    gc.collect()
+    for number in left:
+        ended, command = _wait(number)
+        if not ended:
+            yield f"the process {number} ({command})"
+
+
+def _wait(number: int) -> tuple[bool, str]:
+    """Wait for any process to end; return whether it did, and its command."""
+    try:
+        handle = os.pidfd_open(number)
+    except ProcessLookupError:
+        return True, ""
+    with os.fdopen(handle) as ending:
+        command = ""
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{number}/cmdline").read_text().replace("\0", " ").strip()
+        return bool(select.select([ending], [], [], END_SECONDS)[0]), command
+
+
+def _sockets() -> set[str]:
+    """Inodes of the sockets this process holds."""
+    found: set[str] = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = str(descriptor.readlink())
+            if target.startswith("socket:["):
+                found.add(target[len("socket:[") : -1])
+    return found
+
+
+def _left_listeners(before: set[str]) -> Iterator[str]:
+    new = _sockets() - before
+    if not new:
+        return
+    gc.collect()
+    new &= _sockets()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and fields[9] in new:
+                yield f"a server on port {int(fields[1].rpartition(':')[2], 16)}"

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running the real command, and finding every process it left by a mark in its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import rankwise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MARK = "RANKWISE_TEST_MARK"
+
+
+class Command:
+    """Runs ``rankwise`` in a folder of its own; knows every process that came of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._mark = uuid.uuid4().hex
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file of the test's program."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Return this process's environment, marked."""
+        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        # Wherever this rankwise came from, with PYTHONPATH perhaps relative to another folder.
+        own["PYTHONPATH"] = str(Path(rankwise.__file__).parents[1])
+        return {**own, MARK: self._mark, **more}
+
+    def run(
+        self, *words: str, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``rankwise run ...`` to its end."""
+        return subprocess.run(
+            self.words(*words),
+            cwd=self.folder,
+            env=self.environment(**(env or {})),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=50,
+        )
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start ``rankwise run ...`` in a process group of its own."""
+        return subprocess.Popen(
+            self.words(*words),
+            cwd=self.folder,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def words(self, *words: str) -> Sequence[str]:
+        """Return the whole command line."""
+        return [sys.executable, "-m", "rankwise", "run", *words]
+
+    def processes(self) -> list[int]:
+        """Return every living process that came of the command."""
+        found: list[int] = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"{MARK}={self._mark}".encode() in entry.read_bytes():
+                    found.append(int(entry.parent.name))
+        return found
+
+    def wait_until_gone(self, pids: Sequence[int], seconds: float) -> list[int]:
+        """Wait for processes that are not our children; return what is left after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(pid)
+                select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+                os.close(descriptor)
+        return self.processes()
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Command]:
+    """The command, in an empty folder; afterwards nothing of it may be left."""
+    ours = Command(tmp_path)
+    yield ours
+    left = ours.wait_until_gone(ours.processes(), 5.0)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, "the command left processes behind"

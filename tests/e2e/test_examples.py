@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example, in a short form, by the command its docstring gives."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RUN = [sys.executable, "-m", "rankwise", "run"]
+
+
+def run(*command: str) -> str:
+    """Run a command to its end and return what it printed."""
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_digits_on_one_rank_and_on_two() -> None:
+    text = run(sys.executable, str(EXAMPLES / "compare_ranks.py"))
+    accuracies = re.search(r"test accuracy +([0-9.]+) +([0-9.]+)", text)
+    assert accuracies is not None
+    assert float(accuracies[1]) >= 0.97
+    assert accuracies[1] == accuracies[2]
+    difference = re.search(r"largest difference +(\S+)", text)
+    assert difference is not None
+    assert float(difference[1]) <= 1e-10
+
+
+def test_digits_resumes(tmp_path: Path) -> None:
+    command = [str(EXAMPLES / "digits.py"), "--checkpoints", str(tmp_path)]
+    whole = run(*RUN, "-n", "2", str(EXAMPLES / "digits.py"), "--epochs", "3")
+    first = run(*RUN, "-n", "2", *command, "--epochs", "2")
+    second = run(sys.executable, *command, "--epochs", "3")
+    losses = [re.findall(r"loss (\S+)", text) for text in (whole, first + second)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+
+
+def test_fashion_mnist(tmp_path: Path) -> None:
+    text = run(
+        *RUN, "-n", "2", str(EXAMPLES / "fashion_mnist.py"), "--limit", "2000", "--epochs", "2",
+        "--checkpoints", str(tmp_path),
+    )  # fmt: skip
+    accuracy = re.search(r"epoch 2  accuracy (\S+)", text)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+@pytest.mark.parametrize("ranks", ["1", "3"])
+def test_unet3d(tmp_path: Path, ranks: str) -> None:
+    text = run(
+        *RUN, "-n", ranks, str(EXAMPLES / "unet3d.py"), "--data", str(tmp_path), "--volumes", "7", "--size", "40",
+        "--crop", "32", "--global-batch-size", "3", "--epochs", "1",
+    )  # fmt: skip
+    loss = re.search(r"Dice loss (\S+)", text)
+    assert loss is not None
+    # The same crops, weights and batches on any number of ranks.
+    assert float(loss[1]) == pytest.approx(0.69, abs=0.03)
+    assert len(list(tmp_path.glob("image*.nii.gz"))) == 7

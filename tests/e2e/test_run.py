@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rankwise run`` as a person uses it: what ranks see, what a person reads, what a shell gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Command
+
+FACTS = """
+    '''doc'''
+    import json, multiprocessing, os, sys, threading
+
+    class Point:
+        pass
+
+    main = sys.modules["__main__"]
+    facts = dict(
+        argv=sys.argv, name=__name__, file=__file__, doc=__doc__, package=__package__,
+        cwd=os.getcwd(), annotations=__annotations__,
+        spec=__spec__ and __spec__.name, loader=type(__loader__).__name__, cached=__cached__,
+        first_path=sys.path[0], num_paths=len(sys.path),
+        is_main=main.__dict__ is globals(), builtins=type(__builtins__).__name__,
+        kind=Point.__module__, process=multiprocessing.current_process().name,
+        parent=multiprocessing.parent_process(),
+        start_method=multiprocessing.get_start_method(allow_none=True),
+        daemon=multiprocessing.current_process().daemon, thread=threading.current_thread().name,
+        is_main_thread=threading.current_thread() is threading.main_thread(),
+    )
+    if __name__ == "__main__":
+        with open(f"facts-{os.environ.get('RANK', 'python')}.json", "w") as file:
+            json.dump(facts, file)
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    "words", [["sub/facts.py", "a", "-n", "7", "--log-dir=x"], ["-m", "sub.facts", "-m"]]
+)
+def test_a_script_sees_what_python_gives_it(
+    command: Command, num_ranks: int, words: list[str]
+) -> None:
+    command.write("sub/facts.py", FACTS)
+    subprocess.run(
+        [sys.executable, *words], cwd=command.folder, env=command.environment(), check=True
+    )
+    ended = command.run("-n", str(num_ranks), *words)
+    assert ended.returncode == 0, ended.stderr
+    expected = json.loads((command.folder / "facts-python.json").read_text())
+    for rank in range(num_ranks):
+        assert json.loads((command.folder / f"facts-{rank}.json").read_text()) == expected
+
+
+def test_a_package_runs_by_its_main_module(command: Command) -> None:
+    command.write("pack/__init__.py", "")
+    command.write(
+        "pack/__main__.py",
+        "import sys; from . import part; print(part.x, __package__, sys.argv[1:])",
+    )
+    command.write("pack/part.py", "x = 5")
+    ended = command.run("-m", "pack", "one")
+    assert ended.stdout == "5 pack ['one']\n", ended.stderr
+
+
+def test_ranks_get_the_variables_and_a_working_group(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import json, os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(total)
+        names = (
+            "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE "
+            "MASTER_ADDR RANKWISE_ATTEMPT TORCHELASTIC_USE_AGENT_STORE"
+        ).split()
+        same_store = os.environ["RANKWISE_STORE"] == f"127.0.0.1:{os.environ['MASTER_PORT']}"
+        facts = [total.item(), same_store, len(os.environ["RANKWISE_RUN_ID"])]
+        print(json.dumps(facts + [os.environ[name] for name in names]))
+        dist.destroy_process_group()
+        """,
+    )
+    ended = command.run("-n", "3", "train.py", env={"TORCHELASTIC_RUN_ID": "outer"})
+    assert ended.returncode == 0, ended.stderr
+    rows = sorted(json.loads(line) for line in ended.stdout.splitlines())
+    assert rows == [
+        [6.0, True, 16, str(rank), "3", str(rank), "3", "0", "1", "127.0.0.1", "0", "True"]
+        for rank in range(3)
+    ]
+    assert ended.stderr == f"[rankwise] 3 ranks on this machine, {_threads(3)}\n"
+
+
+def test_the_default_without_gpus_is_one_rank(command: Command) -> None:
+    command.write("train.py", "import os; print(os.environ['WORLD_SIZE'])")
+    ended = command.run("--device", "cpu", "train.py")
+    assert ended.stdout == "1\n", ended.stderr
+
+
+def test_a_joined_world_names_its_launcher(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import torch, rankwise as rw
+        with rw.join() as world:
+            total = rw.all_reduce(torch.ones(2))
+            print(world.rank, world.world_size, world.source, total.tolist())
+        """,
+    )
+    ended = command.run("-n", "2", "--device", "cpu", "train.py")
+    assert sorted(ended.stdout.splitlines()) == [
+        f"{rank} 2 rankwise [2.0, 2.0]" for rank in (0, 1)
+    ], ended.stderr
+    assert ended.returncode == 0
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_classes_of_the_script_reach_loader_workers(command: Command, method: str) -> None:
+    command.write(
+        "train.py",
+        """
+        import pickle, sys, torch
+        from torch.utils.data import DataLoader, Dataset
+
+        class Squares(Dataset):
+            def __len__(self):
+                return 6
+            def __getitem__(self, i):
+                return i * i
+
+        if __name__ == "__main__":
+            assert isinstance(pickle.loads(pickle.dumps(Squares())), Squares)
+            method = sys.argv[1]
+            loader = DataLoader(Squares(), 3, num_workers=2, multiprocessing_context=method)
+            print([batch.tolist() for batch in loader])
+        """,
+    )
+    ended = command.run("-n", "2", "train.py", method)
+    assert ended.stdout.splitlines() == ["[[0, 1, 4], [9, 16, 25]]"] * 2, ended.stderr
+    assert ended.returncode == 0
+
+
+def test_the_end_of_a_rank_is_the_end_of_a_python_program(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import atexit, os, threading
+        rank = os.environ["RANK"]
+        left_open = open(f"open-{rank}", "w")
+        left_open.write("all of it")
+        atexit.register(print, "atexit", rank)
+        threading.Timer(0.05, print, ["thread", rank]).start()
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["atexit 0", "atexit 1", "thread 0", "thread 1"]
+    assert [(command.folder / f"open-{rank}").read_text() for rank in (0, 1)] == ["all of it"] * 2
+
+
+def test_forked_ranks_draw_different_random_numbers(command: Command) -> None:
+    command.write("train.py", "import random, numpy; print(random.random(), numpy.random.rand())")
+    lines = command.run("-n", "3", "train.py").stdout.split()
+    assert len(set(lines)) == 6
+
+
+@pytest.mark.parametrize("chosen", [None, "3", "2,1"])
+def test_threads_are_shared_out_unless_the_user_chose(command: Command, chosen: str | None) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, torch
+        e = os.environ
+        print(torch.get_num_threads(), e["OMP_NUM_THREADS"], e["MKL_NUM_THREADS"])
+        """,
+    )
+    ended = command.run(
+        "-n", "2", "train.py", env={} if chosen is None else {"OMP_NUM_THREADS": chosen}
+    )
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    threads = share if chosen is None else int(chosen.split(",")[0])
+    assert ended.stdout.splitlines() == [f"{threads} {chosen or threads} {threads}"] * 2, (
+        ended.stderr
+    )
+
+
+# -- what was asked cannot be done -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["nowhere.py"], "There is no script 'nowhere.py'"),
+        (["folder"], "is a folder"),
+        (["-m", "nowhere"], "There is no module named 'nowhere'"),
+        (["-m", "good.part"], "There is no module named 'good.part'"),
+        (["-m", "good.py"], "There is no module named 'good.py'"),
+        (["-m", "bare"], "without a __main__.py"),
+        (["bad.py"], "SyntaxError: invalid syntax"),
+        (["-m", "bad"], "SyntaxError: invalid syntax"),
+        (["-n", "0", "good.py"], "0 ranks cannot be started"),
+        (["-n", "-2", "good.py"], "-2 ranks cannot be started"),
+        (["-n", "two", "good.py"], "invalid int value"),
+        (["--max-restarts", "-1", "good.py"], "max_restarts is -1"),
+        (["--log-dir", "good.py/logs", "good.py"], "cannot be written to"),
+        ([], "the following arguments are required"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(
+    command: Command, words: list[str], text: str
+) -> None:
+    command.write("good.py", "print('started')")
+    command.write("bad.py", "print('started')\nx = = 1\n")
+    command.write("bare/__init__.py", "print('started')")
+    (command.folder / "folder").mkdir()
+    ended = command.run(*words)
+    assert text in ended.stderr
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "Traceback" not in ended.stderr
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ending", "exit_code", "text"),
+    [
+        ("raise ValueError('boom')", 1, "ValueError: boom"),
+        ("sys.exit(3)", 3, "exit code 3"),
+        ("sys.exit('told')", 1, "told"),
+        ("os._exit(4)", 4, "exit code 4"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL, exit code 137"),
+        ("os.abort()", 134, "killed by SIGABRT"),
+        ("ctypes.string_at(0)", 139, "Segmentation fault"),
+        ("import bad", 1, "SyntaxError"),
+    ],
+)
+def test_the_exit_code_is_the_failing_ranks(
+    command: Command, num_ranks: int, ending: str, exit_code: int, text: str
+) -> None:
+    command.write("bad.py", "x = = 1")
+    command.write(
+        "train.py",
+        "import ctypes, faulthandler, os, signal, sys\n"
+        f"faulthandler.enable()\nprint('before')\n{ending}\n",
+    )
+    ended = command.run("-n", str(num_ranks), "train.py")
+    assert ended.returncode == exit_code
+    assert text in ended.stderr
+    assert ended.stdout == "before\n" * num_ranks
+
+
+def test_the_first_failure_is_shown_last_and_whole(command: Command) -> None:
+    path = command.write(
+        "train.py",
+        """
+        import os, torch, torch.distributed as dist
+
+        def step():
+            if dist.get_rank() == 1:
+                raise ValueError("bad sample 17\\nsecond line")
+            dist.all_reduce(torch.ones(1))
+
+        dist.init_process_group("gloo")
+        step()
+        """,
+    )
+    ended = command.run("-n", "3", "train.py")
+    assert ended.returncode == 1
+    name = os.uname().nodename
+    expected = (
+        f"[rankwise] [rank 1/3 on {name}] failed first: exit code 1\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{path}", line 10, in <module>\n'
+        "    step()\n"
+        f'  File "{path}", line 6, in step\n'
+        '    raise ValueError("bad sample 17\\nsecond line")\n'
+        "ValueError: bad sample 17\nsecond line\n"
+    )
+    assert ended.stderr.endswith(expected), ended.stderr
+    assert ended.stderr.count("Traceback") == 1
+    assert "[rankwise] ranks 0, 2 then failed too: RuntimeError\n" in ended.stderr
+
+
+def test_a_signal_is_shown_with_the_ranks_last_lines(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, signal, sys, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            print("allocating", file=sys.stderr)
+            os.write(2, b"no newline")
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 137
+    assert ended.stderr.endswith(
+        "[rankwise] the last lines it wrote to stderr:\n  allocating\n  no newline\n"
+    )
+    assert re.search(
+        r"\[rank 1/2 on .*\] failed first: killed by SIGKILL, exit code 137", ended.stderr
+    )
+
+
+def test_a_rank_that_ends_early_and_well_is_no_failure(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, select
+        if os.environ["RANK"] == "1":
+            raise SystemExit
+        select.select([], [], [], 0.5)
+        print("done")
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+def test_a_rank_that_cannot_end_does_not_keep_the_others(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, threading
+        if os.environ["RANK"] == "1":
+            threading.Thread(target=threading.Event().wait).start()
+            raise ValueError("first")
+        threading.Event().wait()
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("ValueError: first\n"), ended.stderr
+
+
+def test_a_process_the_script_forks_is_not_the_rank(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os
+        pid = os.fork()
+        if pid == 0:
+            raise ValueError("in the child")
+        print(os.waitpid(pid, 0)[1] >> 8)
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert (ended.returncode, ended.stdout) == (0, "1\n1\n"), ended.stderr
+    assert ended.stderr.count("ValueError: in the child") == 2
+
+
+def test_a_restart_shares_nothing_with_the_attempt_before(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, torch, torch.distributed as dist
+        attempt, rank = os.environ["RANKWISE_ATTEMPT"], os.environ["RANK"]
+        open(f"store-{attempt}", "w").write(os.environ["RANKWISE_STORE"])
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        if attempt == "0" and rank == "1":
+            raise ValueError("only once")
+        dist.all_reduce(total)
+        print("attempt", attempt, total.item())
+        dist.destroy_process_group()
+        """,
+    )
+    ended = command.run("-n", "2", "--max-restarts", "2", "train.py")
+    assert (ended.returncode, ended.stdout) == (0, "attempt 1 4.0\n" * 2), ended.stderr
+    assert ended.stderr.endswith("ValueError: only once\n[rankwise] restart 1 of 2\n")
+    assert (command.folder / "store-0").read_text() != (command.folder / "store-1").read_text()
+
+
+def test_restarts_come_to_an_end(command: Command) -> None:
+    command.write("train.py", "import os, sys; print(os.environ['RANKWISE_ATTEMPT']); sys.exit(6)")
+    ended = command.run("--max-restarts", "2", "train.py")
+    assert (ended.returncode, ended.stdout) == (6, "0\n1\n2\n")
+
+
+# -- what ranks write ------------------------------------------------------------------------------
+
+
+def test_lines_are_whole_and_stderr_has_the_rank(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, sys
+        rank = os.environ["RANK"]
+        for i in range(3000):
+            print(rank * 300)
+            print(rank * 30, file=sys.stderr)
+        os.write(1, b"last " + rank.encode())
+        os._exit(0)
+        """,
+    )
+    ended = command.run("-n", "3", "train.py")
+    assert ended.returncode == 0
+    lines = ended.stdout.splitlines()
+    for rank in "012":
+        assert lines.count(rank * 300) == 3000
+        assert lines.count(f"last {rank}") == 1
+        assert ended.stderr.splitlines().count(f"[rank {rank}/3] {rank * 30}") == 3000
+    assert len(lines) == 9003
+
+
+def test_with_one_rank_the_streams_are_untouched(command: Command) -> None:
+    command.write(
+        "train.py", "import sys; print(sys.stdin.read()); sys.stderr.write('\\r 10%\\r 20%')"
+    )
+    ended = subprocess.run(
+        command.words("train.py"),
+        cwd=command.folder,
+        env=command.environment(),
+        input=b"typed",
+        capture_output=True,
+        check=True,
+    )
+    assert ended.stdout == b"typed\n"
+    assert ended.stderr.endswith(b"\n\r 10%\r 20%")
+
+
+def test_rank_zero_writes_to_a_terminal_itself(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, sys
+        with open("tty-" + os.environ["RANK"], "w") as file:
+            file.write(repr((sys.stdout.isatty(), sys.stderr.isatty())))
+        """,
+    )
+    ours, theirs = pty.openpty()
+    subprocess.run(
+        command.words("-n", "2", "train.py"),
+        cwd=command.folder,
+        env=command.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        check=True,
+    )
+    os.close(ours)
+    os.close(theirs)
+    assert [(command.folder / f"tty-{rank}").read_text() for rank in (0, 1)] == [
+        "(True, True)",
+        "(False, False)",
+    ]
+
+
+def test_log_files_hold_everything_and_the_terminal_rank_zero(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, sys
+        print("out", os.environ["RANK"])
+        print("err", os.environ["RANK"], file=sys.stderr)
+        if os.environ["RANK"] == "1":
+            raise ValueError("boom")
+        """,
+    )
+    ended = command.run("-n", "2", "--log-dir", "deep/logs", "train.py")
+    logs = command.folder / "deep" / "logs"
+    assert ended.stdout == "out 0\n"
+    assert "err 0\n" in ended.stderr
+    assert "err 1" not in ended.stderr
+    assert (logs / "rank-0.out").read_text() == "out 0\n"
+    assert (logs / "rank-1.out").read_text() == "out 1\n"
+    assert (logs / "rank-0.err").read_text() == "err 0\n"
+    assert (logs / "rank-1.err").read_text().startswith("err 1\nTraceback")
+    assert "its stderr is in deep/logs/rank-1.err" in ended.stderr
+
+
+def test_a_reader_that_leaves_ends_the_ranks_as_it_would_one_program(command: Command) -> None:
+    command.write("train.py", "while True:\n    print('x' * 100)\n")
+    started = command.start("-n", "2", "train.py")
+    assert started.stdout is not None
+    assert started.stderr is not None
+    assert started.stdout.readline() == "x" * 100 + "\n"
+    started.stdout.close()
+    text = started.stderr.read()
+    assert started.wait() == 1
+    assert text.endswith("BrokenPipeError: [Errno 32] Broken pipe\n"), text
+    started.stderr.close()
+
+
+def _threads(num_ranks: int) -> str:
+    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return f"{threads} CPU {'thread' if threads == 1 else 'threads'} each"

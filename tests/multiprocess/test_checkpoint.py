@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of several ranks: written together, read by any number, and failing together."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from rankwise.checkpoint import files, manifest
+from rankwise.checkpoint import save as saving
+from rankwise.checkpoint.checkpointer import Checkpointer
+from rankwise.checkpoint.load import load
+from rankwise.checkpoint.save import save
+from rankwise.collectives import all_reduce, barrier
+from rankwise.errors import CheckpointError, PeerFailed, RankwiseError
+from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rankwise.world import World
+
+
+def _trained(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(200, 200),
+        torch.nn.BatchNorm1d(200),
+        torch.nn.Linear(200, 150),
+        torch.nn.Linear(150, 130),
+    )
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 200)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _tensors(*objects: Any) -> list[torch.Tensor]:  # noqa: ANN401 - anything with state
+    found: list[torch.Tensor] = []
+    for thing in objects:
+        state = thing.state_dict()
+        trees = state["state"].values() if "state" in state else [state]
+        found += [
+            value for tree in trees for value in tree.values() if isinstance(value, torch.Tensor)
+        ]
+    return found
+
+
+def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) > 0 and all(map(torch.equal, a, b))
+
+
+def _save(world: World, path: str, asynchronous: bool) -> list[str]:
+    model, optimizer = _trained()
+    with Checkpointer(path, asynchronous=asynchronous) as checkpoints:
+        target = checkpoints.save(
+            model=model, optimizer=optimizer, extra={"epoch": 3, "best": [0.1]}
+        )
+        for tensor in _tensors(model, optimizer):
+            tensor.zero_()
+    del world
+    return sorted(entry.name for entry in target.iterdir())
+
+
+def _restore(world: World, path: str) -> bool:
+    del world
+    model, optimizer = _trained(seed=1)
+    extra: dict[str, Any] = {}
+    restored = Checkpointer(path).restore(model=model, optimizer=optimizer, extra=extra)
+    expected = _tensors(*_trained())
+    assert restored is not None
+    return _same(_tensors(model, optimizer), expected) and extra == {"epoch": 3, "best": [0.1]}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_four_ranks_save_any_number_loads(tmp_path: Path, asynchronous: bool) -> None:
+    for result in run_ranks(_save, 4, str(tmp_path), asynchronous):
+        assert result.get() == [
+            "manifest.json",
+            *(f"part-0000{rank}.safetensors" for rank in range(4)),
+        ]
+    sizes = [path.stat().st_size for path in (tmp_path / "checkpoint-000001").glob("part-*")]
+    assert max(sizes) < 0.5 * sum(sizes)
+    for world_size in (1, 2, 3):
+        assert [result.get() for result in run_ranks(_restore, world_size, str(tmp_path))] == [
+            True
+        ] * world_size
+
+
+def test_what_one_rank_saves_three_load(tmp_path: Path) -> None:
+    assert run_ranks(_save, 1, str(tmp_path), False)[0].get() == [
+        "manifest.json",
+        "part-00000.safetensors",
+    ]
+    assert all(result.get() for result in run_ranks(_restore, 3, str(tmp_path)))
+
+
+def _save_twice_then_damage(
+    world: World, path: str, file: str, place: int
+) -> tuple[str, dict[str, Any], str]:
+    # Small pieces, so that the damaged byte is in the share of one rank only.
+    files.PIECE_BYTES = manifest.PIECE_BYTES = 1024
+    checkpoints = Checkpointer(path)
+    for number in (1, 2):
+        target = checkpoints.save(
+            extra={"n": number, "t": torch.ones(100_000), "u": torch.ones(100_001)}
+        )
+    if world.rank == 0:
+        data = bytearray((target / file).read_bytes())
+        data[place] ^= 4
+        (target / file).write_bytes(data)
+    barrier()
+    extra: dict[str, Any] = {}
+    restored = checkpoints.restore(extra=extra)
+    try:
+        load(target, extra={})
+    except CheckpointError as error:
+        return str(restored), extra, str(error)
+    return str(restored), extra, "no error"
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [
+        ("manifest.json", 300),
+        ("part-00000.safetensors", 5),
+        ("part-00001.safetensors", 300_000),
+        ("part-00000.safetensors", 399_000),
+    ],
+)
+def test_all_ranks_pass_over_what_one_of_them_finds_damaged(
+    tmp_path: Path, file: str, place: int
+) -> None:
+    for result in run_ranks(_save_twice_then_damage, 2, str(tmp_path), file, place):
+        restored, extra, error = result.get()
+        assert restored == str(tmp_path / "checkpoint-000001")
+        assert extra["n"] == 1
+        assert f"{file} is damaged" in error
+
+
+def _save_what_differs(world: World, path: str) -> None:
+    save(path, extra={"epoch": 3, "loss": [0.5, 0.25 * world.rank]}, w=torch.ones(3))
+
+
+def _save_what_differs_in_shape(world: World, path: str) -> None:
+    save(path, model={"a": torch.ones(3), "w": torch.ones(3 + world.rank // 2)})
+
+
+@pytest.mark.parametrize(
+    ("fn", "path", "evidence"),
+    [
+        (
+            _save_what_differs,
+            "extra.loss[1]",
+            "rank 0: 0.0\n            rank 1: 0.25\n            rank 2: 0.5",
+        ),
+        (
+            _save_what_differs_in_shape,
+            "model.w",
+            "ranks 0-1: float32[3]\n            rank 2: float32[4]",
+        ),
+    ],
+)
+def test_state_that_differs_between_ranks_is_an_error_on_all(
+    tmp_path: Path, fn: Any, path: str, evidence: str
+) -> None:  # noqa: ANN401
+    for result in run_ranks(fn, 3, str(tmp_path / "c")):
+        assert isinstance(result.error, CheckpointError)
+        assert f"differs between ranks: {path}." in str(result.error)
+        assert evidence in str(result.error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _fill_the_disk(
+    world: World, path: str, failing: int, asynchronous: bool
+) -> tuple[str, str, list[int]]:
+    checkpoints = Checkpointer(path, asynchronous=asynchronous)
+    checkpoints.save(extra={"n": 1})
+    checkpoints.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.rank == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    state = {"a": torch.ones(100_000), "b": torch.ones(100_000), "n": 2}
+    try:
+        checkpoints.save(extra=state)
+        checkpoints.wait()
+    except RankwiseError as error:
+        caught = error
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    # The ranks go on together.
+    total = all_reduce(1)
+    extra: dict[str, Any] = {}
+    checkpoints.restore(extra=extra)
+    checkpoints.save(extra=state)
+    checkpoints.close()
+    return (
+        type(caught).__name__,
+        str(caught),
+        [total, extra["n"], load(f"{path}/checkpoint-000002")["extra"]["n"]],
+    )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_full_disk_on_one_rank_is_an_error_on_all(
+    tmp_path: Path, failing: int, asynchronous: bool
+) -> None:
+    results = run_ranks(_fill_the_disk, 2, str(tmp_path), failing, asynchronous)
+    for rank, result in enumerate(results):
+        kind, text, numbers = result.get()
+        assert kind == ("CheckpointError" if rank == failing else "PeerFailed")
+        assert "File too large" in text
+        assert f"rank {failing}/2" in text
+        assert numbers == [2, 1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-000001",
+        "checkpoint-000002",
+    ]
+
+
+def _save_where_nobody_can(world: World, path: str) -> None:
+    del world
+    Checkpointer(path).save(extra={"n": 1})
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    first, second = run_ranks(_save_where_nobody_can, 2, str(tmp_path / "file" / "run"))
+    assert isinstance(first.error, CheckpointError)
+    assert isinstance(second.error, PeerFailed)
+    assert "Not a directory" in str(first.error)
+    assert "Not a directory" in str(second.error)
+
+
+def _restore_another_model(world: World, path: str) -> str:
+    model = torch.nn.Linear(2, 2 + world.rank)
+    before = [p.clone() for p in model.parameters()]
+    try:
+        load(path, model=model)
+    except RankwiseError as error:
+        assert _same(before, list(model.parameters()))
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_model_that_does_not_fit_on_one_rank_loads_nowhere(tmp_path: Path) -> None:
+    run_ranks(_save_linear, 1, str(tmp_path / "c"))
+    first, second = (
+        result.get() for result in run_ranks(_restore_another_model, 2, str(tmp_path / "c"))
+    )
+    assert second.startswith("CheckpointError")
+    assert "differs first at model.weight" in second
+    assert first.startswith("PeerFailed: Rank 1 failed")
+    assert "differs first at model.weight" in first
+
+
+def _save_linear(world: World, path: str) -> None:
+    del world
+    save(path, model=torch.nn.Linear(2, 2))
+
+
+def _save_many_in_the_background(world: World, path: str) -> tuple[list[str], int]:
+    checkpoints = Checkpointer(path, asynchronous=True, keep=2)
+    state = {"a": torch.zeros(50_000), "b": torch.zeros(50_001), "n": 0}
+    for number in range(1, 9):
+        checkpoints.save(extra=state)
+        # Collectives of the training go on beside the save's thread.
+        state["a"] += all_reduce(1)
+        state["b"] += world.world_size
+        state["n"] = number
+    checkpoints.close()
+    extra: dict[str, Any] = {}
+    checkpoints.restore(extra=extra)
+    assert extra["a"].eq(14).all()
+    assert extra["b"].eq(14).all()
+    return sorted(entry.name for entry in checkpoints.directory.iterdir()), extra["n"]
+
+
+def test_training_goes_on_beside_saves_in_the_background(tmp_path: Path) -> None:
+    for result in run_ranks(_save_many_in_the_background, 2, str(tmp_path)):
+        assert result.get() == (["checkpoint-000007", "checkpoint-000008"], 7)
+
+
+def _leave_with_a_save_under_way(world: World, path: str) -> None:
+    write = saving.STAGES["writing the tensors of"]
+    opened = threading.Event()
+
+    def late(job: saving.Job) -> Any:  # noqa: ANN401 - what the stage returns
+        if world.rank == 1:
+            opened.wait()
+        return write(job)
+
+    saving.STAGES["writing the tensors of"] = late
+    Checkpointer(path, asynchronous=True).save(
+        extra={"a": torch.ones(50_000), "b": torch.ones(50_000)}
+    )
+    threading.Timer(0.5, opened.set).start()
+
+
+def test_leaving_the_world_completes_the_save_of_all_ranks(tmp_path: Path) -> None:
+    for result in run_ranks(_leave_with_a_save_under_way, 2, str(tmp_path)):
+        result.get()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
+    assert load(tmp_path / "checkpoint-000001")["extra"]["b"].sum() == 50_000

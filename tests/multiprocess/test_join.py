@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joining and leaving, with real processes that nobody or somebody else started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import rankwise as rw
+from rankwise.errors import ConfigurationError, NotJoined
+from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rankwise.world import World
+
+LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SCRIPT = """
+import sys, torch, rankwise as rw
+rank, world_size, url, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+torch.set_num_threads(1)
+world = rw.join(init_method=url, rank=rank, world_size=world_size, timeout_seconds=5)
+if what == "raise" and rank == 1:
+    raise ValueError("rank one is bad")
+if what == "exit" and rank == 1:
+    sys.exit(0)
+print(f"{world.rank} of {world.world_size}: {rw.all_reduce(rank)}", flush=True)
+"""
+
+
+def start(folder: Path, rank: int, world_size: int, url: str, what: str = "run") -> subprocess.Popen[str]:
+    """Start one rank as its own process, as a person would in another terminal."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    variables = {k: v for k, v in os.environ.items() if k not in LAUNCHED_BY}
+    return subprocess.Popen(
+        [sys.executable, str(script), str(rank), str(world_size), url, what],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=variables,
+    )
+
+
+def free_port() -> int:
+    """Return a port for a rank zero that a person tells where to listen."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def run_by_hand(folder: Path, world_size: int, url: str, what: str = "run") -> list[tuple[int, str, str]]:
+    """Start all ranks and return exit code, stdout and stderr of each."""
+    processes = [start(folder, rank, world_size, url, what) for rank in range(world_size)]
+    ended = []
+    for process in processes:
+        out, err = process.communicate(timeout=50)
+        ended.append((process.returncode, out, err))
+    return ended
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_explicit_init_method(tmp_path: Path, scheme: str) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/store"
+    for rank, (code, out, err) in enumerate(run_by_hand(tmp_path, 3, url)):
+        assert code == 0, err
+        assert out == f"{rank} of 3: 3\n"
+
+
+def test_an_uncaught_error_after_a_plain_join_reaches_the_others(tmp_path: Path) -> None:
+    ended = run_by_hand(tmp_path, 3, f"tcp://127.0.0.1:{free_port()}", "raise")
+    assert ended[1][0] == 1
+    for rank in (0, 2):
+        code, _, err = ended[rank]
+        assert code == 1
+        assert "PeerFailed: Rank 1 failed: ValueError" in err
+        assert "rank one is bad" in err
+
+
+def test_a_rank_that_exits_with_code_zero_is_named(tmp_path: Path) -> None:
+    ended = run_by_hand(tmp_path, 3, f"tcp://127.0.0.1:{free_port()}", "exit")
+    assert ended[1][0] == 0
+    for rank in (0, 2):
+        assert ended[rank][0] == 1
+        assert "rank 1 has left" in ended[rank][2]
+
+
+def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        process = start(tmp_path, 0, 2, f"tcp://127.0.0.1:{port}")
+        _, err = process.communicate(timeout=50)
+    assert process.returncode == 1
+    assert f"cannot be served on 127.0.0.1:{port}: Address already in use" in err
+    assert "give another port" in err
+
+
+def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    processes = [start(tmp_path, rank, 3, url) for rank in (0, 2)]
+    for process in processes:
+        _, err = process.communicate(timeout=50)
+        assert process.returncode == 1
+        assert "join() waited 5 s for rank 1 in vain" in err
+
+
+def _facts(world: World) -> World:
+    return world
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_world_is_told_right(world_size: int) -> None:
+    for rank, result in enumerate(run_ranks(_facts, world_size)):
+        world = result.get()
+        assert (world.rank, world.world_size) == (rank, world_size)
+        assert (world.local_rank, world.local_world_size) == (rank, world_size)
+        assert (world.node_rank, world.num_nodes) == (0, 1)
+        assert world.device == "cpu"
+        assert world.backend == ("gloo" if world_size > 1 else "none")
+
+
+def _wrong_joins(_: World) -> list[str]:
+    errors = []
+    with pytest.raises(ConfigurationError) as caught:
+        rw.join()
+    errors.append(str(caught.value))
+    rw.leave()
+    with pytest.raises(NotJoined) as not_joined:
+        rw.all_reduce(torch.ones(1))
+    errors.append(str(not_joined.value))
+    for arguments in ({"rank": 0}, {"backend": "nccl", "device": "cpu", **_two()}, {"backend": "mpi", **_two()}):
+        with pytest.raises(ConfigurationError) as caught:
+            rw.join(**arguments)  # type: ignore[arg-type]
+        errors.append(str(caught.value))
+    return errors
+
+
+def _two() -> dict[str, object]:
+    return {"init_method": "tcp://127.0.0.1:1", "rank": 5, "world_size": 2}
+
+
+def test_wrong_joins_say_what_to_do() -> None:
+    (result,) = run_ranks(_wrong_joins, 1)
+    joined, not_joined, incomplete, *_ = result.get()
+    assert "joined a world already" in joined
+    assert "call rankwise.join() first" in not_joined
+    assert "without init_method" in incomplete

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MONAI's datasets and random transforms: the same augmentation on any number of ranks and workers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from rankwise.data.loader import DataLoader
+from rankwise.data.sampler import ShardedSampler
+from rankwise.data.shared import share
+from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from rankwise.world import World
+
+SAMPLES = 7
+
+
+def volumes() -> list[dict[str, Any]]:
+    return [{"image": np.arange(4**3, dtype=np.float32).reshape(1, 4, 4, 4) + 100 * i, "id": i} for i in range(SAMPLES)]
+
+
+def monai_dataset(kind: str) -> Any:
+    with warnings.catch_warnings():
+        # MONAI warns of its own use of other packages while it loads.
+        warnings.simplefilter("ignore")
+        from monai import data, transforms
+
+    transform = transforms.Compose(
+        [
+            transforms.ScaleIntensityd(keys="image", minv=None, maxv=None, factor=0.0),
+            transforms.RandFlipd(keys="image", prob=0.5, spatial_axis=0),
+            transforms.RandSpatialCropd(keys="image", roi_size=(2, 2, 2), random_size=False),
+            transforms.RandGaussianNoised(keys="image", prob=1.0, std=0.1),
+        ]
+    )
+    if kind == "cached":
+        return data.CacheDataset(volumes(), transform, progress=False, num_workers=0)
+    if kind == "array":
+        return data.ArrayDataset([row["image"] for row in volumes()], transforms.RandGaussianNoise(prob=1.0))
+    return data.Dataset(volumes(), transform)
+
+
+def _rows(world: World, kind: str, num_workers: int, shared_copy: bool) -> list[list[Any]]:
+    from monai.data import list_data_collate
+
+    dataset = share(lambda: monai_dataset(kind)) if shared_copy else monai_dataset(kind)
+    loader = DataLoader(
+        dataset, global_batch_size=4, shuffle=True, num_workers=num_workers, collate_fn=list_data_collate
+    )
+    return [_flat(batch) for _ in range(2) for batch in loader]
+
+
+def _flat(batch: Any) -> list[Any]:
+    if isinstance(batch, torch.Tensor):
+        return [row.flatten().tolist() for row in batch]
+    ids = batch["id"].tolist()
+    return [(i, row.flatten().tolist()) for i, row in zip(ids, batch["image"], strict=True)]
+
+
+def batches(world_size: int, kind: str, num_workers: int = 0, *, shared_copy: bool = False) -> list[list[Any]]:
+    results = [result.get() for result in run_ranks(_rows, world_size, kind, num_workers, shared_copy)]
+    return [sum(parts, []) for parts in zip(*results, strict=True)]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", ["plain", "cached", "array"])
+def test_augmentation_is_the_same_on_any_ranks_and_workers(kind: str) -> None:
+    expected = batches(1, kind)
+    assert sum(map(len, expected)) == 2 * SAMPLES
+    assert sorted(map(str, sum(expected[:2], []))) != sorted(map(str, sum(expected[2:], [])))
+    assert batches(2, kind) == expected
+    assert batches(3, kind, 2) == expected
+    assert batches(1, kind, 2) == expected
+    assert batches(2, kind, shared_copy=True) == expected
+
+
+def _own_loader(world: World) -> list[int]:
+    from monai.data import DataLoader as MonaiDataLoader
+
+    dataset = monai_dataset("plain")
+    loader = MonaiDataLoader(dataset, batch_sampler=ShardedSampler(dataset, global_batch_size=3, remainder="drop"))
+    return [int(i) for batch in loader for i in batch["id"]]
+
+
+@pytest.mark.timeout(180)
+def test_the_sampler_under_monais_loader() -> None:
+    ids = [result.get() for result in run_ranks(_own_loader, 2)]
+    assert len(set(sum(ids, []))) == 6

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line's words, frozen; and what it does with them before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rankwise
+from rankwise.cli import main
+from rankwise.errors import ConfigurationError
+from rankwise.launch.start import LaunchOptions, num_ranks_here
+
+HELP = """\
+usage: rankwise run [options] script.py [arguments]
+       rankwise run [options] -m module [arguments]
+
+Run a training script, or a module, on several ranks of this machine.
+
+Each rank is a process of its own, which behaves as under `python script.py arguments`.
+The exit code is that of the first rank to fail; its traceback is shown last.
+
+positional arguments:
+  script.py | module   what every rank runs
+  arguments            passed on to it
+
+options:
+  -h, --help           show this help message and exit
+  -n N                 how many ranks (default: one per GPU, else one)
+  --device {auto,cpu}  cpu hides the GPUs from the ranks (default: auto, a GPU each where there
+                       are GPUs)
+  --log-dir DIR        write DIR/rank-0.out, DIR/rank-0.err and so on
+  --max-restarts R     start all ranks anew after a failure, at most R times (default: 0)
+  -m                   what follows is a module
+
+examples:
+  rankwise run train.py                  every GPU here, or one rank on a machine without GPUs
+  rankwise run -n 4 train.py --epochs 3  four ranks; what follows the script is the script's
+  rankwise run -n 2 -m pkg.train         a module, as `python -m pkg.train` runs it
+
+what ranks write:
+  Lines on stdout come through as they are, lines on stderr with the rank in front.
+  With one rank, nothing is touched. Rank 0 writes to a terminal itself: progress bars work.
+  With --log-dir, the terminal shows rank 0 only, and every rank has its files.
+  stdin is empty when there are several ranks.
+"""
+
+
+def test_the_options_of_run_are_these(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == HELP
+
+
+def test_the_commands_are_these(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["trian"])
+    assert ended.value.code == 2
+    assert "invalid choice: 'trian'" in capsys.readouterr().err
+
+
+def test_an_option_is_not_guessed_from_its_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--max", "1", "train.py"])
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_a_mistake_is_text_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "0", "train.py"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigurationError: 0 ranks cannot be started.\n"
+        "  do        pass -n 1 or more, or leave -n out: one rank per GPU, else one\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_gpus", "expected"),
+    [(None, 0, 1), (None, 1, 1), (None, 8, 8), (3, 0, 3), (2, 8, 2)],
+)
+def test_one_rank_per_gpu_unless_asked_otherwise(
+    asked: int | None, num_gpus: int, expected: int
+) -> None:
+    assert num_ranks_here(LaunchOptions(num_ranks=asked), num_gpus) == expected
+
+
+def test_more_ranks_than_gpus_is_a_mistake() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        num_ranks_here(LaunchOptions(num_ranks=4), 1)
+    assert str(error.value) == (
+        "4 ranks were asked for on a machine with 1 GPU.\n"
+        "  do        pass -n 1, or --device cpu to run the ranks without GPUs"
+    )
+
+
+def test_a_mistake_does_not_wait_for_torch() -> None:
+    """With the public names left aside, whose import is not the command's."""
+    program = (
+        "import sys, types; package = types.ModuleType('rankwise'); "
+        f"package.__path__ = [{str(Path(rankwise.__file__).parent)!r}]; "
+        "sys.modules['rankwise'] = package; "
+        "from rankwise.cli import main; code = main(['run', 'nowhere.py']); "
+        "print(code, 'torch' in sys.modules)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "2 False\n"

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which failure is to blame, and the text that says so."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rankwise.errors import PeerFailed
+from rankwise.launch import failure
+from rankwise.launch.failure import FailedAttempt
+from rankwise.launch.worker import threads_per_rank
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _chained() -> RuntimeError:
+    error = RuntimeError("could not save")
+    error.__cause__ = PeerFailed("rank 1 failed", rank=1)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_echo"),
+    [
+        (ValueError("boom"), False),
+        (PeerFailed("rank 1 failed", rank=1), True),
+        (_chained(), True),
+        (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection closed by peer"), False),
+    ],
+)
+def test_an_echo_is_told_from_a_cause(error: Exception, *, is_echo: bool) -> None:
+    assert failure.from_exception(error, 0, 1).secondary is is_echo
+
+
+def test_the_first_failure_is_to_blame_and_echoes_are_not() -> None:
+    echo = failure.from_exception(PeerFailed("rank 2 failed", rank=2), 0, 1)
+    killed = failure.from_exit(2, -9, echo.time + 1)
+    later = failure.from_exit(1, 1, echo.time + 2)
+    assert failure.by_blame([echo, later, killed]) == (killed, later, echo)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    written = failure.from_exception(ValueError("bo\udc80m \N{SNOWMAN}"), 3, 1)
+    failure.write(written, str(tmp_path / "error.json"))
+    assert failure.read(str(tmp_path / "error.json")) == written
+    assert failure.read(str(tmp_path / "nothing.json")) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_the_report_ends_with_the_first_traceback() -> None:
+    first = failure.from_exception(ValueError("boom"), 1, 1)
+    echo = failure.from_exception(PeerFailed("rank 1 failed", rank=1), 0, 1)
+    attempt = FailedAttempt(
+        attempt=0,
+        world_size=5,
+        failures=(first, echo),
+        ends={
+            2: "had to be killed by the launcher",
+            3: "had to be killed by the launcher",
+            4: "left",
+        },
+    )
+    assert failure.report(attempt, hostname="gpu-01", stderr_tail=["unused"], log_path="l.err") == (
+        "[rankwise] rank 0 then failed too: PeerFailed\n"
+        "[rankwise] ranks 2-3 had to be killed by the launcher\n"
+        "[rankwise] rank 4 left\n"
+        "[rankwise] [rank 1/5 on gpu-01] failed first: exit code 1\n"
+        "[rankwise] its stderr is in l.err\n"
+        "ValueError: boom\n"
+    )
+
+
+def test_the_report_of_a_signal_shows_the_last_lines() -> None:
+    killed = failure.from_exit(0, -9, 0.0)
+    attempt = FailedAttempt(attempt=0, world_size=1, failures=(killed,), ends={})
+    assert failure.report(attempt, hostname="here", stderr_tail=["one", "two"]) == (
+        "[rankwise] [rank 0/1 on here] failed: killed by SIGKILL, exit code 137; "
+        "where nobody killed it, the machine was out of memory (see `dmesg`)\n"
+        "[rankwise] the last lines it wrote to stderr:\n"
+        "  one\n"
+        "  two\n"
+    )
+
+
+def test_exit_codes_are_a_shells() -> None:
+    assert [failure.shell_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
+    assert failure.signal_name(64 + 63) == "signal 127"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chosen", "expected"), [(1, None, 6), (4, None, 1), (2, None, 3), (9, None, 1)]
+)
+def test_the_cores_are_shared(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, chosen: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(6)))
+    assert threads_per_rank(ranks, chosen) == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [("2", 2), ("4,2", 4), ("", 6), ("0", 6), ("x", 6)]
+)
+def test_the_users_threads_win(monkeypatch: pytest.MonkeyPatch, chosen: str, expected: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(6)))
+    assert threads_per_rank(1, chosen) == expected

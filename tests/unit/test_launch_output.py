@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of the ranks' lines: through real pipes, into descriptors of our own."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rankwise.launch import output
+from rankwise.launch.output import Output, Terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Shown:
+    """Two files in the place of the launcher's stdout and stderr."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = {1: folder / "stdout", 2: folder / "stderr"}
+        self.descriptors = {
+            number: os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            for number, path in self.paths.items()
+        }
+
+    def __getitem__(self, number: int) -> bytes:
+        return self.paths[number].read_bytes()
+
+
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]:
+    """Where the launcher's streams go in these tests."""
+    streams = Shown(tmp_path)
+    monkeypatch.setattr(output, "Terminal", lambda number: Terminal(streams.descriptors[number]))
+    yield streams
+    for descriptor in streams.descriptors.values():
+        os.close(descriptor)
+
+
+def _write(carrier: Output, pieces: list[tuple[int, int, bytes]], world_size: int) -> None:
+    opened = {rank: carrier.open_rank(rank) for rank in range(world_size)}
+    for rank, number, data in pieces:
+        os.write(opened[rank][number], data)
+    for descriptors in opened.values():
+        for descriptor in descriptors:
+            os.close(descriptor)
+    carrier.drain(10.0)
+
+
+def test_a_line_in_pieces_is_shown_whole(shown: Shown) -> None:
+    carrier = Output(2)
+    _write(carrier, [(0, 1, b"one "), (1, 1, b"other\n"), (0, 1, b"line\n")], 2)
+    assert sorted(shown[1].splitlines()) == [b"one line", b"other"]
+    carrier.close()
+
+
+def test_stderr_has_the_rank_in_front_of_every_line(shown: Shown) -> None:
+    carrier = Output(3)
+    _write(carrier, [(2, 2, b"a\n\nb\r\nc")], 3)
+    assert shown[2] == b"[rank 2/3] a\n[rank 2/3] \n[rank 2/3] b\r\n[rank 2/3] c"
+    carrier.close()
+
+
+def test_a_progress_bar_stays_in_its_line(shown: Shown) -> None:
+    carrier = Output(2)
+    _write(carrier, [(0, 2, b"\r 10%\r 20%\n")], 2)
+    assert shown[2] == b"\r[rank 0/2]  10%\r[rank 0/2]  20%\n"
+    carrier.close()
+
+
+def test_the_last_lines_are_kept(shown: Shown) -> None:
+    carrier = Output(2)
+    _write(carrier, [(1, 2, b"".join(b"%d\n" % number for number in range(100)))], 2)
+    assert carrier.stderr_tail(1) == [str(number) for number in range(80, 100)]
+    assert carrier.stderr_tail(0) == []
+    assert shown[2].count(b"\n") == 100
+    carrier.close()
+
+
+def test_bytes_that_are_no_text_come_through(shown: Shown) -> None:
+    carrier = Output(2)
+    _write(carrier, [(0, 1, b"\xff\x00\n"), (1, 2, b"\xfe\n")], 2)
+    assert shown[1] == b"\xff\x00\n"
+    assert carrier.stderr_tail(1) == ["\ufffd"]
+    carrier.close()
+
+
+def test_an_unfinished_line_is_ended_before_anothers(shown: Shown) -> None:
+    terminal = Terminal(shown.descriptors[1])
+    terminal.write(b"50%", "one", ends_line=False)
+    terminal.write(b" 60%", "one", ends_line=False)
+    terminal.write(b"note\n", "other", ends_line=True)
+    terminal.write(b"70%\n", "one", ends_line=True)
+    assert shown[1] == b"50% 60%\nnote\n70%\n"
+
+
+def test_log_files_are_added_to(shown: Shown, tmp_path: Path) -> None:
+    (tmp_path / "rank-1.err").write_text("of an earlier run\n")
+    carrier = Output(2, str(tmp_path))
+    _write(carrier, [(1, 2, b"now\n"), (0, 2, b"zero\n")], 2)
+    carrier.append_to_log(1, 0, "Traceback\n")
+    assert (tmp_path / "rank-1.err").read_text() == "of an earlier run\nnow\nTraceback\n"
+    assert shown[2] == b"zero\n"
+    assert carrier.log_path(1, 2) == str(tmp_path / "rank-1.restart-2.err")
+    carrier.close()

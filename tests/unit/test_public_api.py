@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public names, word for word: adding or losing one is a decision, not an accident."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import rankwise
+
+PUBLIC = [
+    "Checkpointer",
+    "DataLoader",
+    "ShardedSampler",
+    "World",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "join",
+    "leave",
+    "load",
+    "log",
+    "no_sync",
+    "print",
+    "progress",
+    "rank_zero_first",
+    "replicate",
+    "save",
+    "share",
+    "weight",
+]
+
+
+def test_the_public_names() -> None:
+    assert sorted(rankwise.__all__) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_there_and_explains_itself(name: str) -> None:
+    thing = getattr(rankwise, name)
+    assert inspect.getdoc(thing)
+    assert thing.__module__.startswith("rankwise."), f"{name} is somebody else's"
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name[0].isupper()])
+def test_every_public_method_explains_itself(name: str) -> None:
+    kind = getattr(rankwise, name)
+    methods = [
+        key for key, value in vars(kind).items() if callable(value) and not key.startswith("_")
+    ]
+    assert [method for method in methods if not inspect.getdoc(getattr(kind, method))] == []
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_parameter_of_a_public_name_has_a_type(name: str) -> None:
+    thing = getattr(rankwise, name)
+    parameters = inspect.signature(thing).parameters.values()
+    assert [one.name for one in parameters if one.annotation is inspect.Parameter.empty] == []
+
+
+def test_no_public_function_takes_a_bare_batch_size() -> None:
+    """One word for two quantities is how other libraries went wrong."""
+    taking = [
+        name
+        for name in PUBLIC
+        if "batch_size" in inspect.signature(getattr(rankwise, name)).parameters
+    ]
+    assert taking == []
+
+
+def test_the_star_brings_the_public_names_only() -> None:
+    scope: dict[str, object] = {}
+    exec("from rankwise import *", scope)  # noqa: S102 - the statement is the subject
+    assert sorted(set(scope) - {"__builtins__"}) == PUBLIC
