@@ -78,21 +78,23 @@ def _left_variables(before: dict[str, str]) -> Iterator[str]:
 
 
 def _left_threads(before: set[threading.Thread]) -> Iterator[str]:
-    for thread in set(threading.enumerate()) - before:
+    left = set(threading.enumerate()) - before
+    if left:
+        # Threads and processes of an iterator nobody holds any more end when it is collected.
+        gc.collect()
+    for thread in left:
         thread.join(END_SECONDS)
         if thread.is_alive():
             yield f"the thread {thread.name}"
 
 
 def _below_here() -> set[int]:
-    """Numbers of all processes below this one, but for the two that multiprocessing keeps."""
-    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
-    return set(_below(os.getpid())) - kept
+    """Numbers of all processes below this one, but for those that multiprocessing keeps."""
+    return set(_below(os.getpid())) - _kept()
 
 
 def _below_here_or_marked() -> set[int]:
     """The same, with those whose parent is gone."""
-    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
     mark = f"{MARK}={os.getpid()}\0".encode()
     found = _below_here()
     for entry in Path("/proc").glob("[0-9]*"):
@@ -100,7 +102,15 @@ def _below_here_or_marked() -> set[int]:
         with contextlib.suppress(OSError):
             if mark in (entry / "environ").read_bytes():
                 found.add(int(entry.name))
-    return found - kept - {os.getpid()}
+    return found - _kept() - {os.getpid()}
+
+
+def _kept() -> set[int | None]:
+    """Numbers of multiprocessing's two lasting processes, or ``None`` where they do not run."""
+    return {
+        getattr(forkserver._forkserver, "_forkserver_pid", None),
+        getattr(resource_tracker._resource_tracker, "_pid", None),
+    }
 
 
 def _below(number: int) -> Iterator[int]:
@@ -116,7 +126,6 @@ def _left_processes(before: set[int], find_processes: Callable[[], set[int]]) ->
     left = find_processes() - before
     if not left:
         return
-    # Processes of an iterator nobody holds any more end when it is collected.
     gc.collect()
     for number in left:
         ended, command = _wait(number)

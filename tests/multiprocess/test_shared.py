@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,14 +137,17 @@ def test_an_error_while_reading_is_everyones() -> None:
     assert all(text.endswith(" 2 0") for text in texts)
 
 
-def _keeps_no_descriptor(world: World) -> int:
+def _descriptors(world: World) -> tuple[int, int]:
     dataset = share(Mixed)
     assert len(dataset) == 20
-    return _num_open_memory_files()
+    in_use = _num_open_memory_files()
+    del dataset
+    gc.collect()
+    return in_use, _num_open_memory_files()
 
 
-def test_no_descriptor_stays_open() -> None:
-    assert [result.get() for result in run_ranks(_keeps_no_descriptor, 3)] == [0, 0, 0]
+def test_a_mapping_keeps_one_descriptor_and_gives_it_back() -> None:
+    assert [result.get() for result in run_ranks(_descriptors, 3)] == [(1, 0)] * 3
 
 
 def _killed(world: World) -> None:

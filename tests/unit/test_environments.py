@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rankwise import environments
 from rankwise.environments import slurm
-from rankwise.environments.explicit import explicit
+from rankwise.environments.arguments import explicit
 from rankwise.environments.table import TABLE, read
 from rankwise.errors import ConfigurationError, EnvironmentConflict
 

@@ -156,8 +156,12 @@ def reads_variables(node: ast.AST) -> bool:
     words = {"environ", "environb", "getenv", "putenv", "unsetenv"}
     if isinstance(node, ast.ImportFrom) and node.module == "os":
         return any(alias.name in words for alias in node.names)
-    is_of_os = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    return is_of_os and node.value.id == "os" and node.attr in words
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+        and node.attr in words
+    )
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ class DataLoader:
         persistent_workers: keep the workers between epochs.
         device: where batches go. Default: the world's device.
         worker_init_fn: called in each worker with its number, before it reads.
-        multiprocessing_context: how workers are started. Default: Python's.
+        multiprocessing_context: how workers are started. Default: ``"fork"`` where the system has it.
         timeout_seconds: limit for one batch from the workers.
 
     Raises:

@@ -7,6 +7,7 @@ Imported by ``loader``.
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import signal
 import traceback
@@ -135,7 +136,7 @@ class Workers:
             pin_memory=options.pin_memory,
             timeout=options.timeout_seconds,
             worker_init_fn=options.worker_init_fn,
-            multiprocessing_context=options.multiprocessing_context,
+            multiprocessing_context=options.multiprocessing_context or _default_start(),
             # Its own, so that starting workers draws nothing from the training loop's generator.
             generator=torch.Generator(),
             prefetch_factor=options.prefetch_factor,
@@ -196,6 +197,14 @@ def _end_workers(answers: Iterator[Any]) -> str:
 def _signal_name(exit_code: int) -> str:
     names = [f" ({name.name})" for name in signal.Signals if name == -exit_code]
     return names[0] if names else ""
+
+
+def _default_start() -> str | None:
+    """Return ``"fork"`` where there is such a thing: workers start in milliseconds and share the dataset's memory.
+
+    Python's own default is another one in ranks that were started by a fork server, and anywhere from Python 3.14 on.
+    """
+    return "fork" if "fork" in multiprocessing.get_all_start_methods() else None
 
 
 def _as_it_is(fetched: Fetched) -> Fetched:

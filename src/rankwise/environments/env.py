@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row of plain ``env://`` variables: Kubernetes' PyTorchJob, wrappers written by hand.
 
-Reads variables and argv from values, nothing else. Imported by the table and by ``explicit`` of
+Reads variables and argv from values, nothing else. Imported by the table and by ``arguments`` of
 this package.
 """
 

@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.environments import explicit as words
-from rankwise.environments import table
+from rankwise.environments import arguments, table
 
 if TYPE_CHECKING:
     from rankwise.environments.reading import Reading
@@ -48,7 +47,9 @@ def explicit(init_method: str, rank: int | None, world_size: int | None) -> Read
     Raises:
         ConfigurationError: an argument is bad or missing.
     """
-    return words.explicit(init_method, rank, world_size, variables=dict(os.environ), argv=sys.argv)
+    return arguments.explicit(
+        init_method, rank, world_size, variables=dict(os.environ), argv=sys.argv
+    )
 
 
 def _ancestor(name: str) -> str | None:

@@ -2,7 +2,7 @@
 """The ordered table of environments, and the decision which of them started this process.
 
 Pure: variables in, a reading out. A new environment is one new file and one line here. Imported by
-this package's ``explicit`` and ``process``.
+this package's ``arguments`` and ``process``.
 """
 
 from __future__ import annotations
