@@ -37,9 +37,8 @@ format: setup  ## mend what a tool can mend
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-type: setup  ## types, strictly in src
+type: setup  ## types, strictly
 	$(BIN)/basedpyright
-	$(BIN)/basedpyright --project tests
 
 unit: setup  ## pure values, in seconds
 	$(PYTEST) tests/unit

@@ -80,8 +80,7 @@ def show(rows: list[Row]) -> None:
 def table(rows: list[Row]) -> str:
     """Return the rows as a table in Markdown."""
     lines = ["| what | rankwise | peer | ratio | reach |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {row.what} | {row.ours} | {row.peer} | {row.ratio:.3g} | <= {row.reach:g}{'' if row.ratio <= row.reach else ' (missed)'} |"
-        for row in rows
-    ]
+    for row in rows:
+        missed = "" if row.ratio <= row.reach else " (missed)"
+        lines.append(f"| {row.what} | {row.ours} | {row.peer} | {row.ratio:.3g} | <= {row.reach:g}{missed} |")
     return "\n".join(lines)

@@ -26,9 +26,7 @@ def main() -> int:
     for name in BENCHMARKS:
         print(f"... {name}", file=sys.stderr, flush=True)
         script = Path(__file__).with_name(name)
-        done = subprocess.run(
-            [sys.executable, str(script), "--json"], check=False, stdout=subprocess.PIPE, text=True
-        )
+        done = subprocess.run([sys.executable, str(script), "--json"], check=False, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             print(f"{name} failed with exit code {done.returncode}", file=sys.stderr)
             return done.returncode

@@ -23,7 +23,7 @@ import rankwise as rw
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from rankwise.world import World
 
@@ -73,7 +73,7 @@ def compare(_: World, name: str) -> dict[str, list[float]]:
     inputs = torch.randn(local_batch_size * NUM_RANKS * num_steps, *shape)
     dataset = TensorDataset(inputs)
 
-    def epoch_of(model: nn.Module, loader: Any, new_epoch: Callable[[], None]) -> Callable[[], float]:
+    def epoch_of(model: nn.Module, loader: Iterable[Any], new_epoch: Callable[[], None]) -> Callable[[], float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
         def epoch() -> float:

@@ -78,9 +78,7 @@ def main() -> None:
         train_set, test_set = digits(dtype)
         model = rw.replicate(Net().to(world.device, dtype))
         optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
-        loader = rw.DataLoader(
-            train_set, global_batch_size=options.global_batch_size, shuffle=True, seed=options.seed
-        )
+        loader = rw.DataLoader(train_set, global_batch_size=options.global_batch_size, shuffle=True, seed=options.seed)
         checkpoints = rw.Checkpointer(options.checkpoints, keep=3) if options.checkpoints else None
         if checkpoints:
             checkpoints.restore(model=model, optimizer=optimizer, loader=loader)

@@ -34,7 +34,7 @@ def make_volumes(folder: Path, count: int, size: int) -> None:
         done = folder / f"segmentation{number:03}.nii.gz"
         if done.exists():
             continue
-        state = np.random.RandomState(number)  # noqa: NPY002 - what MONAI takes
+        state = np.random.RandomState(number)
         image, segmentation = create_test_image_3d(
             size, size, size, num_objs=6, rad_max=size // 4, num_seg_classes=1, channel_dim=-1, random_state=state
         )

@@ -17,11 +17,11 @@ from rankwise.errors import PeerFailed, RankwiseError, fold_values, rank_prefix
 from rankwise.session import current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
 
 @contextmanager
-def all_ranks_succeed(label: str) -> Iterator[None]:
+def all_ranks_succeed(label: str) -> Generator[None]:
     """Run the block on every rank; if it raises anywhere, raise everywhere.
 
     Called by: every rank, in the same order.
@@ -69,7 +69,7 @@ def _peer_failed(label: str, rank: int, failure: dict[str, str]) -> PeerFailed:
 
 
 @contextmanager
-def rank_zero_first(label: str = "rank_zero_first") -> Iterator[None]:
+def rank_zero_first(label: str = "rank_zero_first") -> Generator[None]:
     """Run the block on the first rank of each machine, then on the others; raise everywhere if it raises.
 
     Called by: every rank, in the same order. For downloading, unpacking, building a cache: what one process

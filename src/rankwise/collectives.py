@@ -201,18 +201,14 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _map(
-    value: T, name: str, leaf_fn: Callable[[torch.Tensor, TorchGroup | None], torch.Tensor]
-) -> T:
+def _map(value: T, name: str, leaf_fn: Callable[[torch.Tensor, TorchGroup | None], torch.Tensor]) -> T:
     exchange = current().exchange
     leaves, spec = pytree.tree_flatten(value)
     results = [_back(leaf, leaf_fn(_tensor_of(leaf, name), exchange)) for leaf in leaves]
     return pytree.tree_unflatten(results, spec)  # type: ignore[no-any-return]
 
 
-def _gather_leaf(
-    leaf: object, leaf_fn: Callable[[torch.Tensor, TorchGroup | None], torch.Tensor]
-) -> list[Any]:
+def _gather_leaf(leaf: object, leaf_fn: Callable[[torch.Tensor, TorchGroup | None], torch.Tensor]) -> list[Any]:
     rows = leaf_fn(_tensor_of(leaf, "all_gather"), current().exchange)
     return [_back(leaf, row) for row in rows.unbind(0)]
 

@@ -7,8 +7,10 @@ fields; only :meth:`RankwiseError.__str__` turns them into text. Imported by eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 def rank_prefix(rank: int, world_size: int, hostname: str | None = None) -> str:

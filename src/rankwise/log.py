@@ -44,4 +44,4 @@ def _emit(level: int, message: str, *, all_ranks: bool) -> None:
         logger.log(level, text)
         return
     kind = "warning: " if level >= logging.WARNING else ""
-    print(f"[rankwise] {kind}{text}", file=sys.stderr, flush=True)
+    print(f"[rankwise] {kind}{text}", file=sys.stderr, flush=True)  # noqa: T201 - no logging is set up

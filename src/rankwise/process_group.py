@@ -303,9 +303,7 @@ def _choose_backend(backend: str | None, device: str) -> str:
     return backend
 
 
-def _open_group(
-    world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool
-) -> Session:
+def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool) -> Session:
     dist.init_process_group(
         # Control messages are CPU tensors on every machine; only GPU tensors go through NCCL.
         backend="cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo",
@@ -317,9 +315,7 @@ def _open_group(
     )
     watch = Watch(job_store, world, timeout_seconds)
     exchange = TorchGroup(watch, world.rank, world.world_size)
-    return Session(
-        world=world, store=job_store, exchange=exchange, watch=watch, serves_store=serves_store
-    )
+    return Session(world=world, store=job_store, exchange=exchange, watch=watch, serves_store=serves_store)
 
 
 _following_exit: list[bool] = []
@@ -333,9 +329,7 @@ def _follow_exit() -> None:
     atexit.register(_leave_at_exit)
     previous = sys.excepthook
 
-    def tell_and_show(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def tell_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with contextlib.suppress(Exception):
             fail(error)
         previous(kind, error, trace)
@@ -344,5 +338,10 @@ def _follow_exit() -> None:
 
 
 def _leave_at_exit() -> None:
-    with contextlib.suppress(RankwiseError):
+    try:
         leave()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it must not end as a success
+        traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an exception in atexit would leave the exit code 0

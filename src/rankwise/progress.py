@@ -44,6 +44,6 @@ def print(*values: object, all_ranks: bool = False, **options: Any) -> None:  # 
     """
     session = current_or_none()
     if all_ranks and session is not None and session.world.world_size > 1:
-        builtins.print(str(session.world), *values, **options)
+        builtins.print(str(session.world), *values, **options)  # noqa: T201 - its purpose
     elif _is_rank_zero():
-        builtins.print(*values, **options)
+        builtins.print(*values, **options)  # noqa: T201 - its purpose

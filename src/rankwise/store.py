@@ -34,7 +34,7 @@ class Store:
 
     def clone(self) -> Store:
         """Return a connection of its own to the same store, for another thread."""
-        return Store(self.torch_store.clone())
+        return Store(self.torch_store.clone())  # pyright: ignore[reportAttributeAccessIssue] - newer than torch's stub
 
     def prefixed(self, prefix: str) -> Store:
         """Return the part of the store whose keys start with ``prefix``."""
@@ -43,7 +43,7 @@ class Store:
     def set(self, key: str, value: bytes | str) -> None:
         """Set ``key``, replacing what it held."""
         with _translated(key):
-            self.torch_store.set(key, value)
+            self.torch_store.set(key, value)  # pyright: ignore[reportArgumentType] - it takes bytes too
 
     def set_if_absent(self, key: str, value: str) -> bool:
         """Set ``key`` unless it is there already, in one step; return whether it was set."""
@@ -126,9 +126,7 @@ def serve(host: str = "127.0.0.1", port: int = 0) -> tuple[Store, int]:
         ) from error
     listener.listen(1024)
     port = listener.getsockname()[1]
-    torch_store = dist.TCPStore(
-        host, port, None, True, master_listen_fd=listener.detach(), wait_for_workers=False
-    )
+    torch_store = dist.TCPStore(host, port, None, True, master_listen_fd=listener.detach(), wait_for_workers=False)
     return Store(torch_store), port
 
 

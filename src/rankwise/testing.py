@@ -76,11 +76,18 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="rankwise-ranks-") as folder:
         started = time.monotonic()
         processes: list[BaseProcess] = []
-        pipes: list[Connection] = []
+        pipes: list[Any] = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            job = (fn, rank, world_size, f"file://{folder}/store", join_timeout_seconds, args, sender)
-            process = context.Process(target=_run_rank, args=job, name=f"rank-{rank}")
+            job = _Job(
+                fn=fn,
+                rank=rank,
+                world_size=world_size,
+                init_method=f"file://{folder}/store",
+                timeout_seconds=join_timeout_seconds,
+                args=args,
+            )
+            process = context.Process(target=_run_rank, args=(job, sender), name=f"rank-{rank}")
             process.start()
             sender.close()
             processes.append(process)
@@ -130,26 +137,31 @@ def _end(processes: list[BaseProcess]) -> None:
         process.close()
 
 
-def _run_rank(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    init_method: str,
-    timeout_seconds: float,
-    args: tuple[object, ...],
-    sender: Connection,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What one rank is to do."""
+
+    fn: Callable[..., Any]
+    rank: int
+    world_size: int
+    init_method: str
+    timeout_seconds: float
+    args: tuple[object, ...]
+
+
+def _run_rank(job: _Job, sender: Connection) -> None:
     torch.set_num_threads(1)
     value, error = None, None
+    alone = job.world_size == 1
     try:
-        explicit = {} if world_size == 1 else {"rank": rank, "world_size": world_size}
         with join(
-            init_method=None if world_size == 1 else init_method,
             device="cpu",
-            timeout_seconds=timeout_seconds,
-            **explicit,
+            init_method=None if alone else job.init_method,
+            rank=None if alone else job.rank,
+            world_size=None if alone else job.world_size,
+            timeout_seconds=job.timeout_seconds,
         ) as world:
-            value = fn(world, *args)
+            value = job.fn(world, *job.args)
     except BaseException as caught:  # noqa: BLE001 - the caller gets it
         error = caught
         caught.add_note("".join(traceback.format_exception(caught)))

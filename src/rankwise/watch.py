@@ -16,14 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.errors import CollectiveMismatch, PeerFailed, PeerMissing, RankwiseError
-from rankwise.errors import fold_ranks, fold_values, rank_prefix
+from rankwise import blame
+from rankwise.errors import RankwiseError, fold_ranks
+from rankwise.events import key_of, post, post_departure, post_failure
 from rankwise.log import warn
-from rankwise.store import Store, StoreLost
+from rankwise.store import StoreLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rankwise.store import Store
     from rankwise.world import World
 
 SLICE_SECONDS = 0.2
@@ -35,52 +37,6 @@ EXPLANATION_SECONDS = 1.0
 NOTICE_SECONDS = 30.0
 """After how long a wait is mentioned, with who is missing."""
 NO_LIMIT_SECONDS = 10.0**8
-
-_EVENT = "rankwise/events/{}"
-
-
-def post(store: Store, event: dict[str, Any], first: int = 1) -> int:
-    """Append an event to the job's log and return its number.
-
-    Args:
-        store: any connection to the job's store.
-        event: JSON-able; ``kind`` says what it is.
-        first: a number below which the log is known to be full.
-    """
-    text = json.dumps({**event, "token": f"{time.time_ns()}-{id(event)}-{event.get('rank')}"})
-    number = first
-    while not store.set_if_absent(_EVENT.format(number), text):
-        number += 1
-    return number
-
-
-def post_failure(
-    store: Store, *, rank: int, error_type: str, text: str, hostname: str = ""
-) -> None:
-    """Tell every rank that ``rank`` failed. Called by the rank, or by the launcher in its place.
-
-    Args:
-        store: any connection to the job's store.
-        rank: who failed.
-        error_type: name of the exception class, or of the signal.
-        text: the traceback, or what is known.
-        hostname: where it ran.
-    """
-    post(store, {"kind": "failed", "rank": rank, "error_type": error_type, "text": text, "hostname": hostname})
-
-
-def post_departure(
-    store: Store, *, rank: int, exit_code: int | None = None, last: int | None = None
-) -> None:
-    """Tell every rank that ``rank`` has ended without an error.
-
-    Args:
-        store: any connection to the job's store.
-        rank: who left.
-        exit_code: of its process, where it has ended.
-        last: number of the last collective it took part in; ``None`` where that is not known.
-    """
-    post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last})
 
 
 @dataclass(slots=True)
@@ -106,9 +62,7 @@ class Watch:
         self._last = 0
         self._next_event = 1
         self._main_thread_id = threading.get_ident()
-        self._thread = threading.Thread(
-            target=self._follow, args=(store.clone(),), name="rankwise-watch", daemon=True
-        )
+        self._thread = threading.Thread(target=self._follow, args=(store.clone(),), name="rankwise-watch", daemon=True)
         self._thread.start()
 
     def ticket(self, what: str) -> Ticket:
@@ -189,9 +143,7 @@ class Watch:
     def _follow(self, store: Store) -> None:
         try:
             while True:
-                event = json.loads(
-                    store.get(_EVENT.format(self._next_event), timeout_seconds=NO_LIMIT_SECONDS)
-                )
+                event = json.loads(store.get(key_of(self._next_event), timeout_seconds=NO_LIMIT_SECONDS))
                 self._next_event += 1
                 with self._changed:
                     ended = self._read(store, event)
@@ -201,7 +153,7 @@ class Watch:
         except (StoreLost, TimeoutError):
             with self._changed:
                 if self.error is None and self._world.rank not in self._departed:
-                    self.error = self._store_lost()
+                    self.error = blame.store_lost(self._world)
                 self._changed.notify_all()
 
     def _read(self, store: Store, event: dict[str, Any]) -> bool:
@@ -210,7 +162,7 @@ class Watch:
         if kind == "failed":
             self._departed.setdefault(rank, event)
             if rank != self._world.rank and self.error is None:
-                self.error = self._peer_failed(event)
+                self.error = blame.peer_failed(self._world, event)
         elif kind == "left":
             self._departed.setdefault(rank, event)
         elif kind == "end":
@@ -219,7 +171,7 @@ class Watch:
             answer = json.dumps(self._situation())
             store.set(f"rankwise/roll_calls/{event['call']}/{self._world.rank}", answer)
         elif kind == "verdict" and self.error is None:
-            self.error = self._verdict(event)
+            self.error = blame.verdict(self._world, event)
         return False
 
     def _situation(self) -> dict[str, Any]:
@@ -239,7 +191,7 @@ class Watch:
             if rank == self._world.rank or (last is not None and last >= ticket.number):
                 continue
             if event["kind"] == "left":
-                self.error = self._peer_left(ticket, rank, event)
+                self.error = blame.peer_left(self._world, ticket.what, ticket.number, event)
                 raise self.error
 
     def _roll_call(self) -> dict[int, dict[str, Any]]:
@@ -258,11 +210,6 @@ class Watch:
             time.sleep(0.01)
         return answers
 
-    def _table(self, answers: dict[int, dict[str, Any]]) -> str:
-        return fold_values(
-            {rank: _situation_text(answers.get(rank)) for rank in range(self._world.world_size)}
-        )
-
     def _claim(self, purpose: str) -> bool:
         """Return true on the one rank that speaks for all."""
         return self._store.add(f"rankwise/claims/{purpose}", 1) == 1
@@ -270,129 +217,49 @@ class Watch:
     def _say_who_is_missing(self, ticket: Ticket, waited: float) -> None:
         if not self._claim(f"notice/{ticket.number}/{int(waited / NOTICE_SECONDS)}"):
             return
+        world_size = self._world.world_size
         answers = self._roll_call()
-        missing = _missing(answers, ticket, self._world.world_size)
+        missing = blame.missing_ranks(answers, ticket.number, world_size)
+        who = fold_ranks(missing) if missing else "the network"
         warn(
-            f"{ticket.what} has been waiting for {waited:.0f} s, for {fold_ranks(missing) if missing else 'the network'}:\n"
-            + self._table(answers),
+            f"{ticket.what} has been waiting for {waited:.0f} s, for {who}:\n" + blame.situations(answers, world_size),
             all_ranks=True,
         )
 
     def _post_verdict(self, ticket: Ticket, waited: float) -> None:
         """Let one waiting rank find out who is missing, for all; then wait for what it found."""
+        found: blame.Event = {
+            "kind": "verdict",
+            "rank": self._world.rank,
+            "what": ticket.what,
+            "waited": waited,
+            "missing": [],
+            "mismatch": False,
+            "table": "",
+        }
         if self._claim(f"verdict/{ticket.number}"):
+            world_size = self._world.world_size
             answers = self._roll_call()
             words = {a["what"] for a in answers.values() if a["number"] == ticket.number}
-            post(
-                self._store,
-                {
-                    "kind": "verdict",
-                    "rank": self._world.rank,
-                    "what": ticket.what,
-                    "waited": waited,
-                    "missing": _missing(answers, ticket, self._world.world_size),
-                    "mismatch": len(words) > 1,
-                    "table": self._table(answers),
-                },
-                self._next_event,
-            )
+            found["missing"] = blame.missing_ranks(answers, ticket.number, world_size)
+            found["mismatch"] = len(words) > 1
+            found["table"] = blame.situations(answers, world_size)
+            post(self._store, found, self._next_event)
         with self._changed:
             self._changed.wait_for(lambda: self.error is not None, 2 * ROLL_CALL_SECONDS)
-        raise self.error or self._verdict(
-            {"what": ticket.what, "waited": waited, "missing": [], "mismatch": False, "table": ""}
-        )
+        raise self.error or blame.verdict(self._world, found)
 
     def _explain(self, ticket: Ticket, error: RuntimeError) -> RankwiseError:
         """Find out which rank a broken connection stands for."""
         with self._changed:
             self._changed.wait_for(lambda: self.error is not None or self._departed, EXPLANATION_SECONDS)
-        with contextlib.suppress(StoreLost):
-            if self.error is None:
-                self._raise_if_pointless_quietly(ticket)
-            if self.error is None:
-                answers = self._roll_call()
-                gone = sorted(set(range(self._world.world_size)) - set(answers))
-                self.error = PeerMissing(
-                    f"{ticket.what} broke: {fold_ranks(gone) if gone else 'a connection'} "
-                    f"{'is' if len(gone) == 1 else 'are' if gone else 'was'} gone without a word.",
-                    ranks=gone,
-                    where=str(self._world),
-                    evidence=f"{self._table(answers)}\n{str(error).splitlines()[0]}",
-                    do="look at that rank's own output; a rank killed for memory leaves a line in dmesg",
-                )
-        return self.error or self._store_lost()
-
-    def _raise_if_pointless_quietly(self, ticket: Ticket) -> None:
         with contextlib.suppress(RankwiseError):
             self._raise_if_pointless(ticket)
-
-    # -- words -------------------------------------------------------------------------------------
-
-    def _peer_failed(self, event: dict[str, Any]) -> PeerFailed:
-        host = event.get("hostname") or None
-        return PeerFailed(
-            f"Rank {event['rank']} failed: {event['error_type']}.",
-            rank=event["rank"],
-            where=f"{rank_prefix(event['rank'], self._world.world_size, host)}, reported on {self._world}",
-            evidence=event["text"].rstrip(),
-            do=f"mend the error of rank {event['rank']}; the other ranks only stopped because of it",
-        )
-
-    def _peer_left(self, ticket: Ticket, rank: int, event: dict[str, Any]) -> PeerMissing:
-        code = "" if event["exit_code"] is None else f" with exit code {event['exit_code']}"
-        return PeerMissing(
-            f"{ticket.what} cannot complete: rank {rank} has left{code}.",
-            ranks=[rank],
-            where=str(self._world),
-            evidence=f"this rank is at collective {ticket.number}; rank {rank} left "
-            + (f"after collective {event['last']}" if event.get("last") is not None else "before it"),
-            do="let every rank run the same number of steps and leave together; "
-            "with an uneven number of batches per rank, iterate over rankwise.DataLoader",
-        )
-
-    def _verdict(self, event: dict[str, Any]) -> RankwiseError:
-        if event["mismatch"]:
-            return CollectiveMismatch(
-                "Ranks called different collectives.",
-                where=f"reported on {self._world}",
-                evidence=event["table"],
-                do="call the same collectives in the same order on every rank",
-            )
-        missing = event["missing"]
-        who = fold_ranks(missing) if missing else "no rank; the network carries nothing"
-        return PeerMissing(
-            f"{event['what']} waited {event['waited']:.1f} s in vain. Missing: {who}.",
-            ranks=missing,
-            where=f"reported on {self._world}",
-            evidence=event["table"] or None,
-            do="let the missing rank reach it too; where the wait is meant, join(timeout_seconds=...) is the limit",
-        )
-
-    def _store_lost(self) -> PeerMissing:
-        return PeerMissing(
-            "The job's store is gone: its launcher, or rank 0 where that serves it, has ended.",
-            ranks=[0],
-            where=str(self._world),
-            do="look at the output of rank 0 and of the launcher",
-        )
-
-
-def _missing(answers: dict[int, dict[str, Any]], ticket: Ticket, world_size: int) -> list[int]:
-    return [
-        rank
-        for rank in range(world_size)
-        if rank not in answers
-        or (answers[rank]["number"] is None and answers[rank]["last"] < ticket.number)
-        or (answers[rank]["number"] or ticket.number) < ticket.number
-    ]
-
-
-def _situation_text(answer: dict[str, Any] | None) -> str:
-    if answer is None:
-        return "no answer (stopped, dead or cut off)"
-    if answer["number"] is not None:
-        return f"waiting in {answer['what']} (collective {answer['number']})"
-    return f"running {answer['at']} after collective {answer['last']}"
+        with contextlib.suppress(StoreLost):
+            if self.error is None:
+                answers = self._roll_call()
+                self.error = blame.connection_broke(self._world, ticket.what, answers, str(error))
+        return self.error or blame.store_lost(self._world)
 
 
 def _user_line(thread_id: int) -> str:

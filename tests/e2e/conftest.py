@@ -41,7 +41,8 @@ class Command:
 
     def environment(self, **more: str) -> dict[str, str]:
         """Return this process's environment, marked."""
-        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        chosen = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED"}
+        own = {name: value for name, value in os.environ.items() if name not in chosen}
         # Wherever this rankwise came from, with PYTHONPATH perhaps relative to another folder.
         own["PYTHONPATH"] = str(Path(rankwise.__file__).parents[1])
         return {**own, MARK: self._mark, **more}

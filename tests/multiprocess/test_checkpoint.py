@@ -39,14 +39,12 @@ def _trained(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _tensors(*objects: Any) -> list[torch.Tensor]:  # noqa: ANN401 - anything with state
+def _tensors(*objects: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for thing in objects:
         state = thing.state_dict()
         trees = state["state"].values() if "state" in state else [state]
-        found += [
-            value for tree in trees for value in tree.values() if isinstance(value, torch.Tensor)
-        ]
+        found += [value for tree in trees for value in tree.values() if isinstance(value, torch.Tensor)]
     return found
 
 
@@ -57,9 +55,7 @@ def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def _save(world: World, path: str, asynchronous: bool) -> list[str]:
     model, optimizer = _trained()
     with Checkpointer(path, asynchronous=asynchronous) as checkpoints:
-        target = checkpoints.save(
-            model=model, optimizer=optimizer, extra={"epoch": 3, "best": [0.1]}
-        )
+        target = checkpoints.save(model=model, optimizer=optimizer, extra={"epoch": 3, "best": [0.1]})
         for tensor in _tensors(model, optimizer):
             tensor.zero_()
     del world
@@ -86,9 +82,7 @@ def test_what_four_ranks_save_any_number_loads(tmp_path: Path, asynchronous: boo
     sizes = [path.stat().st_size for path in (tmp_path / "checkpoint-000001").glob("part-*")]
     assert max(sizes) < 0.5 * sum(sizes)
     for world_size in (1, 2, 3):
-        assert [result.get() for result in run_ranks(_restore, world_size, str(tmp_path))] == [
-            True
-        ] * world_size
+        assert [result.get() for result in run_ranks(_restore, world_size, str(tmp_path))] == [True] * world_size
 
 
 def test_what_one_rank_saves_three_load(tmp_path: Path) -> None:
@@ -99,16 +93,12 @@ def test_what_one_rank_saves_three_load(tmp_path: Path) -> None:
     assert all(result.get() for result in run_ranks(_restore, 3, str(tmp_path)))
 
 
-def _save_twice_then_damage(
-    world: World, path: str, file: str, place: int
-) -> tuple[str, dict[str, Any], str]:
+def _save_twice_then_damage(world: World, path: str, file: str, place: int) -> tuple[str, dict[str, Any], str]:
     # Small pieces, so that the damaged byte is in the share of one rank only.
     files.PIECE_BYTES = manifest.PIECE_BYTES = 1024
     checkpoints = Checkpointer(path)
     for number in (1, 2):
-        target = checkpoints.save(
-            extra={"n": number, "t": torch.ones(100_000), "u": torch.ones(100_001)}
-        )
+        target = checkpoints.save(extra={"n": number, "t": torch.ones(100_000), "u": torch.ones(100_001)})
     if world.rank == 0:
         data = bytearray((target / file).read_bytes())
         data[place] ^= 4
@@ -132,9 +122,7 @@ def _save_twice_then_damage(
         ("part-00000.safetensors", 399_000),
     ],
 )
-def test_all_ranks_pass_over_what_one_of_them_finds_damaged(
-    tmp_path: Path, file: str, place: int
-) -> None:
+def test_all_ranks_pass_over_what_one_of_them_finds_damaged(tmp_path: Path, file: str, place: int) -> None:
     for result in run_ranks(_save_twice_then_damage, 2, str(tmp_path), file, place):
         restored, extra, error = result.get()
         assert restored == str(tmp_path / "checkpoint-000001")
@@ -165,9 +153,7 @@ def _save_what_differs_in_shape(world: World, path: str) -> None:
         ),
     ],
 )
-def test_state_that_differs_between_ranks_is_an_error_on_all(
-    tmp_path: Path, fn: Any, path: str, evidence: str
-) -> None:  # noqa: ANN401
+def test_state_that_differs_between_ranks_is_an_error_on_all(tmp_path: Path, fn: Any, path: str, evidence: str) -> None:
     for result in run_ranks(fn, 3, str(tmp_path / "c")):
         assert isinstance(result.error, CheckpointError)
         assert f"differs between ranks: {path}." in str(result.error)
@@ -175,9 +161,7 @@ def test_state_that_differs_between_ranks_is_an_error_on_all(
     assert list(tmp_path.iterdir()) == []
 
 
-def _fill_the_disk(
-    world: World, path: str, failing: int, asynchronous: bool
-) -> tuple[str, str, list[int]]:
+def _fill_the_disk(world: World, path: str, failing: int, asynchronous: bool) -> tuple[str, str, list[int]]:
     checkpoints = Checkpointer(path, asynchronous=asynchronous)
     checkpoints.save(extra={"n": 1})
     checkpoints.wait()
@@ -206,9 +190,7 @@ def _fill_the_disk(
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_full_disk_on_one_rank_is_an_error_on_all(
-    tmp_path: Path, failing: int, asynchronous: bool
-) -> None:
+def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path, failing: int, asynchronous: bool) -> None:
     results = run_ranks(_fill_the_disk, 2, str(tmp_path), failing, asynchronous)
     for rank, result in enumerate(results):
         kind, text, numbers = result.get()
@@ -249,9 +231,7 @@ def _restore_another_model(world: World, path: str) -> str:
 
 def test_a_model_that_does_not_fit_on_one_rank_loads_nowhere(tmp_path: Path) -> None:
     run_ranks(_save_linear, 1, str(tmp_path / "c"))
-    first, second = (
-        result.get() for result in run_ranks(_restore_another_model, 2, str(tmp_path / "c"))
-    )
+    first, second = (result.get() for result in run_ranks(_restore_another_model, 2, str(tmp_path / "c")))
     assert second.startswith("CheckpointError")
     assert "differs first at model.weight" in second
     assert first.startswith("PeerFailed: Rank 1 failed")
@@ -289,15 +269,13 @@ def _leave_with_a_save_under_way(world: World, path: str) -> None:
     write = saving.STAGES["writing the tensors of"]
     opened = threading.Event()
 
-    def late(job: saving.Job) -> Any:  # noqa: ANN401 - what the stage returns
+    def late(job: saving.Job) -> Any:
         if world.rank == 1:
             opened.wait()
         return write(job)
 
     saving.STAGES["writing the tensors of"] = late
-    Checkpointer(path, asynchronous=True).save(
-        extra={"a": torch.ones(50_000), "b": torch.ones(50_000)}
-    )
+    Checkpointer(path, asynchronous=True).save(extra={"a": torch.ones(50_000), "b": torch.ones(50_000)})
     threading.Timer(0.5, opened.set).start()
 
 

@@ -60,7 +60,7 @@ def _after(stage: str) -> Callable[[Die], None]:
 def _amid_the_tensors(die: Die) -> None:
     cut = files._cut
 
-    def half(parts: Any) -> Any:  # noqa: ANN401 - as the original
+    def half(parts: Any) -> Any:
         for piece in cut(parts):
             yield piece[: len(piece) // 2]
             if len(piece) > 100_000:
@@ -74,7 +74,7 @@ def _before_the_tensors_are_on_disk(die: Die) -> None:
     fsync = os.fsync
 
     def hooked(descriptor: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors"):
+        if Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ".safetensors":
             die()
         fsync(descriptor)
 
@@ -84,7 +84,7 @@ def _before_the_tensors_are_on_disk(die: Die) -> None:
 def _amid_the_manifest(die: Die) -> None:
     write_file = files.write_file
 
-    def half(path: Path, parts: Any) -> Any:  # noqa: ANN401 - as the original
+    def half(path: Path, parts: Any) -> Any:
         if path.name == manifest.MANIFEST_NAME:
             data = b"".join(parts)
             path.write_bytes(data[: len(data) // 2])
@@ -120,7 +120,7 @@ def _between_the_rename_and_the_disk(die: Die) -> None:
 def _amid_removing_an_old_one(die: Die) -> None:
     rmtree = shutil.rmtree
 
-    def hooked(path: Path, **options: Any) -> None:  # noqa: ANN401 - as the original
+    def hooked(path: Path, **options: Any) -> None:
         if ".removed-" in path.name:
             (path / manifest.MANIFEST_NAME).unlink()
             die()
@@ -140,14 +140,10 @@ POINTS: dict[str, Callable[[Die], None]] = {
     "amid removing an old one": _amid_removing_an_old_one,
 }
 RANK_ZERO_ONLY = list(POINTS)[-4:]
-CASES = [(point, 0) for point in POINTS] + [
-    (point, 1) for point in POINTS if point not in RANK_ZERO_ONLY
-]
+CASES = [(point, 0) for point in POINTS] + [(point, 1) for point in POINTS if point not in RANK_ZERO_ONLY]
 
 
-def _save_and_be_killed(
-    world: World, path: str, point: str, victim: int, asynchronous: bool
-) -> None:
+def _save_and_be_killed(world: World, path: str, point: str, victim: int, asynchronous: bool) -> None:
     pids = all_gather_object(os.getpid())
     checkpoints = Checkpointer(path, keep=2, asynchronous=asynchronous)
     for number in (1, 2):
@@ -195,12 +191,8 @@ def test_a_job_killed_amid_a_save_loses_at_most_that_save(
     if point == "between the rename and the disk" or point.startswith("amid removing"):
         expected = {3}
     elif (
-        any(point.endswith(stage) for stage in STAGES[:committed])
-        or "manifest" in point
-        or "tensors" in point
-    ):
-        expected = {2}
-    elif point == "amid replacing":
+        any(point.endswith(stage) for stage in STAGES[:committed]) or "manifest" in point or "tensors" in point
+    ) or point == "amid replacing":
         expected = {2}
     elif victim == 0:
         expected = {2} if point == f"before {STAGES[committed]}" else {3}
@@ -234,7 +226,5 @@ def test_the_rank_that_is_left_gets_an_error_that_names_the_dead_one(
     results = run_ranks(_survive, 2, str(tmp_path), "writing the tensors of", victim, asynchronous)
     assert isinstance(results[victim].error, RankDied)
     assert f"rank {victim} is gone" in results[1 - victim].get()
-    assert [name for name in os.listdir(tmp_path) if name.startswith(folder.PREFIX)] == [
-        "checkpoint-000001"
-    ]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(folder.PREFIX)] == ["checkpoint-000001"]
     assert run_ranks(_restore_and_save, 1, str(tmp_path))[0].get()[0] == 1

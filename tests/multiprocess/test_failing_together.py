@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -162,8 +163,7 @@ def _agree(world: World, failing: int) -> str:
     try:
         with agreement.all_ranks_succeed("preparing data"):
             if world.rank == failing:
-                message = "no such folder"
-                raise FileNotFoundError(message)
+                (Path("/") / "no such folder").read_bytes()
     except FileNotFoundError:
         first = "own"
     except PeerFailed as error:
@@ -177,9 +177,7 @@ def _agree(world: World, failing: int) -> str:
 @pytest.mark.parametrize("failing", [0, 2])
 def test_agreement_turns_one_error_into_everyones_and_goes_on(failing: int) -> None:
     values = [result.get() for result in run_ranks(_agree, 3, failing)]
-    expected = [
-        f"{'own' if rank == failing else f'peer {failing}'}, still 3 together" for rank in range(3)
-    ]
+    expected = [f"{'own' if rank == failing else f'peer {failing}'}, still 3 together" for rank in range(3)]
     assert values == expected
 
 

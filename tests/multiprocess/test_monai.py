@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MONAI's datasets and random transforms: the same augmentation on any number of ranks and workers."""
+"""MONAI's datasets and transforms: the same augmentation on any number of ranks and workers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,22 @@ from rankwise.data.shared import share
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rankwise.world import World
 
 SAMPLES = 7
 
 
+def joined(parts: Iterable[list[Any]]) -> list[Any]:
+    return [item for part in parts for item in part]
+
+
 def volumes() -> list[dict[str, Any]]:
-    return [{"image": np.arange(4**3, dtype=np.float32).reshape(1, 4, 4, 4) + 100 * i, "id": i} for i in range(SAMPLES)]
+    return [
+        {"image": np.arange(4**3, dtype=np.float32).reshape(1, 4, 4, 4) + 100 * i, "id": i}
+        for i in range(SAMPLES)
+    ]
 
 
 def monai_dataset(kind: str) -> Any:
@@ -42,7 +51,9 @@ def monai_dataset(kind: str) -> Any:
     if kind == "cached":
         return data.CacheDataset(volumes(), transform, progress=False, num_workers=0)
     if kind == "array":
-        return data.ArrayDataset([row["image"] for row in volumes()], transforms.RandGaussianNoise(prob=1.0))
+        return data.ArrayDataset(
+            [row["image"] for row in volumes()], transforms.RandGaussianNoise(prob=1.0)
+        )
     return data.Dataset(volumes(), transform)
 
 
@@ -51,7 +62,11 @@ def _rows(world: World, kind: str, num_workers: int, shared_copy: bool) -> list[
 
     dataset = share(lambda: monai_dataset(kind)) if shared_copy else monai_dataset(kind)
     loader = DataLoader(
-        dataset, global_batch_size=4, shuffle=True, num_workers=num_workers, collate_fn=list_data_collate
+        dataset,
+        global_batch_size=4,
+        shuffle=True,
+        num_workers=num_workers,
+        collate_fn=list_data_collate,
     )
     return [_flat(batch) for _ in range(2) for batch in loader]
 
@@ -63,9 +78,13 @@ def _flat(batch: Any) -> list[Any]:
     return [(i, row.flatten().tolist()) for i, row in zip(ids, batch["image"], strict=True)]
 
 
-def batches(world_size: int, kind: str, num_workers: int = 0, *, shared_copy: bool = False) -> list[list[Any]]:
-    results = [result.get() for result in run_ranks(_rows, world_size, kind, num_workers, shared_copy)]
-    return [sum(parts, []) for parts in zip(*results, strict=True)]
+def batches(
+    world_size: int, kind: str, num_workers: int = 0, *, shared_copy: bool = False
+) -> list[list[Any]]:
+    results = [
+        result.get() for result in run_ranks(_rows, world_size, kind, num_workers, shared_copy)
+    ]
+    return [joined(parts) for parts in zip(*results, strict=True)]
 
 
 @pytest.mark.timeout(180)
@@ -73,7 +92,7 @@ def batches(world_size: int, kind: str, num_workers: int = 0, *, shared_copy: bo
 def test_augmentation_is_the_same_on_any_ranks_and_workers(kind: str) -> None:
     expected = batches(1, kind)
     assert sum(map(len, expected)) == 2 * SAMPLES
-    assert sorted(map(str, sum(expected[:2], []))) != sorted(map(str, sum(expected[2:], [])))
+    assert sorted(map(str, joined(expected[:2]))) != sorted(map(str, joined(expected[2:])))
     assert batches(2, kind) == expected
     assert batches(3, kind, 2) == expected
     assert batches(1, kind, 2) == expected
@@ -84,11 +103,13 @@ def _own_loader(world: World) -> list[int]:
     from monai.data import DataLoader as MonaiDataLoader
 
     dataset = monai_dataset("plain")
-    loader = MonaiDataLoader(dataset, batch_sampler=ShardedSampler(dataset, global_batch_size=3, remainder="drop"))
+    loader = MonaiDataLoader(
+        dataset, batch_sampler=ShardedSampler(dataset, global_batch_size=3, remainder="drop")
+    )
     return [int(i) for batch in loader for i in batch["id"]]
 
 
 @pytest.mark.timeout(180)
 def test_the_sampler_under_monais_loader() -> None:
     ids = [result.get() for result in run_ranks(_own_loader, 2)]
-    assert len(set(sum(ids, []))) == 6
+    assert len(set(joined(ids))) == 6

@@ -39,7 +39,7 @@ class Case:
 
 def draw(number: int) -> Case:
     """Return the case of a number: odd sizes, tails shorter than the number of ranks."""
-    rng = random.Random(number)  # noqa: S311
+    rng = random.Random(number)
     global_batch_size = rng.randint(MOST_RANKS, 14)
     return Case(
         # At least one whole batch; a tail of one sample would leave BatchNorm nothing to normalise by.
@@ -76,7 +76,7 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        noise = torch.randn(5, dtype=torch.float64) + random.random()  # noqa: S311
+        noise = torch.randn(5, dtype=torch.float64) + random.random()
         return self.x[index] + 0.1 * noise, self.y[index]
 
 
@@ -125,9 +125,7 @@ def _train(_: World, numbers: list[int]) -> list[Parameters]:
 
 def largest_difference(left: Parameters, right: Parameters) -> float:
     """Return the largest difference, relative to the largest element of each tensor."""
-    return max(
-        ((left[k] - right[k]).abs().max() / right[k].abs().max().clamp(min=1e-3)).item() for k in right
-    )
+    return max(((left[k] - right[k]).abs().max() / right[k].abs().max().clamp(min=1e-3)).item() for k in right)
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
@@ -162,7 +160,7 @@ def test_interrupted_anywhere_and_resumed_on_other_ranks_it_is_the_same_run(
     number: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     reference = run_ranks(_train, 1, [number])[0].get()[0]
-    rng = random.Random(number)  # noqa: S311
+    rng = random.Random(number)
     for world_sizes in ([2, 3, 1], [4, 1, 2], [1, 4, 3]):
         folder = str(tmp_path_factory.mktemp("checkpoints"))
         for world_size in world_sizes[:-1]:

@@ -30,10 +30,7 @@ def largest_difference(left: Parameters, right: Parameters) -> float:
     """Return the largest difference, relative to the largest element of each tensor."""
     assert left.keys() == right.keys()
     return max(
-        (
-            ((left[k] - right[k]).abs().max() / right[k].abs().max().clamp(min=1e-6)).item()
-            for k in right
-        ),
+        (((left[k] - right[k]).abs().max() / right[k].abs().max().clamp(min=1e-6)).item() for k in right),
         default=0.0,
     )
 
@@ -104,9 +101,7 @@ def _train(world: World, sizes: list[int], micro: int, batchnorm: bool) -> Param
         ([12, 9, 13], 2, True),
     ],
 )
-def test_uneven_batches_accumulation_and_batchnorm_are_exact(
-    sizes: list[int], micro: int, batchnorm: bool
-) -> None:
+def test_uneven_batches_accumulation_and_batchnorm_are_exact(sizes: list[int], micro: int, batchnorm: bool) -> None:
     reference = run_ranks(_train, 1, sizes, micro, batchnorm)[0].get()
     for world_size in (2, 3, 4):
         for result in run_ranks(_train, world_size, sizes, micro, batchnorm):
@@ -199,8 +194,7 @@ def test_parameters_used_on_some_ranks_or_none_need_no_flag() -> None:
     model = built(Branches)
     (x, y) = batches([6])[0]
     losses = [
-        nn.functional.mse_loss(model(part(x, r, 3), used), part(y, r, 3))
-        for r, used in enumerate(([0], [1, 3], [3]))
+        nn.functional.mse_loss(model(part(x, r, 3), used), part(y, r, 3)) for r, used in enumerate(([0], [1, 3], [3]))
     ]
     (sum(losses) / 3).backward()
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -260,7 +254,8 @@ def _gan(world: World) -> Parameters:
         generator_net.zero_grad()
         critic(fake).square().mean().backward()
         optimizers[0].step()
-    return {f"{i}.{n}": p.detach().clone() for i, m in enumerate((generator_net, critic)) for n, p in m.named_parameters()}
+    both = enumerate((generator_net, critic))
+    return {f"{i}.{n}": p.detach().clone() for i, m in both for n, p in m.named_parameters()}
 
 
 def test_two_models_in_one_step() -> None:
@@ -292,7 +287,7 @@ def _variant(world: World, kind: str) -> Parameters:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter -= 0.1 * parameter.grad
+                    parameter.sub_(0.1 * parameter.grad)
                     parameter.grad = None
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
@@ -450,7 +445,7 @@ def _unfreeze(world: World) -> Parameters:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter -= 0.1 * parameter.grad
+                    parameter.sub_(0.1 * parameter.grad)
                     parameter.grad = None
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 

@@ -22,10 +22,16 @@ from rankwise.errors import DatasetError, PeerFailed
 from rankwise.testing import kill_self, run_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rankwise.world import World
 
 ROWS = 64
 ROW_BYTES = 2**20
+
+
+def joined(parts: Iterable[list[Any]]) -> list[Any]:
+    return [item for part in parts for item in part]
 
 
 class Mixed(Dataset[Any]):
@@ -50,9 +56,12 @@ def _share_mixed(world: World, as_function: bool) -> tuple[bool, Any]:
 
     dataset = share(read if as_function else Mixed())
     assert type(dataset) is Mixed
-    batches = [[column.tolist() for column in batch] for batch in DataLoader(dataset, global_batch_size=20)]
+    batches = [
+        [column.tolist() for column in batch] for batch in DataLoader(dataset, global_batch_size=20)
+    ]
     in_workers = [
-        [column.tolist() for column in batch] for batch in DataLoader(dataset, global_batch_size=20, num_workers=1)
+        [column.tolist() for column in batch]
+        for batch in DataLoader(dataset, global_batch_size=20, num_workers=1)
     ]
     assert batches == in_workers
     return bool(called), batches[0]
@@ -63,7 +72,7 @@ def _share_mixed(world: World, as_function: bool) -> tuple[bool, Any]:
 def test_all_ranks_see_what_the_first_read(world_size: int, as_function: bool) -> None:
     values = [result.get() for result in run_ranks(_share_mixed, world_size, as_function)]
     assert [called for called, _ in values] == [as_function, *[False] * (world_size - 1)]
-    columns = [sum(parts, []) for parts in zip(*(batch for _, batch in values), strict=True)]
+    columns = [joined(parts) for parts in zip(*(batch for _, batch in values), strict=True)]
     assert columns[0] == Mixed().images.tolist()
     assert columns[1] == columns[2] == list(range(20))
 
@@ -123,14 +132,20 @@ def _fails(world: World, kind: str) -> str:
 
 
 def _num_open_memory_files() -> int:
-    links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)]
+    """Return how many descriptors of this process are ours."""
+    entries = list(Path("/proc/self/fd").iterdir())
+    # The directory itself was open while it was listed, and is not any more.
+    links = [str(entry.readlink()) for entry in entries if entry.is_symlink()]
     return sum("rankwise-share" in link for link in links)
 
 
 def test_an_error_while_reading_is_everyones() -> None:
     texts = [result.get() for result in run_ranks(_fails, 3, "raises")]
     assert texts[0] == "FileNotFoundError: no such folder 3 0"
-    assert all(text.startswith("PeerFailed: Rank 0 failed") and "no such folder" in text for text in texts[1:])
+    assert all(
+        text.startswith("PeerFailed: Rank 0 failed") and "no such folder" in text
+        for text in texts[1:]
+    )
     texts = [result.get() for result in run_ranks(_fails, 2, "lambda")]
     assert texts[0].startswith("DatasetError: The dataset cannot be pickled")
     assert "lambda" in texts[1]
@@ -159,15 +174,21 @@ def _killed(world: World) -> None:
 
 def test_kill_nine_leaves_nothing() -> None:
     before = _shmem_bytes()
-    names = sorted(os.listdir("/dev/shm"))
+    names = _names()
     run_ranks(_killed, 3)
-    assert sorted(os.listdir("/dev/shm")) == names
+    assert _names() == names
     assert _shmem_bytes() - before < ROWS * ROW_BYTES / 2
+
+
+def _names() -> list[str]:
+    return sorted(entry.name for entry in Path("/dev/shm").iterdir())  # noqa: S108 - looked at only
 
 
 def _shmem_bytes() -> int:
     """Return the bytes of all memory files and shared memory of this machine."""
-    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")]
+    (line,) = [
+        line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")
+    ]
     return 1024 * int(line.split()[1])
 
 
@@ -179,7 +200,7 @@ def _cannot_reach(world: World) -> tuple[bool, list[str]]:
         def refused(_: object) -> int:
             raise PermissionError(13, "Permission denied")
 
-        shared._found = refused  # type: ignore[assignment] # noqa: SLF001
+        shared._found = refused  # type: ignore[assignment]
     dataset = share(Mixed)
     return isinstance(dataset.notes, PackedList), said
 
@@ -195,7 +216,7 @@ def _other_file(world: World) -> str:
     file = os.memfd_create("another")
     os.write(file, b"x" * 100)
     try:
-        shared._found(shared._Published(0, os.getpid(), file, (0, 10), b"y" * 16))  # noqa: SLF001
+        shared._found(shared._Published(0, os.getpid(), file, (0, 10), b"y" * 16))
     except OSError as error:
         return str(error)
     finally:

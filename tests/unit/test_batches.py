@@ -19,7 +19,12 @@ def empty(sample: Any, collate: Any = default_collate) -> Any:
 
 
 def test_maps_every_container() -> None:
-    tree = [torch.ones(1), (torch.ones(1), "a"), {"k": Pair(torch.ones(1), 3)}, OrderedDict(o=torch.ones(1))]
+    tree = [
+        torch.ones(1),
+        (torch.ones(1), "a"),
+        {"k": Pair(torch.ones(1), 3)},
+        OrderedDict(o=torch.ones(1)),
+    ]
     doubled = map_tensors(lambda tensor: tensor * 2, tree)
     assert [type(part) for part in doubled] == [torch.Tensor, tuple, dict, OrderedDict]
     assert doubled[1][1] == "a"
@@ -39,7 +44,14 @@ def test_an_object_that_can_move_itself_does() -> None:
 
 
 def test_a_batch_without_samples_keeps_shapes_and_types() -> None:
-    batch = empty({"x": torch.zeros(2, 3, dtype=torch.float16), "y": 4, "name": "n", "pair": Pair(1.5, [torch.ones(2)])})
+    batch = empty(
+        {
+            "x": torch.zeros(2, 3, dtype=torch.float16),
+            "y": 4,
+            "name": "n",
+            "pair": Pair(1.5, [torch.ones(2)]),
+        }
+    )
     assert batch["x"].shape == (0, 2, 3)
     assert batch["x"].dtype == torch.float16
     assert batch["y"].shape == (0,)

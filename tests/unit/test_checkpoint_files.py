@@ -44,9 +44,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> FileEntry:
-    return files.write_file(
-        path, [files.header_of(tensors), *map(files.bytes_of, tensors.values())]
-    )
+    return files.write_file(path, [files.header_of(tensors), *map(files.bytes_of, tensors.values())])
 
 
 def test_every_tensor_comes_back(tmp_path: Path) -> None:
@@ -70,9 +68,7 @@ def test_the_copy_in_staging_memory_makes_the_same_file(tmp_path: Path) -> None:
     files.copy_into(memory, tensors)
     assert bytes(files.memory_of(memory)) == b"".join(map(_bits, tensors.values()))
     direct = _write(tmp_path / "direct", tensors)
-    staged = files.write_file(
-        tmp_path / "staged", [files.header_of(tensors), files.memory_of(memory)]
-    )
+    staged = files.write_file(tmp_path / "staged", [files.header_of(tensors), files.memory_of(memory)])
     assert staged.checksums == direct.checksums
 
 
@@ -120,10 +116,7 @@ def test_any_other_length_is_found(tmp_path: Path) -> None:
         expected = f"f is truncated: {len(data)} bytes expected, {length} found"
         assert files.find_damage(path, entry, ()) == expected
     path.write_bytes(data + b"x")
-    assert (
-        files.find_damage(path, entry, ())
-        == f"f is too long: {len(data)} bytes expected, {len(data) + 1} found"
-    )
+    assert files.find_damage(path, entry, ()) == f"f is too long: {len(data)} bytes expected, {len(data) + 1} found"
     path.unlink()
     assert files.find_damage(path, entry, ()) == "f is missing"
 
@@ -132,10 +125,7 @@ def test_any_other_length_is_found(tmp_path: Path) -> None:
 def test_pieces_are_cut_where_the_reader_cuts_them(tmp_path: Path) -> None:
     data = bytes(range(256)) * 3
     parts = [data[:1], data[1:100], b"", data[100:640], data[640:]]
-    assert (
-        files.write_file(tmp_path / "a", parts).checksums
-        == files.write_file(tmp_path / "b", [data]).checksums
-    )
+    assert files.write_file(tmp_path / "a", parts).checksums == files.write_file(tmp_path / "b", [data]).checksums
     assert (tmp_path / "a").read_bytes() == data
     whole = files.write_file(tmp_path / "c", [data[: 2 * PIECE_BYTES]])
     assert len(whole.checksums) == 2
@@ -156,8 +146,4 @@ def test_a_file_and_a_manifest_that_disagree_are_an_error(tmp_path: Path) -> Non
         with pytest.raises(CheckpointError, match="say different things about a"):
             dict(files.read_tensors(tmp_path, {"a": entry}))
     with pytest.raises(CheckpointError, match="cannot be read"):
-        dict(
-            files.read_tensors(
-                tmp_path, {"b": TensorEntry(file="f", dtype="float32", shape=(2, 3))}
-            )
-        )
+        dict(files.read_tensors(tmp_path, {"b": TensorEntry(file="f", dtype="float32", shape=(2, 3))}))

@@ -23,11 +23,7 @@ def _manifest(file: str = "part-00000.safetensors") -> Manifest:
         world_size=2,
         files={file: FileEntry(name=file, size_bytes=size, checksums=("0123abcd", "89abcdef"))},
         tensors={"model.weight": TensorEntry(file=file, dtype="float32", shape=(3, 0))},
-        objects={
-            "model": ObjectEntry(
-                kind="torch.nn.Linear", state={"dict": {"weight": {"tensor": "model.weight"}}}
-            )
-        },
+        objects={"model": ObjectEntry(kind="torch.nn.Linear", state={"dict": {"weight": {"tensor": "model.weight"}}})},
     )
 
 
@@ -68,18 +64,14 @@ def test_no_shorter_or_longer_file_is_believed() -> None:
         manifest.decode(data + b"\n")
 
 
-@pytest.mark.parametrize(
-    "name", ["../x", "/etc/passwd", "a/b", "..", ".hidden", "", "a\0b", "a\\b", "x\n"]
-)
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".hidden", "", "a\0b", "a\\b", "x\n"])
 def test_a_file_outside_the_checkpoint_is_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match="outside the checkpoint"):
         manifest.decode(manifest.encode(_manifest(name)))
 
 
 def test_another_format_version_says_who_can_read_it() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"(?s)format version 99.*install the rankwise.*1\.2\.3"
-    ):
+    with pytest.raises(CheckpointError, match=r"(?s)format version 99.*install the rankwise.*1\.2\.3"):
         manifest.decode(_signed({**_sections(), "format_version": 99}))
 
 
@@ -109,16 +101,12 @@ def test_the_writing_is_shared_evenly(world_size: int) -> None:
     sizes = {f"t{i}": big + 1000 * i for i in range(40)}
     rank_of = manifest.assign(sizes, world_size)
     assert manifest.assign(dict(reversed(sizes.items())), world_size) == rank_of
-    loads = [
-        sum(sizes[name] for name in sizes if rank_of[name] == rank) for rank in range(world_size)
-    ]
+    loads = [sum(sizes[name] for name in sizes if rank_of[name] == rank) for rank in range(world_size)]
     assert max(loads) - min(loads) <= max(sizes.values())
 
 
 def test_small_tensors_stay_together_on_rank_zero() -> None:
-    sizes = {f"t{i}": manifest.SMALL_TENSOR_BYTES - 1 for i in range(9)} | {
-        "big": manifest.SMALL_TENSOR_BYTES * 99
-    }
+    sizes = {f"t{i}": manifest.SMALL_TENSOR_BYTES - 1 for i in range(9)} | {"big": manifest.SMALL_TENSOR_BYTES * 99}
     rank_of = manifest.assign(sizes, 3)
     assert {rank for name, rank in rank_of.items() if name != "big"} == {0}
     assert rank_of["big"] != 0
@@ -128,9 +116,7 @@ def test_small_tensors_stay_together_on_rank_zero() -> None:
 def test_every_piece_is_checked_by_one_rank(world_size: int) -> None:
     counts = {"a": 3, "b": 0, "c": 7, "d": 1, "e": 1, "f": 1}
     files = {
-        name: FileEntry(
-            name=name, size_bytes=count * manifest.PIECE_BYTES, checksums=("0" * 8,) * count
-        )
+        name: FileEntry(name=name, size_bytes=count * manifest.PIECE_BYTES, checksums=("0" * 8,) * count)
         for name, count in counts.items()
     }
     shares = [manifest.pieces_to_check(files, rank, world_size) for rank in range(world_size)]

@@ -18,13 +18,13 @@ from rankwise.checkpoint import state
 from rankwise.errors import CheckpointError
 
 
-def _there_and_back(tree: object) -> Any:  # noqa: ANN401 - any tree
+def _there_and_back(tree: object) -> Any:
     skeletons, tensors = state.flatten({"x": tree})
     text = json.dumps(skeletons["x"], allow_nan=False)
     return state.unflatten(json.loads(text), tensors.__getitem__)
 
 
-def _same(a: Any, b: Any) -> bool:  # noqa: ANN401 - any tree
+def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -100,7 +100,7 @@ def test_every_kind_of_leaf_comes_back(leaf: object) -> None:
     assert _same(_there_and_back(leaf), leaf)
 
 
-def _random_tree(rng: random.Random, depth: int) -> Any:  # noqa: ANN401 - any tree
+def _random_tree(rng: random.Random, depth: int) -> Any:
     if depth == 0 or rng.random() < 0.3:
         return rng.choice(LEAVES)
     items = [_random_tree(rng, depth - 1) for _ in range(rng.randrange(4))]
@@ -126,17 +126,13 @@ def test_true_and_one_stay_apart_as_keys() -> None:
 
 
 def test_tensors_are_named_by_their_path_and_never_twice() -> None:
-    _, tensors = state.flatten(
-        {"m": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, 3: [torch.ones(2)]}}
-    )
+    _, tensors = state.flatten({"m": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, 3: [torch.ones(2)]}})
     assert list(tensors) == ["m.a.b", "m.a.b'", "m[3][0]"]
 
 
 def test_tied_tensors_are_kept_once_and_tied_again() -> None:
     weight = torch.randn(3, 2)
-    skeletons, tensors = state.flatten(
-        {"x": {"a": weight, "b": weight, "t": weight.t(), "part": weight[:1]}}
-    )
+    skeletons, tensors = state.flatten({"x": {"a": weight, "b": weight, "t": weight.t(), "part": weight[:1]}})
     assert set(tensors) == {"x.a", "x.t", "x.part"}
     back = state.unflatten(skeletons["x"], tensors.__getitem__)
     assert back["a"] is back["b"]
@@ -156,7 +152,7 @@ def test_the_versions_a_module_keeps_beside_its_state_come_back() -> None:
 
 class _Wrapper(torch.Tensor):
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError
 
 
@@ -200,10 +196,8 @@ def test_a_tree_within_itself_is_an_error() -> None:
         state.flatten({"x": tree})
 
 
-@pytest.mark.parametrize(
-    "skeleton", [{"pickle": "x"}, {}, {"float": "1.0"}, {"numpy": "object", "value": 1}]
-)
-def test_an_unknown_skeleton_is_an_error(skeleton: Any) -> None:  # noqa: ANN401 - broken on purpose
+@pytest.mark.parametrize("skeleton", [{"pickle": "x"}, {}, {"float": "1.0"}, {"numpy": "object", "value": 1}])
+def test_an_unknown_skeleton_is_an_error(skeleton: Any) -> None:
     with pytest.raises(CheckpointError, match="does not know"):
         state.unflatten(skeleton, {}.__getitem__)
 

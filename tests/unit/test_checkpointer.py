@@ -35,9 +35,7 @@ def _world() -> Iterator[None]:
 
 
 def _model(width: int = 4) -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 2)
-    )
+    return torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 2))
 
 
 def _trained(width: int = 4) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -81,17 +79,11 @@ def test_everything_comes_back(tmp_path: Path, asynchronous: bool) -> None:
     model, optimizer = _trained()
     with Checkpointer(tmp_path / "deep" / "run", asynchronous=asynchronous) as checkpoints:
         assert checkpoints.restore(model=model) is None
-        path = checkpoints.save(
-            model=model, optimizer=optimizer, loader=Counting(7), extra={"best": 0.1}
-        )
+        path = checkpoints.save(model=model, optimizer=optimizer, loader=Counting(7), extra={"best": 0.1})
     other, other_optimizer = _trained()
     loader, extra = Counting(), {"best": 1.0, "new": 2}
-    restored = checkpoints.restore(
-        model=other, optimizer=other_optimizer, loader=loader, extra=extra
-    )
-    assert (
-        restored == path == tmp_path / "deep" / "run" / "checkpoint-000001" == checkpoints.latest()
-    )
+    restored = checkpoints.restore(model=other, optimizer=other_optimizer, loader=loader, extra=extra)
+    assert restored == path == tmp_path / "deep" / "run" / "checkpoint-000001" == checkpoints.latest()
     assert _equal(other.state_dict(), model.state_dict())
     assert _equal(other_optimizer.state_dict(), optimizer.state_dict())
     assert loader.at == 7
@@ -137,13 +129,7 @@ def test_torch_s_schedulers_and_scalers_come_back(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for scheduler in list(saved.values())[:-1]:
-            scheduler.step(
-                *(
-                    [1.0]
-                    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-                    else []
-                )
-            )
+            scheduler.step(*([1.0] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else []))
     save(tmp_path / "c", **saved)
     fresh = _schedulers(_trained()[1])
     load(tmp_path / "c", **fresh)
@@ -247,9 +233,7 @@ def test_another_optimizer_s_checkpoint_is_refused(tmp_path: Path) -> None:
     model, optimizer = _trained()
     path = save(tmp_path / "c", optimizer=optimizer)
     parameters = list(model.parameters())
-    with pytest.raises(
-        CheckpointError, match=r"(?s)differs first at optimizer.*checkpoint: dict.*here: list"
-    ):
+    with pytest.raises(CheckpointError, match=r"(?s)differs first at optimizer.*checkpoint: dict.*here: list"):
         load(path, optimizer=[])
     for other, message in (
         (torch.optim.SGD(parameters, lr=0.1), "class of optimizer"),
@@ -296,9 +280,7 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
         checkpoints.restore()
     with pytest.raises(ConfigurationError, match="cannot be restored in place"):
         checkpoints.restore(number=3)
-    with pytest.raises(
-        CheckpointError, match=r"extra\.when\[0\] cannot be saved: it is a builtins.set"
-    ):
+    with pytest.raises(CheckpointError, match=r"extra\.when\[0\] cannot be saved: it is a builtins.set"):
         checkpoints.save(extra={"when": [{1}]})
     assert _names(tmp_path) == []
 
@@ -308,9 +290,7 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (None, [1, 2, 3, 4, 5])])
-def test_the_newest_are_kept(
-    tmp_path: Path, keep: int | None, left: list[int], asynchronous: bool
-) -> None:
+def test_the_newest_are_kept(tmp_path: Path, keep: int | None, left: list[int], asynchronous: bool) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with Checkpointer(tmp_path, keep=keep, asynchronous=asynchronous) as checkpoints:
         for _ in range(5):
@@ -344,9 +324,7 @@ def test_numbers_may_be_steps_and_one_may_be_saved_again(tmp_path: Path) -> None
     assert len(_names(tmp_path)) == 3
 
 
-def test_a_number_below_the_newest_is_kept_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_number_below_the_newest_is_kept_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = Checkpointer(tmp_path, keep=1)
     checkpoints.save(step=9, extra={})
     checkpoints.save(step=3, extra={})
@@ -368,9 +346,7 @@ def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["empty", "file", "thesis"]
 
 
-def test_leftovers_of_dead_saves_are_said_then_removed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_leftovers_of_dead_saves_are_said_then_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(n={})
     left = [f".checkpoint-000002.staging-{'a' * 16}", f".checkpoint-000001.removed-{'0' * 16}"]
@@ -406,9 +382,7 @@ def _two(tmp_path: Path) -> tuple[Checkpointer, Path]:
     return checkpoints, checkpoints.save(extra={"n": 2, "t": torch.ones(40)})
 
 
-def _expect_passed_over(
-    checkpoints: Checkpointer, path: Path, caplog: pytest.LogCaptureFixture
-) -> str:
+def _expect_passed_over(checkpoints: Checkpointer, path: Path, caplog: pytest.LogCaptureFixture) -> str:
     caplog.clear()
     extra: dict[str, Any] = {}
     assert checkpoints.restore(extra=extra) == path.with_name("checkpoint-000001")
@@ -420,9 +394,7 @@ def _expect_passed_over(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "part-00000.safetensors"])
-def test_a_flipped_bit_anywhere_is_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_a_flipped_bit_anywhere_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     checkpoints, path = _two(tmp_path)
     data = (path / name).read_bytes()
     for place in [*range(0, len(data), 23), len(data) - 1]:
@@ -435,9 +407,7 @@ def test_a_flipped_bit_anywhere_is_passed_over(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "part-00000.safetensors"])
-def test_a_truncated_file_is_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_a_truncated_file_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     checkpoints, path = _two(tmp_path)
     data = (path / name).read_bytes()
     for length in (0, 1, 8, 60, len(data) // 2, len(data) - 1):
@@ -450,9 +420,7 @@ def test_a_truncated_file_is_passed_over(
     assert f"{name} is missing" in _expect_passed_over(checkpoints, path, caplog)
 
 
-def test_with_nothing_good_left_it_starts_fresh_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_with_nothing_good_left_it_starts_fresh_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints, path = _two(tmp_path)
     for each in tmp_path.iterdir():
         (each / "manifest.json").unlink()
@@ -469,9 +437,7 @@ def test_with_nothing_good_left_it_starts_fresh_and_says_so(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(
-    tmp_path: Path, asynchronous: bool
-) -> None:
+def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
     checkpoints = Checkpointer(tmp_path, asynchronous=asynchronous)
     checkpoints.save(extra={"t": torch.ones(10)})
     checkpoints.wait()
@@ -479,7 +445,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(
     # To the writing process the limit is a disk that takes so much and no more.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"could not be saved: File too large") as caught:
+        with pytest.raises(CheckpointError, match=r"could not be saved: File too large") as caught:  # noqa: PT012 - the error comes with either
             checkpoints.save(extra={"t": torch.ones(100_000)})
             checkpoints.wait()
     finally:
@@ -499,8 +465,7 @@ def _mount(path: Path, options: str) -> bool:
     path.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", options, "rankwise-test", str(path)]
     return (
-        shutil.which("mount") is not None
-        and subprocess.run(command, capture_output=True, check=False).returncode == 0
+        shutil.which("mount") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
     )
 
 
@@ -524,9 +489,7 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint_and_takes_smaller_ones(
     checkpoints = Checkpointer(small_disk)
     checkpoints.save(extra={"n": 1, "t": torch.ones(1000)})
     for size in (2**18 - 60, 2**18, 2**20):
-        with pytest.raises(
-            CheckpointError, match=r"No space left on device|File too large"
-        ) as caught:
+        with pytest.raises(CheckpointError, match=r"No space left on device|File too large") as caught:
             checkpoints.save(extra={"n": 2, "t": torch.ones(size)})
         assert "free " in str(caught.value)
         assert _names(small_disk) == ["checkpoint-000001"]
@@ -546,9 +509,7 @@ def test_a_disk_that_turns_read_only_keeps_the_last_checkpoint(tmp_path: Path) -
     else:
         disk.chmod(0o555)
     try:
-        with pytest.raises(
-            CheckpointError, match=r"Read-only file system|Permission denied"
-        ) as caught:
+        with pytest.raises(CheckpointError, match=r"Read-only file system|Permission denied") as caught:
             checkpoints.save(extra={"n": 2})
         assert "name a folder that this user can write to" in str(caught.value)
         extra: dict[str, Any] = {}
@@ -567,9 +528,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         Checkpointer("/proc/rankwise").save(n=1)
 
 
-def test_a_failing_rename_brings_the_old_checkpoint_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_rename_brings_the_old_checkpoint_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "c", n=1)
     rename = Path.rename
 
@@ -596,7 +555,7 @@ class Gate:
         self.reached = threading.Event()
         write = saving.STAGES["writing the tensors of"]
 
-        def gated(job: saving.Job) -> Any:  # noqa: ANN401 - what the stage returns
+        def gated(job: saving.Job) -> Any:
             self.reached.set()
             self.opened.wait()
             return write(job)
@@ -604,9 +563,7 @@ class Gate:
         monkeypatch.setitem(saving.STAGES, "writing the tensors of", gated)
 
 
-def test_objects_may_change_once_save_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_may_change_once_save_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     checkpoints = Checkpointer(tmp_path, asynchronous=True)
     tensor, extra = torch.ones(1000), {"n": [1]}
@@ -667,9 +624,7 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(
     assert _names(tmp_path) == ["checkpoint-000001"]
 
 
-def test_leaving_the_world_completes_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaving_the_world_completes_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     Checkpointer(tmp_path, asynchronous=True).save(n={"a": torch.ones(1000)})
     assert gate.reached.wait(30)

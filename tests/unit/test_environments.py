@@ -224,7 +224,9 @@ def test_own_variables_round_trip_for_every_world(
     "around", [TORCHRUN, OPENMPI, HYDRA, SLURM, {"RANK": "x", "PMI_RANK": "-1"}]
 )
 def test_rankwise_owns_its_processes_whatever_surrounds_them(around: dict[str, str]) -> None:
-    assert facts(read({**around, **OWN})) == (1, 4, 1, 2, 0, 2)
+    reading = read({**around, **OWN})
+    assert facts(reading) == (1, 4, 1, 2, 0, 2)
+    assert (reading.source, reading.attempt) == ("rankwise", "2")
 
 
 @pytest.mark.parametrize("around", [OPENMPI, HYDRA, SLURM, {"OMPI_COMM_WORLD_SIZE": "9"}])
@@ -368,6 +370,26 @@ def test_readings_that_agree_complete_one_another() -> None:
     reading = read({**by_hand, **SLURM})
     assert facts(reading) == (2, 4, 0, 2, 1, 2)
     assert (reading.source, reading.address) == ("env", ("gpu07", slurm.step_port(12, 3)))
+
+
+@pytest.mark.parametrize("launcher", [OPENMPI, HYDRA])
+def test_mpi_in_an_allocation_is_not_slurm_whatever_its_daemons_step_says(
+    launcher: dict[str, str],
+) -> None:
+    reading = read({**launcher, **SLURM}, launcher_process="77-8")
+    assert facts(reading) == (1, 4, 1, 4, 0, 1)
+    assert "variables of Slurm are there too" in reading.reason
+
+
+def test_the_store_is_served_where_torchrun_says_so() -> None:
+    assert read({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}).store_is_served
+    assert not read({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}).store_is_served
+
+
+def test_a_rank_exported_for_one_process_is_no_contradiction() -> None:
+    assert read({**SLURM, "RANK": "2"}).source == "slurm"
+    with pytest.raises(ConfigurationError, match="WORLD_SIZE is not set"):
+        read({**SLURM, "RANK": "0"})
 
 
 def test_a_world_size_exported_for_a_whole_job_is_no_contradiction() -> None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from rankwise.errors import PeerFailed
-from rankwise.launch import failure
+from rankwise.launch import failure, worker
 from rankwise.launch.failure import FailedAttempt
 from rankwise.launch.worker import threads_per_rank
 
@@ -109,3 +110,11 @@ def test_the_cores_are_shared(
 def test_the_users_threads_win(monkeypatch: pytest.MonkeyPatch, chosen: str, expected: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(6)))
     assert threads_per_rank(1, chosen) == expected
+
+
+def test_numpy_draws_anew_in_a_rank() -> None:
+    """Where something has imported numpy.random before the fork."""
+    np.random.seed(0)  # noqa: NPY002 - the state that all of a program shares
+    before = np.random.get_state()[1].tolist()  # noqa: NPY002
+    worker._reseed_numpy()
+    assert np.random.get_state()[1].tolist() != before  # noqa: NPY002

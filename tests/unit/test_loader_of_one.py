@@ -8,12 +8,20 @@ import os
 import random
 import signal
 import warnings
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, random_split
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+    random_split,
+)
 
 from rankwise import session
 from rankwise.data.loader import DataLoader
@@ -22,7 +30,8 @@ from rankwise.session import Session
 from rankwise.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
 ALONE = World(
     rank=0,
@@ -36,6 +45,10 @@ ALONE = World(
     hostname="here",
     source="nobody",
 )
+
+
+def joined(parts: Iterable[list[Any]]) -> list[Any]:
+    return [item for part in parts for item in part]
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +109,10 @@ def test_columns_and_samples_give_the_same_batches() -> None:
         def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
             return super().__getitem__(index)
 
-    for dataset, own in ((data, Own(*data.tensors)), (Subset(data, [3, 1, 7, 5]), Subset(Own(*data.tensors), [3, 1, 7, 5]))):
+    for dataset, own in (
+        (data, Own(*data.tensors)),
+        (Subset(data, [3, 1, 7, 5]), Subset(Own(*data.tensors), [3, 1, 7, 5])),
+    ):
         for fast, slow in zip(
             DataLoader(dataset, global_batch_size=3, shuffle=True),
             DataLoader(own, global_batch_size=3, shuffle=True),
@@ -117,8 +133,8 @@ def test_subsets_of_subsets_of_columns() -> None:
 def test_batches_are_no_views_of_the_dataset() -> None:
     data, array = torch.zeros(8), np.zeros(8)
     for x, y in DataLoader((data, array), global_batch_size=4):
-        x += 1
-        y += 1
+        x.add_(1)
+        y.add_(1)
     assert data.sum() == array.sum() == 0
 
 
@@ -171,13 +187,15 @@ def test_epochs_differ_and_repeat_with_the_seed() -> None:
         return found
 
     first = epochs(0)
-    assert all(sorted(sum(epoch, [])) == list(range(20)) for epoch in first)
+    assert all(sorted(joined(epoch)) == list(range(20)) for epoch in first)
     assert len({json.dumps(epoch) for epoch in first}) == 3
     assert epochs(0) == first
     assert epochs(1) != first
 
 
-@pytest.mark.parametrize("data", [torch.arange(20), list(range(20)), Counting(20)], ids=["columns", "samples", "stream"])
+@pytest.mark.parametrize(
+    "data", [torch.arange(20), list(range(20)), Counting(20)], ids=["columns", "samples", "stream"]
+)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("remainder", ["keep", "drop"])
 def test_resume_after_every_batch(data: Any, num_workers: int, remainder: str) -> None:
@@ -201,12 +219,20 @@ def test_resume_after_every_batch(data: Any, num_workers: int, remainder: str) -
 
 def test_resume_with_another_batch_size() -> None:
     before = DataLoader(torch.arange(20), global_batch_size=6, shuffle=True)
-    order = sum(flat(DataLoader(torch.arange(20), global_batch_size=20, shuffle=True)), [])
+    order = joined(flat(DataLoader(torch.arange(20), global_batch_size=20, shuffle=True)))
     next(running := iter(before))
     next(running)
     after = DataLoader(torch.arange(20), global_batch_size=5, shuffle=True)
     after.load_state_dict(before.state_dict())
     assert flat(after) == [order[12:17], order[17:]]
+
+
+def test_resume_where_less_than_a_whole_batch_is_left_to_drop() -> None:
+    state = DataLoader(torch.arange(20), global_batch_size=6).state_dict() | {"position": 18}
+    loader = DataLoader(torch.arange(20), global_batch_size=6, remainder="drop")
+    loader.load_state_dict(state)
+    assert loader.epoch == 1
+    assert len(list(loader)) == 3
 
 
 def test_leaving_early_ends_the_epoch_and_a_look_does_not() -> None:
@@ -232,7 +258,7 @@ class Noisy(Dataset[tuple[float, ...]]):
         return 12
 
     def __getitem__(self, index: int) -> tuple[float, ...]:
-        return index, random.random(), np.random.rand(), float(torch.rand(()))  # noqa: NPY002
+        return index, random.random(), np.random.rand(), float(torch.rand(()))  # noqa: NPY002, S311
 
 
 def augmented(loader: DataLoader) -> dict[int, tuple[float, ...]]:
@@ -262,7 +288,7 @@ def test_reading_leaves_the_training_loops_generators_alone(data: Any, num_worke
         for _ in range(3):
             if read:
                 next(batches)
-            found += [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
+            found += [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002, S311
         return found
 
     assert draws(read=True) == draws(read=False)
@@ -278,15 +304,38 @@ def test_a_stream_that_shuffles_draws_the_same_order_again() -> None:
     loader = DataLoader(Shuffled(), global_batch_size=7)
     first, second = flat(loader), flat(loader)
     assert first != second
-    assert sorted(sum(second, [])) == list(range(20))
+    assert sorted(joined(second)) == list(range(20))
     other = DataLoader(Shuffled(), global_batch_size=7, num_workers=2, persistent_workers=True)
     assert [flat(other), flat(other)] == [first, second]
 
 
+class DividesItself(Counting):
+    """What torch's documentation has iterable datasets do under workers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info()
+        if worker is None:
+            return super().__iter__()
+        return islice(super().__iter__(), worker.id, None, worker.num_workers)
+
+
+def test_a_stream_that_divides_itself_by_worker_is_read_once() -> None:
+    options = {"global_batch_size": 3, "num_workers": 2, "persistent_workers": True}
+    loader = DataLoader(DividesItself(8), **options)
+    for _ in range(2):
+        assert flat(loader) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
 def test_streams() -> None:
     assert flat(DataLoader(Counting(8), global_batch_size=3)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
-    assert flat(DataLoader(Counting(8), global_batch_size=3, remainder="drop")) == [[0, 1, 2], [3, 4, 5]]
-    assert flat(DataLoader(Counting(6), global_batch_size=3, remainder="drop", num_workers=2)) == [[0, 1, 2], [3, 4, 5]]
+    assert flat(DataLoader(Counting(8), global_batch_size=3, remainder="drop")) == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]
+    assert flat(DataLoader(Counting(6), global_batch_size=3, remainder="drop", num_workers=2)) == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]
     with pytest.raises(TypeError):
         len(DataLoader(Counting(), global_batch_size=3))
     with pytest.raises(ConfigurationError, match="shuffle"):
@@ -328,7 +377,27 @@ def test_an_error_in_the_dataset_names_sample_and_rank(num_workers: int) -> None
         list(DataLoader(Squares(), global_batch_size=4, num_workers=num_workers, collate_fn=lambda _: 1 // 0))
 
 
-class Unpicklable(Exception):  # noqa: N818
+class BrokenOnce(Squares):
+    mended: Path
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 13 and not self.mended.exists():
+            self.mended.touch()
+            raise KeyError(index)
+        return super().__getitem__(index)
+
+
+def test_persistent_workers_start_anew_after_an_error(tmp_path: Path) -> None:
+    data = BrokenOnce()
+    data.mended = tmp_path / "mended"
+    loader = DataLoader(data, global_batch_size=4, num_workers=1, persistent_workers=True)
+    with pytest.raises(DatasetError):
+        list(loader)
+    assert len(list(loader)) == 5
+    assert len(list(loader)) == 5
+
+
+class Unpicklable(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__("only one")
 

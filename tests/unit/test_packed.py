@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import tempfile
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,16 @@ def test_memory_used_twice_is_stored_once() -> None:
 
 def test_views_of_different_parts_are_told_apart() -> None:
     array = np.arange(10)
-    halves = there_and_back([array[:5], array[5:], array[::2], array.reshape(2, 5), array.view("u8"), array.view("M8[s]")])
+    halves = there_and_back(
+        [
+            array[:5],
+            array[5:],
+            array[::2],
+            array.reshape(2, 5),
+            array.view("u8"),
+            array.view("M8[s]"),
+        ]
+    )
     assert halves[0].tolist() == [0, 1, 2, 3, 4]
     assert halves[1].tolist() == [5, 6, 7, 8, 9]
     assert halves[2].tolist() == [0, 2, 4, 6, 8]
@@ -145,10 +154,9 @@ def test_blocks_are_aligned() -> None:
 
 
 def test_the_file_may_be_closed_and_gone() -> None:
-    descriptor, path = tempfile.mkstemp()
-    with open(descriptor, "w+b") as file:
-        place = pack(torch.arange(10), file)
+    with tempfile.NamedTemporaryFile() as file:
+        place = pack(torch.arange(10), file)  # type: ignore[arg-type] # a file like any other
         file.flush()
         back = unpack(file.fileno(), place)
-    os.unlink(path)
+    assert not Path(file.name).exists()
     assert back.tolist() == list(range(10))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keyed permutation: a bijection for every length, different for every seed and epoch, well mixed."""
+"""The keyed permutation: a bijection for every length, another for every key, well mixed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_is_a_bijection_for_any_key(n: int, seed: int, epoch: int) -> None:
 
 
 @given(n=st.integers(1, MAX_LENGTH), seed=st.integers(), data=st.data())
-def test_stays_within_any_length_and_separates_positions(n: int, seed: int, data: st.DataObject) -> None:
+def test_stays_within_any_length_and_separates_positions(
+    n: int, seed: int, data: st.DataObject
+) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20, unique=True))
     samples = Permutation(n, seed)(np.array(positions)).tolist()
     assert len(set(samples)) == len(positions)
@@ -39,7 +41,7 @@ def test_stays_within_any_length_and_separates_positions(n: int, seed: int, data
 
 
 def test_is_the_same_order_for_ever() -> None:
-    """Checkpoints hold positions: were the order to change, resumed epochs would repeat and miss samples."""
+    """Checkpoints hold positions: in another order a resumed epoch would repeat samples."""
     assert order(10, seed=1, epoch=2) == [8, 5, 1, 7, 3, 0, 2, 4, 6, 9]
     large = Permutation(10**8, seed=5, epoch=1)(np.array([0, 1, 7 * 10**7, 10**8 - 1]))
     assert large.tolist() == [47763489, 19510243, 17649820, 50293904]
@@ -54,7 +56,9 @@ def test_seed_and_epoch_and_sign_change_the_order() -> None:
 def test_positions_may_be_asked_for_singly_and_in_any_shape() -> None:
     permutation = Permutation(1000, 7)
     whole = permutation(np.arange(1000))
-    assert [int(permutation(np.array([place]))[0]) for place in (999, 0, 500)] == whole[[999, 0, 500]].tolist()
+    assert [int(permutation(np.array([place]))[0]) for place in (999, 0, 500)] == whole[
+        [999, 0, 500]
+    ].tolist()
     assert permutation(np.arange(12).reshape(3, 4)).tolist() == whole[:12].reshape(3, 4).tolist()
     assert permutation(np.arange(1000)[::-7]).tolist() == whole[::-7].tolist()
     assert permutation(np.array([], dtype=np.int64)).tolist() == []
@@ -79,9 +83,9 @@ def test_refuses_a_length_without_an_order(n: int) -> None:
         Permutation(n)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@pytest.mark.parametrize("n", [2, 3, 4])
 def test_every_order_of_a_few_is_equally_likely(n: int) -> None:
-    draws = 200 * math.factorial(n)
+    draws = 300 * math.factorial(n)
     counts = Counter(tuple(order(n, seed)) for seed in range(draws))
     expected = draws / math.factorial(n)
     observed = [counts[each] for each in itertools.permutations(range(n))]

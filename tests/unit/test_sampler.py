@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,8 +16,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from rankwise.data.sampler import ShardedSampler
 from rankwise.errors import ConfigurationError, DatasetError, NotJoined
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 LENGTHS = st.integers(1, 120)
 RANKS = st.integers(1, 8)
+
+
+def joined(parts: Iterable[list[Any]]) -> list[Any]:
+    return [item for part in parts for item in part]
 
 
 def samplers(length: int, world_size: int, **options: object) -> list[ShardedSampler]:
@@ -24,17 +32,23 @@ def samplers(length: int, world_size: int, **options: object) -> list[ShardedSam
 
 
 def global_batches(ranks: list[ShardedSampler]) -> list[list[int]]:
-    """Iterate one epoch on all ranks and return the global batches, each rank's part after the other's."""
-    return [sum(parts, []) for parts in zip(*ranks, strict=True)]
+    """Iterate one epoch on all ranks and return the global batches, part after part."""
+    return [joined(parts) for parts in zip(*ranks, strict=True)]
 
 
-@given(length=LENGTHS, world_size=RANKS, size=st.integers(1, 30), shuffle=st.booleans(), seed=st.integers())
+@given(
+    length=LENGTHS,
+    world_size=RANKS,
+    size=st.integers(1, 30),
+    shuffle=st.booleans(),
+    seed=st.integers(),
+)
 def test_every_sample_exactly_once_each_epoch(
     length: int, world_size: int, size: int, shuffle: bool, seed: int
 ) -> None:
     ranks = samplers(length, world_size, global_batch_size=max(size, world_size), shuffle=shuffle, seed=seed)
     for _ in range(2):
-        assert sorted(sum(global_batches(ranks), [])) == list(range(length))
+        assert sorted(joined(global_batches(ranks))) == list(range(length))
 
 
 @given(length=LENGTHS, world_size=RANKS, local=st.integers(1, 10))
@@ -45,10 +59,13 @@ def test_local_batch_size_is_what_each_rank_gets(length: int, world_size: int, l
     assert all(len(batch) == local for rank in batches for batch in rank[:-1])
 
 
-@given(length=LENGTHS, size=st.integers(8, 40), remainder=st.sampled_from(["keep", "drop"]), world_size=RANKS)
-def test_batches_do_not_depend_on_the_number_of_ranks(
-    length: int, size: int, remainder: str, world_size: int
-) -> None:
+@given(
+    length=LENGTHS,
+    size=st.integers(8, 40),
+    remainder=st.sampled_from(["keep", "drop"]),
+    world_size=RANKS,
+)
+def test_batches_do_not_depend_on_the_number_of_ranks(length: int, size: int, remainder: str, world_size: int) -> None:
     length = max(length, size)
     alone, many = (samplers(length, n, global_batch_size=size, remainder=remainder) for n in (1, world_size))
     for _ in range(2):
@@ -79,10 +96,10 @@ def test_resume_yields_exactly_what_is_left(
     if taken == len(ranks[0]):
         assert [rank.epoch for rank in resumed] == [1] * len(resumed)
     else:
-        rest = sum(global_batches(resumed), [])
+        rest = joined(global_batches(resumed))
         assert sorted(seen + rest) == list(range(length))
         whole = samplers(length, 1, global_batch_size=8, seed=4)
-        assert seen + rest == sum(global_batches(whole), [])
+        assert seen + rest == joined(global_batches(whole))
     fresh = samplers(length, 1, global_batch_size=after[1], seed=4)
     global_batches(fresh)
     assert global_batches(resumed) == global_batches(fresh)
@@ -133,6 +150,24 @@ def test_under_torch_loader_with_and_without_workers() -> None:
         assert [batch.tolist() for (batch,) in with_workers] == expected
 
 
+def test_the_state_after_the_last_batch_is_the_next_epochs_begin() -> None:
+    sampler = ShardedSampler(25, global_batch_size=10, rank=0, world_size=1)
+    places = [(0, 10), (0, 20), (1, 0)]
+    for place, _ in zip(places, sampler, strict=False):
+        state = sampler.state_dict()
+        assert (state["epoch"], state["position"]) == place
+
+
+def test_an_iteration_that_another_has_followed_counts_no_more() -> None:
+    sampler = ShardedSampler(40, global_batch_size=10, rank=0, world_size=1)
+    old = iter(sampler)
+    next(old)
+    new = iter(sampler)
+    next(new)
+    assert len(list(old)) == 3
+    assert (sampler.epoch, sampler.state_dict()["position"]) == (0, 10)
+
+
 def test_state_counts_the_loop_where_a_loader_reads_ahead() -> None:
     sampler = ShardedSampler(100, global_batch_size=10, rank=0, world_size=1)
     list(sampler)
@@ -156,7 +191,13 @@ def test_state_of_another_dataset_or_order_is_refused() -> None:
         sampler.load_state_dict(state | {"shuffle": False})
     with pytest.raises(ConfigurationError, match="lacks epoch, position"):
         sampler.load_state_dict({"dataset_length": 100, "seed": 1, "shuffle": True})
-    for place in ({"position": 101}, {"position": -1}, {"position": 1.5}, {"epoch": -1}, {"epoch": "1"}):
+    for place in (
+        {"position": 101},
+        {"position": -1},
+        {"position": 1.5},
+        {"epoch": -1},
+        {"epoch": "1"},
+    ):
         with pytest.raises(ConfigurationError, match="no position"):
             sampler.load_state_dict(state | place)
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds of samples: a function of seed, epoch and index only; the process's generators are left alone."""
+"""Seeds of samples: a function of seed, epoch and index; the process's generators are kept."""
 
 from __future__ import annotations
 
 import random
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,14 +21,22 @@ from rankwise.data.seeds import (
 
 
 def draws() -> tuple[float, float, float, float]:
-    return random.random(), random.gauss(0, 1), np.random.randn(), float(torch.rand(()))  # noqa: NPY002
+    return random.random(), random.gauss(0, 1), np.random.randn(), float(torch.rand(()))  # noqa: NPY002, S311
 
 
-@given(seed=st.integers(), epoch=st.integers(0, 10**6), indices=st.lists(st.integers(0, 2**62), min_size=2))
-def test_seed_of_a_sample_does_not_depend_on_its_neighbours(seed: int, epoch: int, indices: list[int]) -> None:
+@given(
+    seed=st.integers(),
+    epoch=st.integers(0, 10**6),
+    indices=st.lists(st.integers(0, 2**62), min_size=2),
+)
+def test_seed_of_a_sample_does_not_depend_on_its_neighbours(
+    seed: int, epoch: int, indices: list[int]
+) -> None:
     together = sample_seeds(seed, epoch, np.array(indices))
     assert together.dtype == np.uint32
-    assert together.tolist() == [int(sample_seeds(seed, epoch, np.array([index]))[0]) for index in indices]
+    assert together.tolist() == [
+        int(sample_seeds(seed, epoch, np.array([index]))[0]) for index in indices
+    ]
 
 
 def test_seeds_differ_by_sample_epoch_and_seed() -> None:
@@ -46,19 +55,21 @@ def test_sets_all_three_generators_and_forgets_half_drawn_pairs() -> None:
     assert not set(draws()) & set(first)
 
 
+def draw_and_fail() -> None:
+    with generators_kept():
+        seed_generators(9)
+        draws()
+        1 / 0  # noqa: B018
+
+
 def test_generators_are_put_back_even_after_an_error() -> None:
     seed_generators(1)
     draws()
     expected = []
     with generators_kept():
         expected = [draws(), draws()]
-    try:
-        with generators_kept():
-            seed_generators(9)
-            draws()
-            raise ValueError
-    except ValueError:
-        pass
+    with pytest.raises(ZeroDivisionError):
+        draw_and_fail()
     assert [draws(), draws()] == expected
 
 

@@ -48,9 +48,7 @@ class Checkpointer:
         checkpoints.save(model=model, optimizer=optimizer, loader=loader)
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, keep: int | None = 3, asynchronous: bool = False
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3, asynchronous: bool = False) -> None:
         """Name the folder; nothing is read or written yet.
 
         Args:
@@ -101,9 +99,7 @@ class Checkpointer:
             PeerFailed: another rank failed in either.
         """
         if step is not None and (type(step) is not int or step < 0):
-            raise ConfigurationError(
-                f"A checkpoint cannot have the number {step!r}.", do="pass step >= 0"
-            )
+            raise ConfigurationError(f"A checkpoint cannot have the number {step!r}.", do="pass step >= 0")
         session = current()
         self.wait()
         ranks = Together(session)
@@ -112,9 +108,7 @@ class Checkpointer:
         if self.asynchronous:
             self._save_in_background(session, content, target, token)
         else:
-            job = make_job(
-                ranks, content, target, token, sweep=None, retire=lambda: self._retire(target)
-            )
+            job = make_job(ranks, content, target, token, sweep=None, retire=lambda: self._retire(target))
             write(ranks, job)
         return target
 
@@ -159,9 +153,7 @@ class Checkpointer:
         Called by: any rank, alone. Checksums are compared by :meth:`restore` only.
         """
         paths = folder.list_numbered(self.directory).values()
-        return next(
-            (path for path in paths if path not in self._damaged and looks_complete(path)), None
-        )
+        return next((path for path in paths if path not in self._damaged and looks_complete(path)), None)
 
     def wait(self) -> None:
         """Return when the save in the background is complete; raise its error on every rank.
@@ -213,9 +205,7 @@ class Checkpointer:
 
     # -- saving in the background ------------------------------------------------------------
 
-    def _save_in_background(
-        self, session: Session, content: Content, target: Path, token: str
-    ) -> None:
+    def _save_in_background(self, session: Session, content: Content, target: Path, token: str) -> None:
         data: list[Callable[[], list[memoryview]]] = []
         own = content.of_rank(session.world.rank)
         # Confirmed, so that a rank without memory for the copy does not keep the others waiting.
@@ -238,9 +228,7 @@ class Checkpointer:
     def _copy(self, own: dict[str, torch.Tensor]) -> Callable[[], list[memoryview]]:
         """Copy tensors and return what gives their bytes, once copies from GPUs have arrived."""
         devices = {tensor.device for tensor in own.values() if tensor.device.type == "cuda"}
-        memory = self._memory.take(
-            sum(tensor.nbytes for tensor in own.values()), pinned=bool(devices)
-        )
+        memory = self._memory.take(sum(tensor.nbytes for tensor in own.values()), pinned=bool(devices))
         files.copy_into(memory, own)
         copied = [torch.cuda.current_stream(device).record_event() for device in devices]
 
@@ -280,14 +268,8 @@ class Checkpointer:
         numbers = list(folder.list_numbered(self.directory))
         highest = max(numbers, default=0)
         number = highest + 1 if step is None else step
-        if (
-            number < highest
-            and self.directory / folder.checkpoint_name(highest) not in self._damaged
-        ):
-            warn(
-                f"checkpoint {number} is saved beside {highest}, "
-                "which restore() will take as the newest"
-            )
+        if number < highest and self.directory / folder.checkpoint_name(highest) not in self._damaged:
+            warn(f"checkpoint {number} is saved beside {highest}, which restore() will take as the newest")
         return self.directory / folder.checkpoint_name(number)
 
     def _look(self) -> tuple[list[str], list[str]]:
@@ -318,9 +300,7 @@ class _Pending:
     def __init__(self, ranks: Ranks, job: Job) -> None:
         self._error: BaseException | None = None
         # Not a daemon: a process that ends without close() still completes its last checkpoint.
-        self._thread = threading.Thread(
-            target=self._run, args=(ranks, job), name="rankwise-checkpoint", daemon=False
-        )
+        self._thread = threading.Thread(target=self._run, args=(ranks, job), name="rankwise-checkpoint", daemon=False)
         self._thread.start()
 
     def _run(self, ranks: Ranks, job: Job) -> None:
@@ -343,9 +323,7 @@ class _Pending:
 
 def _refuse_immutable(objects: dict[str, object]) -> None:
     if not objects:
-        raise ConfigurationError(
-            "There is nothing to restore into.", do="name the objects: restore(model=model)"
-        )
+        raise ConfigurationError("There is nothing to restore into.", do="name the objects: restore(model=model)")
     for name, thing in objects.items():
         stateful = hasattr(thing, "load_state_dict")
         if not (stateful or isinstance(thing, dict | list | torch.Tensor)):

@@ -51,9 +51,7 @@ def first_difference(name: str, thing: object, saved: object, saved_kind: str) -
     if isinstance(inner, torch.optim.Optimizer):
         if saved_kind.rpartition(".")[2] != type(inner).__qualname__:
             return Difference(f"the class of {name}", saved_kind, kind_of(inner))
-        return _compare_groups(name, saved, inner) or _compare(
-            name, saved, inner.state_dict(), strict=False
-        )
+        return _compare_groups(name, saved, inner) or _compare(name, saved, inner.state_dict(), strict=False)
     if callable(getattr(inner, "state_dict", None)):
         return _compare(name, saved, cast("Any", inner).state_dict(), strict=False)
     if isinstance(inner, torch.Tensor):
@@ -67,11 +65,7 @@ def first_difference(name: str, thing: object, saved: object, saved_kind: str) -
 def _compare(path: str, saved: object, here: object, *, strict: bool) -> Difference | None:
     if isinstance(saved, torch.Tensor) and isinstance(here, torch.Tensor):
         lazy = torch.nn.parameter.is_lazy(here)
-        return (
-            None
-            if lazy or _text(saved) == _text(here)
-            else Difference(path, _text(saved), _text(here))
-        )
+        return None if lazy or _text(saved) == _text(here) else Difference(path, _text(saved), _text(here))
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         return _compare_entries(
             path,
@@ -105,9 +99,7 @@ def _compare_entries(
     return None
 
 
-def _compare_groups(
-    name: str, saved: object, optimizer: torch.optim.Optimizer
-) -> Difference | None:
+def _compare_groups(name: str, saved: object, optimizer: torch.optim.Optimizer) -> Difference | None:
     tree = cast("dict[str, Any]", saved) if isinstance(saved, dict) else {}
     groups: list[dict[str, Any]] = tree.get("param_groups", [])
     path = f"{name}.param_groups"
@@ -116,9 +108,7 @@ def _compare_groups(
     for index, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         counts = len(theirs["params"]), len(ours["params"])
         if counts[0] != counts[1]:
-            return Difference(
-                f"{path}[{index}].params", *(f"{count} parameters" for count in counts)
-            )
+            return Difference(f"{path}[{index}].params", *(f"{count} parameters" for count in counts))
     return None
 
 

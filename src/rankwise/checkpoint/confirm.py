@@ -161,8 +161,7 @@ class ThroughStore:
             + (f"{fold_ranks(missing)}." if missing else "nobody now."),
             ranks=missing,
             where=f"reported on {self._session.world}",
-            do="look at the missing rank's output; where its disk is slow, "
-            "join(timeout_seconds=...) is the limit",
+            do="look at the missing rank's output; where its disk is slow, join(timeout_seconds=...) is the limit",
         )
 
     def _peer_failed(self, label: str, rank: int, failure: dict[str, str]) -> PeerFailed:

@@ -53,9 +53,7 @@ class Content:
 
     def leaves(self) -> dict[str, str]:
         """Return what must be the same on every rank, by path; of tensors dtype and shape."""
-        tensors = {
-            name: f"{entry.dtype}{list(entry.shape)}" for name, entry in self.entries().items()
-        }
+        tensors = {name: f"{entry.dtype}{list(entry.shape)}" for name, entry in self.entries().items()}
         found: dict[str, str] = {}
         for name, entry in self.objects.items():
             found.update(state.leaves(entry.state, name, tensors))
@@ -98,8 +96,7 @@ def _read_own(objects: Mapping[str, object], world_size: int) -> Content:
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     return Content(
         objects={
-            name: ObjectEntry(kind=kind_of(objects[name]), state=skeleton)
-            for name, skeleton in skeletons.items()
+            name: ObjectEntry(kind=kind_of(objects[name]), state=skeleton) for name, skeleton in skeletons.items()
         },
         tensors=tensors,
         rank_of=manifest.assign(sizes, world_size),
@@ -126,9 +123,7 @@ def kind_of(thing: object) -> str:
 
 
 def _digest(content: Content) -> str:
-    entries = {
-        name: (entry.dtype, entry.shape, entry.file) for name, entry in content.entries().items()
-    }
+    entries = {name: (entry.dtype, entry.shape, entry.file) for name, entry in content.entries().items()}
     skeletons = {name: entry.state for name, entry in content.objects.items()}
     return hashlib.sha256(json.dumps([entries, skeletons], sort_keys=True).encode()).hexdigest()
 

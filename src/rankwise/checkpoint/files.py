@@ -220,9 +220,7 @@ def _fill(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> N
         buffer = buffer[count:]
 
 
-def read_tensors(
-    folder: Path, entries: Mapping[str, TensorEntry]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(folder: Path, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield named tensors on the CPU, file by file. Their memory is their own.
 
     Raises:
@@ -239,9 +237,7 @@ def read_tensors(
                         # A copy: what safetensors gives is a map of the file, which may be deleted.
                         yield name, _as_entered(name, get_tensor(name).clone(), entry)
         except (safetensors.SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{folder / file} cannot be read: {error}", do="name another checkpoint"
-            ) from error
+            raise CheckpointError(f"{folder / file} cannot be read: {error}", do="name another checkpoint") from error
 
 
 def _as_entered(name: str, tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
@@ -249,8 +245,7 @@ def _as_entered(name: str, tensor: torch.Tensor, entry: TensorEntry) -> torch.Te
     if found != _in_file(entry.dtype, entry.shape):
         raise CheckpointError(
             f"{entry.file} and the manifest say different things about {name}.",
-            evidence=f"manifest: {entry.dtype}{list(entry.shape)}\n"
-            f"file: {found[0]}{list(found[1])}",
+            evidence=f"manifest: {entry.dtype}{list(entry.shape)}\nfile: {found[0]}{list(found[1])}",
             do="name another checkpoint",
         )
     if entry.dtype in _PARTS_OF_COMPLEX:

@@ -55,9 +55,7 @@ def list_numbered(folder: Path) -> dict[int, Path]:
     """Return the checkpoints of a folder by number, newest first; none if it is not there."""
     if not folder.is_dir():
         return {}
-    names = {path.name for path in folder.iterdir()} | {
-        _name_of(path) for path in _hidden(folder, "replaced")
-    }
+    names = {path.name for path in folder.iterdir()} | {_name_of(path) for path in _hidden(folder, "replaced")}
     numbers = {int(match[1]): name for name in names if (match := _NUMBERED.fullmatch(name))}
     return {number: find(folder / numbers[number]) for number in sorted(numbers, reverse=True)}
 

@@ -8,7 +8,6 @@ public; the Checkpointer uses the parts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +22,7 @@ from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
     from rankwise.checkpoint.confirm import Ranks
     from rankwise.checkpoint.manifest import Manifest
@@ -86,9 +86,7 @@ def verify(ranks: Ranks, path: Path) -> tuple[Manifest | None, str | None]:
     reports = ranks.confirm(f"verifying {path}", look)
     damages = {rank: damage for rank, (damage, _) in enumerate(reports) if damage is not None}
     if damages:
-        return None, (
-            fold_values(damages) if len(set(damages.values())) > 1 else min(damages.items())[1]
-        )
+        return None, (fold_values(damages) if len(set(damages.values())) > 1 else min(damages.items())[1])
     if len({digest for _, digest in reports}) > 1:
         return (
             None,
@@ -123,9 +121,7 @@ def looks_complete(path: Path) -> bool:
         saved = manifest.decode(read_manifest_bytes(path))
     except CheckpointError:
         return False
-    return all(
-        files.find_damage(path / name, entry, ()) is None for name, entry in saved.files.items()
-    )
+    return all(files.find_damage(path / name, entry, ()) is None for name, entry in saved.files.items())
 
 
 def _find_damage(ranks: Ranks, path: Path, saved: Manifest) -> str | None:
@@ -136,9 +132,7 @@ def _find_damage(ranks: Ranks, path: Path, saved: Manifest) -> str | None:
     return None
 
 
-def load_into(
-    ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, object]
-) -> dict[str, Any]:
+def load_into(ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, object]) -> dict[str, Any]:
     """Load a verified checkpoint into objects. As :func:`load`.
 
     Called by: every rank.
@@ -174,13 +168,7 @@ def load_into(
 
 def _late(thing: object) -> int:
     inner = unwrapped(thing)
-    return (
-        2
-        if isinstance(inner, torch.nn.Module)
-        else 1
-        if isinstance(inner, torch.optim.Optimizer)
-        else 0
-    )
+    return 2 if isinstance(inner, torch.nn.Module) else 1 if isinstance(inner, torch.optim.Optimizer) else 0
 
 
 def _read_trees(path: Path, saved: Manifest, names: list[str]) -> dict[str, Any]:
@@ -198,18 +186,13 @@ def _read_trees(path: Path, saved: Manifest, names: list[str]) -> dict[str, Any]
 
 
 def _refuse_if_different(path: Path, name: str, thing: object, tree: object, kind: str) -> None:
-    if callable(getattr(thing, "state_dict", None)) and not callable(
-        getattr(thing, "load_state_dict", None)
-    ):
-        raise ConfigurationError(
-            f"{name} has state_dict() but no load_state_dict().", do="give its class that method"
-        )
+    if callable(getattr(thing, "state_dict", None)) and not callable(getattr(thing, "load_state_dict", None)):
+        raise ConfigurationError(f"{name} has state_dict() but no load_state_dict().", do="give its class that method")
     difference = first_difference(name, thing, tree, kind)
     if difference is not None:
         raise CheckpointError(
             f"{path} is of another model: it differs first at {difference.path}.",
-            evidence=f"checkpoint: {difference.saved}\nhere: {difference.here}\n"
-            "no object has changed",
+            evidence=f"checkpoint: {difference.saved}\nhere: {difference.here}\nno object has changed",
             do="build the objects as they were when it was saved, or name another checkpoint",
         )
 

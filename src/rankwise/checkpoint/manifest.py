@@ -110,9 +110,7 @@ def assign(size_bytes_of: Mapping[str, int], world_size: int) -> dict[str, int]:
     return rank_of
 
 
-def pieces_to_check(
-    files: Mapping[str, FileEntry], rank: int, world_size: int
-) -> dict[str, list[int]]:
+def pieces_to_check(files: Mapping[str, FileEntry], rank: int, world_size: int) -> dict[str, list[int]]:
     """Return the numbers of the pieces of each file that a rank checks.
 
     Pieces are dealt out over all files in turn, so that many small files are shared among ranks
@@ -143,15 +141,9 @@ def encode(manifest: Manifest) -> bytes:
             name: {"file": entry.file, "dtype": entry.dtype, "shape": list(entry.shape)}
             for name, entry in manifest.tensors.items()
         },
-        "objects": {
-            name: {"kind": entry.kind, "state": entry.state}
-            for name, entry in manifest.objects.items()
-        },
+        "objects": {name: {"kind": entry.kind, "state": entry.state} for name, entry in manifest.objects.items()},
     }
-    lines = [
-        f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
-        for key, value in sections.items()
-    ]
+    lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in sections.items()]
     rest = (",\n".join(lines) + "\n}\n").encode()
     return b'{"checksum": "sha256:' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
@@ -174,8 +166,7 @@ def decode(data: bytes) -> Manifest:
         version = sections["format_version"]
         if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"{MANIFEST_NAME} has format version {version!r}; "
-                f"this rankwise reads {FORMAT_VERSION}.",
+                f"{MANIFEST_NAME} has format version {version!r}; this rankwise reads {FORMAT_VERSION}.",
                 do="install the rankwise that wrote it: " + str(sections["rankwise_version"]),
             )
         return _manifest_of(sections)

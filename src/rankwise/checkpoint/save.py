@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
-import os
 import secrets
 import shutil
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from rankwise.errors import CheckpointError
 from rankwise.session import current
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable
 
     from rankwise.checkpoint.confirm import Ranks
@@ -178,9 +178,7 @@ def write_manifest(job: Job) -> None:
     if job.rank != 0:
         return
     entries = [
-        FileEntry(
-            name=part["name"], size_bytes=part["size_bytes"], checksums=tuple(part["checksums"])
-        )
+        FileEntry(name=part["name"], size_bytes=part["size_bytes"], checksums=tuple(part["checksums"]))
         for part in job.written
         if part is not None
     ]
@@ -254,8 +252,7 @@ def _worded(stage: Callable[[Job], Any], job: Job) -> Callable[[], Any]:
             raise CheckpointError(
                 f"{job.target} could not be saved: {error.strerror or error}.",
                 where=job.world,
-                evidence=f"{error}\nthis rank writes {job.num_bytes} bytes; "
-                "earlier checkpoints are untouched",
+                evidence=f"{error}\nthis rank writes {job.num_bytes} bytes; earlier checkpoints are untouched",
                 do=_what_to_do(error.errno, job),
             ) from error
 

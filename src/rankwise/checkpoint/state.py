@@ -32,12 +32,29 @@ _LARGEST_DECIMAL_BITS = 8192
 """Python refuses to read or write decimal integers of more than 4300 digits."""
 
 TENSOR_DTYPES = frozenset(
-    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 "
-    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz complex64 complex128".split()
+    [
+        "bool",
+        "uint8",
+        "int8",
+        "uint16",
+        "int16",
+        "uint32",
+        "int32",
+        "uint64",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "complex64",
+        "complex128",
+    ]
 )
-_NUMPY_DTYPES = frozenset(
-    name for name in TENSOR_DTYPES if name != "bfloat16" and "float8" not in name
-)
+_NUMPY_DTYPES = frozenset(name for name in TENSOR_DTYPES if name != "bfloat16" and "float8" not in name)
 
 
 def flatten(trees: Mapping[str, object]) -> tuple[dict[str, Json], dict[str, torch.Tensor]]:
@@ -59,9 +76,7 @@ def flatten(trees: Mapping[str, object]) -> tuple[dict[str, Json], dict[str, tor
         CheckpointError: something else is in a tree; its path and type are named.
     """
     flattener = _Flattener()
-    return {
-        name: flattener.encode(tree, name, 0) for name, tree in trees.items()
-    }, flattener.tensors
+    return {name: flattener.encode(tree, name, 0) for name, tree in trees.items()}, flattener.tensors
 
 
 class _Flattener:
@@ -86,9 +101,7 @@ class _Flattener:
             return self._encode_items(cast("list[object]", value), path, depth)
         if kind in _LISTS:
             items = cast("tuple[object, ...]", value)
-            return {
-                _LISTS[cast("type[tuple[Any, ...]]", kind)]: self._encode_items(items, path, depth)
-            }
+            return {_LISTS[cast("type[tuple[Any, ...]]", kind)]: self._encode_items(items, path, depth)}
         if kind in _DICTS:
             return self._encode_dict(cast("dict[object, object]", value), path, depth)
         if isinstance(value, torch.Tensor):
@@ -107,9 +120,7 @@ class _Flattener:
         for key in tree:
             if key is not None and type(key) not in (str, int, float, bool):
                 raise _refusal(key, f"{path}[{key!r}]", "a key of type")
-        pairs = [
-            (key, self.encode(item, child(path, key), depth + 1)) for key, item in tree.items()
-        ]
+        pairs = [(key, self.encode(item, child(path, key), depth + 1)) for key, item in tree.items()]
         encoded: dict[str, Json] = {}
         if all(type(key) is str for key, _ in pairs):
             encoded[tag] = cast("dict[str, Json]", dict(pairs))
@@ -165,9 +176,7 @@ def unflatten(skeleton: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any: 
     return _decode_number(tag, skeleton)
 
 
-def _decode_dict(
-    skeleton: dict[str, Any], tag: str, tensor_of: Callable[[str], torch.Tensor]
-) -> Any:  # noqa: ANN401
+def _decode_dict(skeleton: dict[str, Any], tag: str, tensor_of: Callable[[str], torch.Tensor]) -> Any:  # noqa: ANN401
     make: dict[str, Callable[[], Any]] = {
         "dict": dict,
         "ordered_dict": OrderedDict,
@@ -228,9 +237,7 @@ def _no_tensor(name: str) -> torch.Tensor:
 def _checked_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
     """Return a tensor that can be written, without the class of its owner."""
     dispatch = getattr(type(tensor), "__torch_dispatch__", None)
-    if type(tensor) not in _PLAIN_TENSORS and dispatch is not getattr(
-        torch.Tensor, "__torch_dispatch__", None
-    ):
+    if type(tensor) not in _PLAIN_TENSORS and dispatch is not getattr(torch.Tensor, "__torch_dispatch__", None):
         raise _refusal(tensor, path)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise _refusal(tensor, path, f"a {tensor.layout} tensor on {tensor.device} of type")
@@ -276,10 +283,7 @@ def leaves(skeleton: Json, path: str, tensors: Mapping[str, str]) -> dict[str, s
     if tag in ("tensor", "array"):
         return {path: tensors[str(content)]}
     if tag in _DICTS.values():
-        parts = [
-            leaves(item, child(path, unflatten(key, _no_tensor)), tensors)
-            for key, item in _pairs(content)
-        ]
+        parts = [leaves(item, child(path, unflatten(key, _no_tensor)), tensors) for key, item in _pairs(content)]
     elif tag == "list" or tag in _LISTS.values():
         items = cast("list[Json]", content)
         parts = [leaves(item, f"{path}[{i}]", tensors) for i, item in enumerate(items)]

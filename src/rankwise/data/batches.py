@@ -32,7 +32,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Batch) ->
 
 
 def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
-    """Return ``batch`` on ``device``. An object of another kind that has ``to(device)`` moves itself."""
+    """Return ``batch`` on ``device``; another kind of object moves by its own ``to(device)``."""
     if not isinstance(batch, torch.Tensor | list | tuple) and hasattr(batch, "to"):
         return batch.to(device)
     if isinstance(batch, list | tuple | Mapping | torch.Tensor):
@@ -50,23 +50,23 @@ def without_samples(one: Batch, two: Batch) -> Batch:
 
     Args:
         one: what the collate function makes of one sample.
-        two: what it makes of the same sample twice. What grew from ``one`` to ``two`` is what counts samples: a dim of
-            a tensor, wherever it stands, or a list or tuple. What did not grow stays.
+        two: what it makes of the same sample twice. What grew from ``one`` to ``two`` is what
+            counts samples: a dim of a tensor, wherever it stands, or a list or tuple. What did not
+            grow stays.
     """
     if isinstance(one, torch.Tensor):
-        for dim, (size, larger) in enumerate(zip(one.shape, two.shape, strict=True)):
-            if size != larger:
-                return one.narrow(dim, 0, 0)
-        return one
-    if isinstance(one, list | tuple) and not hasattr(one, "_fields"):
-        if len(one) != len(two):
-            return type(one)()
-        return type(one)(without_samples(a, b) for a, b in zip(one, two, strict=True))
-    if isinstance(one, tuple):
-        return type(one)(*(without_samples(a, b) for a, b in zip(one, two, strict=True)))
+        grown = [dim for dim in range(one.dim()) if one.shape[dim] != two.shape[dim]]
+        return one.narrow(grown[0], 0, 0) if grown else one
     if isinstance(one, Mapping):
-        return _like_mapping(one, {key: without_samples(item, two[key]) for key, item in one.items()})
-    return one
+        return _like_mapping(
+            one, {key: without_samples(item, two[key]) for key, item in one.items()}
+        )
+    if not isinstance(one, list | tuple):
+        return one
+    if len(one) != len(two):
+        return type(one)()
+    items = [without_samples(a, b) for a, b in zip(one, two, strict=True)]
+    return type(one)(*items) if hasattr(one, "_fields") else type(one)(items)
 
 
 def _like_mapping(kind: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -78,8 +78,10 @@ def _like_mapping(kind: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any
         return items
 
 
-def to_device(batches: Iterator[tuple[Any, Batch]], device: torch.device) -> Iterator[tuple[Any, Batch]]:
-    """Yield each ``(mark, batch)`` with the batch on ``device``; on CUDA the next one travels meanwhile."""
+def to_device(
+    batches: Iterator[tuple[Any, Batch]], device: torch.device
+) -> Iterator[tuple[Any, Batch]]:
+    """Yield each ``(mark, batch)``, the batch on ``device``; on CUDA the next travels meanwhile."""
     if device.type == "cpu":
         yield from batches
     elif device.type == "cuda":
@@ -92,13 +94,14 @@ def to_device(batches: Iterator[tuple[Any, Batch]], device: torch.device) -> Ite
 def _ahead_on_cuda(
     batches: Iterator[tuple[Any, Batch]], device: torch.device
 ) -> Iterator[tuple[Any, Batch]]:
-    """Copy one batch ahead, on a stream of its own, so that the copy hides behind the step before it."""
+    """Copy one batch ahead, on a stream of its own: the copy hides behind the step before it."""
     stream = torch.cuda.Stream(device)
     waiting: tuple[Any, Batch, torch.cuda.Event] | None = None
     for mark, batch in batches:
         with torch.cuda.stream(stream):
             moved = move(batch, device, non_blocking=True)
-            copied = stream.record_event()
+            copied = torch.cuda.Event()
+            copied.record(stream)
         if waiting is not None:
             yield _handed_over(waiting, device)
         waiting = (mark, moved, copied)
@@ -114,7 +117,7 @@ def _handed_over(
     consumer.wait_event(copied)
 
     def keep_until_used(tensor: torch.Tensor) -> torch.Tensor:
-        # The allocator would otherwise reuse the memory as soon as the copying stream is done with it.
+        # Without it the memory is reused as soon as the copying stream is done with it.
         tensor.record_stream(consumer)
         return tensor
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader a training loop iterates: this rank's part of each global batch, on this rank's device.
+"""The loader a training loop iterates: this rank's part of each global batch, on its device.
 
-Puts order, shards, reading and moving together; each of them is a file of its own. Imported by the package's front.
+Puts order, shards, reading and moving together; each of them is a file of its own. Imported by the
+package's front.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rankwise.agreement import all_ranks_succeed
 from rankwise.data.batches import Batch, pin, to_device
 from rankwise.data.position import EpochCursor, State, check_with_peers, place_in
 from rankwise.data.sampler import local_batches, order_of_epoch
-from rankwise.data.shards import Shards, make_shards
+from rankwise.data.shards import make_shards
 from rankwise.data.sources import (
     Columns,
     Fetched,
@@ -37,12 +38,13 @@ TIMEOUT_SECONDS = 1800.0
 """How long workers may take for one batch, unless said otherwise."""
 
 _TORCH_WORDS = {
-    "batch_size": "pass global_batch_size (samples per step of all ranks together: the result does not depend on the "
-    "number of ranks), or local_batch_size (samples per step of each rank)",
+    "batch_size": "pass global_batch_size (samples per step of all ranks together: the result does "
+    "not depend on the number of ranks), or local_batch_size (samples per step of each rank)",
     "drop_last": 'pass remainder="drop" for drop_last=True, remainder="keep" for drop_last=False',
-    "sampler": "leave it out: the loader takes each rank's part itself; for an order of your own use "
-    "torch.utils.data.Subset(dataset, indices) with shuffle=False",
-    "batch_sampler": "leave it out, or use torch's DataLoader with batch_sampler=rankwise.ShardedSampler(...)",
+    "sampler": "leave it out: the loader takes each rank's part itself; for an order of your own "
+    "use torch.utils.data.Subset(dataset, indices) with shuffle=False",
+    "batch_sampler": "leave it out, or use torch's DataLoader with "
+    "batch_sampler=rankwise.ShardedSampler(...)",
     "generator": "pass seed= instead",
     "timeout": "pass timeout_seconds=",
 }
@@ -51,33 +53,39 @@ _TORCH_WORDS = {
 class DataLoader:
     """Yield this rank's part of each global batch, on this rank's device.
 
-    An epoch shows every sample exactly once, over all ranks, whatever their number; which samples form a global batch
-    and in which order they come does not depend on it (with ``global_batch_size``). The loader knows its epoch, and
-    there is no ``set_epoch``: each ``for`` that comes to its end is followed by the next epoch.
+    An epoch shows every sample exactly once, over all ranks, whatever their number; which samples
+    form a global batch and in which order they come does not depend on it (with
+    ``global_batch_size``). The loader knows its epoch, and there is no ``set_epoch``: each ``for``
+    that comes to its end is followed by the next epoch.
 
-    **What a dataset may be.** A map-style dataset; an iterable one; a tensor, a NumPy array, a tuple or dict of them.
-    Tensors, arrays and ``TensorDataset`` (and ``Subset`` of them) are indexed a whole batch at a time, in this process:
-    workers would only add copying. A dataset with ``__getitems__`` reads its batch by that.
+    **What a dataset may be.** A map-style dataset; an iterable one; a tensor, a NumPy array, a
+    tuple or dict of them. Tensors, arrays and ``TensorDataset`` (and ``Subset`` of them) are
+    indexed a whole batch at a time, in this process: workers would only add copying. A dataset with
+    ``__getitems__`` reads its batch by that.
 
-    **Random augmentation.** Before each ``dataset[i]``, Python's ``random``, NumPy's legacy generator, torch's CPU
-    generator and whatever in the dataset has MONAI's ``set_random_state`` are seeded by ``(seed, epoch, i)``, and
-    the process's generators put back after the batch: a sample is augmented alike on any number of ranks and workers,
-    and after a resume. Random ``collate_fn``, ``__getitems__`` and generators that a dataset keeps for itself cannot
-    keep this.
+    **Random augmentation.** Before each ``dataset[i]``, Python's ``random``, NumPy's legacy
+    generator, torch's CPU generator and whatever in the dataset has MONAI's ``set_random_state``
+    are seeded by ``(seed, epoch, i)``, and the process's generators put back after the batch: a
+    sample is augmented alike on any number of ranks and workers, and after a resume. Random
+    ``collate_fn``, ``__getitems__`` and generators that a dataset keeps for itself cannot keep
+    this.
 
-    **Uneven ends.** With ``remainder="keep"`` the last global batch of an epoch may be short. It is split as evenly as it
-    goes, and a rank for which nothing is left gets a batch of no samples, of the right shapes and dtypes: it takes part
-    in the step with weight zero.
+    **Uneven ends.** With ``remainder="keep"`` the last global batch of an epoch may be short. It is
+    split as evenly as it goes, and a rank for which nothing is left gets a batch of no samples, of
+    the right shapes and dtypes: it takes part in the step with weight zero.
 
-    **Iterable datasets.** Every rank reads the whole stream (and each of its workers does) and keeps its part, so that
-    batches are the same on any number of ranks; this costs reading everything on each rank. Where that is too much,
-    make the dataset map-style. A dataset that divides itself by torch's ``get_worker_info`` sees no worker here, and one that
-    divides itself by rank must be told not to. Resuming reads and skips. A global batch and the one after it are held in
-    memory.
+    **Iterable datasets.** Every rank reads the whole stream (and each of its workers does) and
+    keeps its part, so that batches are the same on any number of ranks; this costs reading
+    everything on each rank. Where that is too much, make the dataset map-style. A dataset that
+    divides itself by torch's ``get_worker_info`` sees no worker here, and one that divides itself
+    by rank must be told not to. Resuming reads and skips. A global batch and the one after it are
+    held in memory.
 
-    **Leaving early.** ``break`` leaves the position where it is for ``state_dict``. The next ``for`` begins the next epoch,
-    as a torch loader would draw a new order; only after ``load_state_dict`` it goes on mid-epoch. Where only one batch had
-    been taken, as by ``next(iter(loader))``, that was a look at the data, and the next ``for`` begins where that one did.
+    **Leaving early.** ``break`` leaves the position where it is for ``state_dict``. The next
+    ``for`` begins the next epoch, as a torch loader would draw a new order; only after
+    ``load_state_dict`` it goes on mid-epoch. Where only one batch had been taken, as by
+    ``next(iter(loader))``, that was a look at the data, and the next ``for`` begins where that one
+    did.
 
     Called by: every rank, in the same order, to construct. Iterating communicates with nobody.
 
@@ -85,8 +93,8 @@ class DataLoader:
         dataset: see above; the same on every rank.
         global_batch_size: samples per step of all ranks together. Exactly one of the two sizes.
         local_batch_size: samples per step of each rank.
-        shuffle: another random order each epoch, a pure function of ``(seed, epoch)`` that is computed where it is
-            needed and never stored.
+        shuffle: another random order each epoch, a pure function of ``(seed, epoch)`` that is
+            computed where it is needed and never stored.
         seed: any integer, the same on every rank. Decides the order and the augmentation.
         remainder: ``"keep"`` or ``"drop"`` the last global batch of an epoch if it is short.
         num_workers: processes that read ahead; 0 reads in this one.
@@ -96,13 +104,14 @@ class DataLoader:
         persistent_workers: keep the workers between epochs.
         device: where batches go. Default: the world's device.
         worker_init_fn: called in each worker with its number, before it reads.
-        multiprocessing_context: how workers are started. Default: ``"fork"`` where the system has it.
+        multiprocessing_context: how workers are started. Default: ``"fork"`` where the system has
+            it.
         timeout_seconds: limit for one batch from the workers.
 
     Raises:
         ConfigurationError: bad or contradictory arguments, or arguments that differ between ranks.
-        DatasetError: the dataset is empty, or not the same length on every rank. While iterating: ``dataset[i]`` or
-            ``collate_fn`` raised (that is the ``__cause__``), or a worker died.
+        DatasetError: the dataset is empty, or not the same length on every rank. While iterating:
+            ``dataset[i]`` or ``collate_fn`` raised (that is the ``__cause__``), or a worker died.
         NotJoined: there is no world.
     """
 
@@ -184,7 +193,7 @@ class DataLoader:
         return self._shards.num_batches()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield this rank's batches, from where ``load_state_dict`` pointed to, else from the epoch's begin."""
+        """Yield this rank's batches, from where ``load_state_dict`` pointed to, else from 0."""
         iteration = self._cursor.begin()
         fetched = self._fetched(self._cursor.epoch, self._cursor.start)
         marked = (((read.stop, read.at_end), read.batch) for read in fetched)
@@ -196,14 +205,16 @@ class DataLoader:
     def state_dict(self) -> State:
         """Return where the training loop stands, JSON-able, the same on every rank.
 
-        Counts what the loop has taken, not what was read ahead. Taken in the loop's body it counts that batch as
-        done; after the last one it points to the next epoch.
+        Counts what the loop has taken, not what was read ahead. Taken in the loop's body it counts
+        that batch as done; after the last one it points to the next epoch.
         """
         epoch, position = self._cursor.place()
         return self._facts() | {"epoch": epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next ``for`` go on where ``state`` was taken, on this number of ranks and with this batch size.
+        """Have the next ``for`` go on where ``state`` was taken.
+
+        The number of ranks and the batch size may be others than there.
 
         Raises:
             DatasetError: the dataset had another length.
@@ -225,7 +236,9 @@ class DataLoader:
         return self._pinned(_read_here(self._source, requests))
 
     def _requests(self, epoch: int, start: int) -> Iterator[Request]:
-        order = order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+        order = order_of_epoch(
+            self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch
+        )
         end = self._shards.stop(start)
         for stop, indices, stand_in in local_batches(self._shards, order, start):
             yield Request(epoch, stop, stop == end, indices, stand_in)
@@ -245,10 +258,10 @@ class DataLoader:
     def _check_stream(self) -> None:
         if self._is_stream and self.shuffle:
             raise ConfigurationError(
-                f"shuffle=True needs a dataset that can be indexed, and a {type(self.dataset).__name__} can only be "
-                "iterated.",
-                do="shuffle inside the dataset's __iter__ (the generators are seeded there, alike on every rank), or "
-                "make the dataset map-style",
+                "shuffle=True needs a dataset that can be indexed, and a "
+                f"{type(self.dataset).__name__} can only be iterated.",
+                do="shuffle inside the dataset's __iter__ (the generators are seeded there, alike "
+                "on every rank), or make the dataset map-style",
             )
 
     def _facts(self) -> State:
@@ -264,24 +277,28 @@ def _refuse(unknown: dict[str, object]) -> None:
     """Raise for keywords that are not ours, with the word to use for torch's."""
     for name in unknown:
         if name in _TORCH_WORDS:
-            raise ConfigurationError(f"rankwise.DataLoader takes no {name}=.", do=_TORCH_WORDS[name])
+            raise ConfigurationError(
+                f"rankwise.DataLoader takes no {name}=.", do=_TORCH_WORDS[name]
+            )
     if unknown:
         names = ", ".join(unknown)
         raise ConfigurationError(
             f"rankwise.DataLoader takes no keyword {names}.",
-            do="use one of global_batch_size, local_batch_size, shuffle, seed, remainder, num_workers, collate_fn, "
-            "pin_memory, prefetch_factor, persistent_workers, device, worker_init_fn, multiprocessing_context, "
-            "timeout_seconds",
+            do="use one of global_batch_size, local_batch_size, shuffle, seed, remainder, "
+            "num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, device, "
+            "worker_init_fn, multiprocessing_context, timeout_seconds",
         )
 
 
 def _check_workers(options: WorkerOptions) -> None:
     if options.num_workers < 0:
         raise ConfigurationError(
-            f"There are no num_workers={options.num_workers}.", do="pass 0 to read in this process, or more"
+            f"There are no num_workers={options.num_workers}.",
+            do="pass 0 to read in this process, or more",
         )
     for name in ("prefetch_factor", "persistent_workers", "worker_init_fn"):
         if getattr(options, name) and options.num_workers == 0:
             raise ConfigurationError(
-                f"{name} is for worker processes, and num_workers=0.", do="pass num_workers=1 or more, or leave it out"
+                f"{name} is for worker processes, and num_workers=0.",
+                do="pass num_workers=1 or more, or leave it out",
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One object laid out in one file, so that many processes can use it without each having a copy.
 
-The bytes of tensors, arrays and long lists lie in the file as they are used; the rest is one pickle. Knows no rank
-and no world: it is given an open file. Imported by ``shared``.
+The bytes of tensors, arrays and long lists lie in the file as they are used; the rest is one
+pickle. Knows no rank and no world: it is given an open file. Imported by ``shared``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 _ALIGNMENT_BYTES = 64
 _LONG_LIST = 1024
-"""A list of at least this many items is stored item by item, to be unpickled one at a time when used."""
+"""A list of at least this many items is stored item by item, each unpickled when it is used."""
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Python 3.11 does not name it. Without it, a private mapping larger than the free memory may be refused."""
+"""Not named by Python 3.11. Without it a mapping larger than the free memory may be refused."""
 
 
 def pack(value: object, file: BinaryIO) -> tuple[int, int]:
@@ -47,9 +47,10 @@ def pack(value: object, file: BinaryIO) -> tuple[int, int]:
 def unpack(file_descriptor: int, place: tuple[int, int]) -> Any:  # noqa: ANN401 - what was packed
     """Return the value that :func:`pack` wrote, its bulk being the file itself, mapped.
 
-    The mapping is copy-on-write: who writes into a tensor or array gets copies of the pages that he writes, as if the
-    whole had been his own all along; nobody else sees it, and it costs him that memory. (Torch has no read-only
-    tensors: with a read-only mapping a write would end the process without a traceback.)
+    The mapping is copy-on-write: who writes into a tensor or array gets copies of the pages that he
+    writes, as if the whole had been his own all along; nobody else sees it, and it costs him that
+    memory. (Torch has no read-only tensors: with a read-only mapping a write would end the process
+    without a traceback.)
 
     Args:
         file_descriptor: of the file, readable; may be closed afterwards.
@@ -78,7 +79,7 @@ class PackedList(Sequence[Any]):
         return len(self._ends)
 
     @overload
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> Any: ...  # noqa: ANN401 - the items' own type
 
     @overload
     def __getitem__(self, index: slice) -> list[Any]: ...
@@ -116,7 +117,9 @@ class _Writer:
         self._end = offset + size
         return offset, size
 
-    def once(self, memory: tuple[Any, ...], owner: object, write: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def once(
+        self, memory: tuple[Any, ...], owner: object, write: Callable[[], tuple[Any, ...]]
+    ) -> tuple[Any, ...]:
         """Return the pointer that ``write()`` returned when it was called for the same memory.
 
         Args:
@@ -148,7 +151,14 @@ class _Pickler(pickle.Pickler):
         elif kind is np.ndarray or kind is np.memmap:
             if obj.dtype.hasobject or not obj.nbytes:
                 return None
-            memory = ("array", obj.ctypes.data, obj.shape, obj.strides, obj.dtype.str, str(obj.dtype))
+            memory = (
+                "array",
+                obj.ctypes.data,
+                obj.shape,
+                obj.strides,
+                obj.dtype.str,
+                str(obj.dtype),
+            )
             pointer = self._writer.once(memory, obj, lambda: self._write_array(obj))
         elif kind is torch.UntypedStorage:
             if not _lies_in_memory(obj):
@@ -161,9 +171,9 @@ class _Pickler(pickle.Pickler):
         return pointer
 
     def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - any object
-        """Have a typed storage pickled as the storage under it; torch itself would pickle its bytes."""
-        if type(obj) is torch.storage.TypedStorage and _lies_in_memory(obj._untyped_storage):  # noqa: SLF001
-            return _typed_storage, (obj._untyped_storage, obj.dtype)  # noqa: SLF001 - the public way warns
+        """Have a typed storage pickled as the storage under it; torch would pickle its bytes."""
+        if type(obj) is torch.storage.TypedStorage and _lies_in_memory(_bytes_of(obj)):
+            return _typed_storage, (_bytes_of(obj), obj.dtype)
         return NotImplemented
 
     def _write_list(self, items: list[Any]) -> tuple[Any, ...]:
@@ -175,18 +185,18 @@ class _Pickler(pickle.Pickler):
             pickler.dump(item)
             ends[number] = stream.tell()
         block = self._writer.add(stream.getbuffer())
-        return ("list", block, self._writer.add(memoryview(ends)), pickler.num_pointers > 0)
+        return ("list", block, self._writer.add(ends.data), pickler.num_pointers > 0)
 
     def _write_array(self, array: npt.NDArray[Any]) -> tuple[Any, ...]:
         is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
         flat = (array.T if is_fortran else np.ascontiguousarray(array)).reshape(-1)
         # As bytes, because not every dtype (dates) has a buffer protocol of its own.
-        block = self._writer.add(memoryview(flat.view(np.uint8)))
+        block = self._writer.add(flat.view(np.uint8).data)
         return ("array", block, array.dtype, array.shape, "F" if is_fortran else "C")
 
     def _write_storage(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
         view = torch.empty(0, dtype=torch.uint8).set_(storage)
-        return ("storage", self._writer.add(memoryview(view.numpy())))
+        return ("storage", self._writer.add(view.numpy().data))
 
 
 class _Reader:
@@ -211,7 +221,9 @@ class _Reader:
         kind, (offset, size), *rest = pointer
         if kind == "storage":
             if offset not in self._storages:
-                whole = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=offset)
+                whole = torch.frombuffer(
+                    self._mapping, dtype=torch.uint8, count=size, offset=offset
+                )
                 self._storages[offset] = whole.untyped_storage()
             return self._storages[offset]
         if kind == "array":
@@ -231,6 +243,10 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:  # noqa: ANN401 - what was packed
         """Return what a pointer in the pickle points to."""
         return self._reader.follow(pid)
+
+
+def _bytes_of(storage: torch.storage.TypedStorage) -> torch.UntypedStorage:
+    return storage._untyped_storage  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - the public way warns
 
 
 def _lies_in_memory(storage: torch.UntypedStorage) -> bool:

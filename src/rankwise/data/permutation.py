@@ -15,7 +15,7 @@ import numpy.typing as npt
 _ROUNDS = 8
 _ROUNDS_OF_SHORT = 24
 _SHORT = 4096
-"""Below this length the digits are so small that eight rounds leave some orders 15 % too frequent."""
+"""Below it the digits are so small that eight rounds leave some orders 15 % too frequent."""
 _MULTIPLIER_1 = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_2 = np.uint64(0xD6E8FEB86659FD93)
 _HALF_WORD = np.uint64(32)
@@ -27,21 +27,23 @@ MAX_LENGTH = 2**62
 class Permutation:
     """A random order of ``range(n)``, evaluated where it is asked for.
 
-    The order is a pure function of ``(n, seed, epoch)``, the same on every machine, and takes a few hundred bytes
-    for any ``n``.
+    The order is a pure function of ``(n, seed, epoch)``, the same on every machine, and takes a few
+    hundred bytes for any ``n``.
 
-    A position is split into two digits, ``low`` in ``[0, a)`` and ``high`` in ``[0, b)``, where ``a * b`` is the
-    least product of near-equal factors that holds ``n``. Eight rounds (24 for short sequences) add to one digit, modulo its size, a keyed
-    function of the other, in turn; each round can be undone, so the whole is a bijection of ``[0, a * b)``.
-    A result that is not below ``n`` goes through the rounds again until it is ("cycle walking").
-    As ``a * b - n < a``, hardly any does: with digits of whole bits every second one would.
+    A position is split into two digits, ``low`` in ``[0, a)`` and ``high`` in ``[0, b)``, where ``a
+    * b`` is the least product of near-equal factors that holds ``n``. Eight rounds (24 for short
+    sequences) add to one digit, modulo its size, a keyed function of the other, in turn; each round
+    can be undone, so the whole is a bijection of ``[0, a * b)``. A result that is not below ``n``
+    goes through the rounds again until it is ("cycle walking"). As ``a * b - n < a``, hardly any
+    does: with digits of whole bits every second one would.
 
     Args:
         n: length of the sequence, at least 0.
         seed: any integer.
         epoch: any integer.
 
-    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), the generalised-Feistel
+    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), the
+    generalised-Feistel
         cipher and cycle walking; not for secrecy here, the round function is a multiplicative hash.
     """
 
@@ -103,7 +105,7 @@ class Permutation:
             np.multiply(hashed, size, out=hashed)
             np.right_shift(hashed, _HALF_WORD, out=hashed)
             np.add(changed, hashed, out=changed)
-            # Subtracting size where the sum reached it: below that the difference wraps to a huge number.
+            # Subtracts size where the sum reached it: below that, the difference wraps around.
             np.subtract(changed, size, out=shifted)
             np.minimum(changed, shifted, out=changed)
         np.multiply(high, self._low_size, out=high)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where in its epochs a training loop stands, and what of that goes into a checkpoint.
 
-Knows no order and no dataset; a position counts samples of an epoch, taken by all ranks together, so that it means
-the same on any number of ranks. Imported by ``sampler`` and ``loader``.
+Knows no order and no dataset; a position counts samples of an epoch, taken by all ranks together,
+so that it means the same on any number of ranks. Imported by ``sampler`` and ``loader``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ State = dict[str, Any]
 class EpochCursor:
     """The epoch and position of one loader or sampler.
 
-    An epoch that was left early, by ``break`` or an error, is over: the next iteration begins the next epoch. Where
-    only one batch had been taken, that was a look at the data: the next iteration begins where that one began.
+    An epoch that was left early, by ``break`` or an error, is over: the next iteration begins the
+    next epoch. Where only one batch had been taken, that was a look at the data: the next iteration
+    begins where that one began.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class EpochCursor:
         self._iteration = 0
 
     def begin(self) -> int:
-        """Begin an iteration at ``epoch`` and ``start``; return the mark its other calls must show."""
+        """Begin an iteration at ``epoch`` and ``start``; return the mark its calls must show."""
         if self._taken > 1:
             self._turn_to(self.epoch + 1, 0)
         else:
@@ -59,12 +60,12 @@ class EpochCursor:
             self._turn_to(self.epoch + 1, 0)
 
     def move_to(self, epoch: int, position: int) -> None:
-        """Have the next iteration begin at ``position`` of ``epoch``; one under way counts no more."""
+        """Have the next iteration begin at that place; one under way counts no more."""
         self._iteration += 1
         self._turn_to(epoch, position)
 
     def place(self) -> tuple[int, int]:
-        """Return ``(epoch, position)`` to go on from: the next epoch where the last batch has been taken."""
+        """Return ``(epoch, position)`` to go on from; after the last batch, the next epoch."""
         return (self.epoch + 1, 0) if self.at_end else (self.epoch, self.position)
 
     def _turn_to(self, epoch: int, position: int) -> None:
@@ -74,7 +75,7 @@ class EpochCursor:
 
 
 def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int, int]:
-    """Return ``(epoch, position)`` of a saved state, after checking that it was saved of the same order.
+    """Return ``(epoch, position)`` of a saved state, after checking that its order is this one.
 
     Args:
         state: what ``state_dict`` returned: ``facts``, ``epoch`` and ``position``.
@@ -95,14 +96,18 @@ def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int
         if state[name] != now:
             kind = DatasetError if name == "dataset_length" else ConfigurationError
             raise kind(
-                f"The state was saved with {name}={state[name]!r}, and now {name}={now!r}: its position means "
-                "other samples in this order.",
+                f"The state was saved with {name}={state[name]!r}, and now {name}={now!r}: "
+                "its position means other samples in this order.",
                 do="use the dataset it was saved with, or do not load this state"
                 if name == "dataset_length"
                 else f"pass {name}={state[name]!r}",
             )
     epoch, position, length = state["epoch"], state["position"], facts["dataset_length"]
-    within = isinstance(position, int) and 0 <= position and (not isinstance(length, int) or position <= length)
+    within = (
+        isinstance(position, int)
+        and position >= 0
+        and (not isinstance(length, int) or position <= length)
+    )
     if not (isinstance(epoch, int) and epoch >= 0 and within):
         raise ConfigurationError(
             f"There is no position {position!r} of epoch {epoch!r}.",
@@ -113,12 +118,13 @@ def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int
 
 
 def check_with_peers(settings: Mapping[str, object]) -> None:
-    """Raise on every rank unless all ranks hold the same dataset length and settings, and the length is not 0.
+    """Raise on every rank if a setting differs between ranks, or the dataset is empty.
 
     Called by: every rank, in the same order.
 
     Args:
-        settings: ``dataset_length`` (``None`` where it is not known) and what else must be the same. Picklable.
+        settings: ``dataset_length`` (``None`` where it is not known) and what else must be the
+            same. Picklable.
 
     Raises:
         DatasetError: the dataset is empty, or its length differs between ranks.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which samples each rank takes, batch by batch: the order of an epoch joined with its shards.
 
-Reads no sample. ``ShardedSampler`` is for a loader of the user's own; ``loader`` uses ``local_batches``.
+Reads no sample. ``ShardedSampler`` is for a loader of the user's own; ``loader`` uses
+``local_batches``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class LocalBatch(NamedTuple):
     indices: npt.NDArray[np.int64]
     """[samples of this rank] their indices in the dataset; may be empty in the last batch."""
     stand_in: int
-    """A sample of the global batch, to learn the shape of an empty part from. Set in short batches only."""
+    """A sample of a short global batch, to learn the shape of an empty part from; else -1."""
 
 
 def order_of_epoch(n: int, *, shuffle: bool, seed: int, epoch: int) -> Callable[[Indices], Indices]:
@@ -72,16 +73,19 @@ def local_batches(
 
 
 class ShardedSampler(Sampler[list[int]]):
-    """The order and the shares of :class:`rankwise.DataLoader`, for a ``DataLoader`` of torch's or MONAI's.
+    """The order and shares of :class:`rankwise.DataLoader`, for a loader of torch's or MONAI's.
 
-    Pass it as ``batch_sampler=``. It yields this rank's indices of each global batch, and knows its epoch: each
-    iteration that came to its end is followed by the next epoch's order, without ``set_epoch``. ::
+    Pass it as ``batch_sampler=``. It yields this rank's indices of each global batch, and knows its
+    epoch: each iteration that came to its end is followed by the next epoch's order, without
+    ``set_epoch``. ::
 
-        loader = torch.utils.data.DataLoader(dataset, batch_sampler=rw.ShardedSampler(dataset, global_batch_size=64))
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=rw.ShardedSampler(dataset,
+        global_batch_size=64))
 
-    With ``remainder="keep"`` the last list of an epoch may be shorter, and empty on some ranks if fewer samples than
-    ranks are left. torch's default collate function fails on an empty list: use ``remainder="drop"``, a collate
-    function that knows what to do, or ``rankwise.DataLoader``, which does.
+    With ``remainder="keep"`` the last list of an epoch may be shorter, and empty on some ranks if
+    fewer samples than ranks are left. torch's default collate function fails on an empty list: use
+    ``remainder="drop"``, a collate function that knows what to do, or ``rankwise.DataLoader``,
+    which does.
 
     An iteration left early (``break``) ends the epoch, unless it was left after one batch; see
     :class:`rankwise.DataLoader`.
@@ -152,10 +156,15 @@ class ShardedSampler(Sampler[list[int]]):
         return self._shards.num_batches()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's indices of each global batch, from where ``load_state_dict`` pointed to, else from 0."""
+        """Yield this rank's indices of each global batch.
+
+        Begins where ``load_state_dict`` pointed to, else at the epoch's first sample.
+        """
         iteration = self._cursor.begin()
         self._began = epoch, start = self._cursor.epoch, self._cursor.start
-        order = order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+        order = order_of_epoch(
+            self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch
+        )
         end = self._shards.stop(start)
         for batch in local_batches(self._shards, order, start):
             self._cursor.take(iteration, batch.stop, at_end=batch.stop >= end)
@@ -166,8 +175,9 @@ class ShardedSampler(Sampler[list[int]]):
         """Return the epoch and position, JSON-able, the same on every rank.
 
         Args:
-            num_batches: how many batches the training loop has taken in the iteration under way. Needed where the
-                loader has workers: it then asks for batches ahead of the loop, and the sampler sees the asking only.
+            num_batches: how many batches the training loop has taken in the iteration under way.
+                Needed where the loader has workers: it then asks for batches ahead of the loop, and
+                the sampler sees the asking only.
         """
         epoch, position = self._cursor.place()
         if num_batches is not None:
@@ -175,7 +185,9 @@ class ShardedSampler(Sampler[list[int]]):
         return self._facts() | {"epoch": epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Have the next iteration go on where ``state`` was taken, on this number of ranks and with this batch size.
+        """Have the next iteration go on where ``state`` was taken.
+
+        The number of ranks and the batch size may be others than there.
 
         Raises:
             DatasetError: the dataset had another length.
@@ -190,7 +202,8 @@ class ShardedSampler(Sampler[list[int]]):
         if not 0 <= num_batches <= self._shards.num_batches(start):
             raise ConfigurationError(
                 f"This iteration has no {num_batches} batches.",
-                evidence=f"it began at sample {start} and has {self._shards.num_batches(start)} global batches",
+                evidence=f"it began at sample {start} and has "
+                f"{self._shards.num_batches(start)} global batches",
                 do="pass how many batches the loop has taken since this `for` began",
             )
         end = self._shards.stop(start)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds that belong to samples: a sample is augmented alike on any rank, in any worker, after any resume.
+"""Seeds that belong to samples: augmentation is alike on any rank, in any worker, after a resume.
 
-Sets the process-wide generators of Python, NumPy and torch, and puts them back; holds no state of its own.
-Imported by ``sources``.
+Sets the process-wide generators of Python, NumPy and torch, and puts them back; holds no state of
+its own. Imported by ``sources``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Generator, Iterable
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
 GeneratorState = tuple[Any, Any, torch.Tensor]
-"""What :func:`generator_state` returns: the states of Python's, NumPy's and torch's CPU generator."""
+"""States of Python's, NumPy's and torch's CPU generator."""
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
     """Return 64 bits that belong to an epoch. ``seed`` and ``epoch`` are any integers."""
-    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8, person=b"rankwise.seeds").digest()
+    digest = hashlib.blake2b(
+        f"{seed}/{epoch}".encode(), digest_size=8, person=b"rankwise.seeds"
+    ).digest()
     return int.from_bytes(digest, "little")
 
 
@@ -39,9 +41,11 @@ def sample_seeds(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> npt.N
     A pure function of ``(seed, epoch, index)``: neither rank, worker nor batch has a part in it.
 
     Returns:
-        [same shape as ``indices``] of uint32, the widest seed that NumPy's and MONAI's generators take.
+        [same shape as ``indices``] of uint32, the widest seed that NumPy's and MONAI's generators
+        take.
 
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), SplitMix64:
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014),
+    SplitMix64:
         its output at step ``index`` of the stream begun at ``epoch_seed``.
     """
     state = (indices.astype(np.uint64) + np.uint64(1)) * _STEP + np.uint64(epoch_seed(seed, epoch))
@@ -55,8 +59,8 @@ def seed_generators(seed: int, owners: Iterable[Any] = ()) -> None:
 
     Args:
         seed: in ``[0, 2**32)``.
-        owners: objects that hold generators of their own and take a seed by ``set_random_state(seed=)``, as MONAI's
-            random transforms do.
+        owners: objects that hold generators of their own and take a seed by
+            ``set_random_state(seed=)``, as MONAI's random transforms do.
     """
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the generator users' datasets draw from
@@ -79,7 +83,7 @@ def set_generator_state(state: GeneratorState) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def generators_kept() -> Generator[None]:
     """Put the process-wide generators back to where they were, whatever the block draws or sets."""
     state = generator_state()
     try:
@@ -89,10 +93,10 @@ def generators_kept() -> Iterator[None]:
 
 
 def owners_of_generators(dataset: object) -> list[Any]:
-    """Return what in ``dataset`` takes seeds by ``set_random_state``: itself, its transforms, what it wraps.
+    """Return what takes seeds by ``set_random_state`` in ``dataset`` and what it is made of.
 
-    Follows ``transform`` (MONAI, torchvision), ``dataset`` (``Subset``) and ``datasets`` (``ConcatDataset``). MONAI's
-    ``Compose`` hands the seed on to the transforms it holds.
+    Follows ``transform`` (MONAI, torchvision), ``dataset`` (``Subset``) and ``datasets``
+    (``ConcatDataset``). MONAI's ``Compose`` hands the seed on to the transforms it holds.
     """
     owners: list[Any] = []
     seen: set[int] = set()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which positions of an epoch make a global batch, and which of these a rank takes: index arithmetic only.
+"""Which positions of an epoch make a global batch, and which of these a rank takes.
 
-Holds no order, no dataset and no state; imports no torch. Imported by ``sampler``, ``sources`` and ``loader``.
+Holds no order, no dataset and no state; imports no torch. Imported by ``sampler``, ``sources`` and
+``loader``.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, 
 class Shards:
     """How the epochs of one dataset are cut into global batches, and these into the ranks' parts.
 
-    Global batch ``b`` of an epoch begun at ``position`` covers the positions from ``position + b * G`` on, ``G`` of
-    them or what is left. Which samples these are does not depend on the number of ranks.
+    Global batch ``b`` of an epoch begun at ``position`` covers the positions from ``position + b *
+    G`` on, ``G`` of them or what is left. Which samples these are does not depend on the number of
+    ranks.
     """
 
     length: int
@@ -40,12 +42,12 @@ class Shards:
     global_batch_size: int
     """``G``: samples that all ranks together take in one step."""
     remainder: str
-    """``"keep"``: the last global batch of an epoch may be short. ``"drop"``: a short one is left out."""
+    """``"keep"``: the last global batch of an epoch may be short; ``"drop"``: it is left out."""
     rank: int
     world_size: int
 
     def stop(self, position: int = 0) -> int:
-        """Return the position at which an epoch begun at ``position`` ends: ``length``, or less with "drop"."""
+        """Return where an epoch begun at ``position`` ends: at ``length``, with "drop" before."""
         left = max(0, self.length - position)
         if self.remainder == "drop":
             left -= left % self.global_batch_size
@@ -76,16 +78,17 @@ def resolve_global_batch_size(
     """Return the samples per step of all ranks, from whichever of the two sizes was given.
 
     Raises:
-        ConfigurationError: both or none were given, a size is not a positive integer, or the global batch is
-            smaller than the number of ranks.
+        ConfigurationError: both or none were given, a size is not a positive integer, or the global
+            batch is smaller than the number of ranks.
     """
     if (global_batch_size is None) == (local_batch_size is None):
         given = "Neither was" if global_batch_size is None else "Both were"
         raise ConfigurationError(
             f"Exactly one of global_batch_size and local_batch_size is needed. {given} given.",
             evidence=f"global_batch_size={global_batch_size}, local_batch_size={local_batch_size}",
-            do="pass global_batch_size (samples per step of all ranks together: the result does not depend on the "
-            "number of ranks), or local_batch_size (samples per step of each rank)",
+            do="pass global_batch_size (samples per step of all ranks together: the result "
+            "does not depend on the number of ranks), or local_batch_size (samples per step "
+            "of each rank)",
         )
     if local_batch_size is not None:
         return _positive("local_batch_size", local_batch_size) * world_size
@@ -94,7 +97,8 @@ def resolve_global_batch_size(
         raise ConfigurationError(
             f"global_batch_size={total} is smaller than the number of ranks, {world_size}: "
             f"{world_size - total} of them would never get a sample.",
-            evidence=f"{total} samples / {world_size} ranks = {total / world_size:.2f} samples per rank and step",
+            evidence=f"{total} samples / {world_size} ranks = {total / world_size:.2f} "
+            "samples per rank and step",
             do=f"pass global_batch_size={world_size} or more, or start at most {total} ranks",
         )
     return total
@@ -122,7 +126,9 @@ def make_shards(
     _check_remainder(remainder)
     shards = Shards(
         length=length,
-        global_batch_size=resolve_global_batch_size(global_batch_size, local_batch_size, world_size),
+        global_batch_size=resolve_global_batch_size(
+            global_batch_size, local_batch_size, world_size
+        ),
         remainder=remainder,
         rank=rank,
         world_size=world_size,
@@ -131,7 +137,8 @@ def make_shards(
         raise ConfigurationError(
             f'remainder="drop" leaves nothing: {length} samples make no whole global batch of '
             f"{shards.global_batch_size}.",
-            do=f'pass remainder="keep", or a batch size that makes at most {length} samples per step of all ranks',
+            do='pass remainder="keep", or a batch size that makes at most '
+            f"{length} samples per step of all ranks",
         )
     return shards
 
@@ -140,7 +147,8 @@ def _check_remainder(remainder: str) -> None:
     if remainder not in REMAINDERS:
         raise ConfigurationError(
             f"There is no remainder={remainder!r}.",
-            do='use "keep" (the last, short batch is split over the ranks) or "drop" (it is left out)',
+            do='use "keep" (the last, short batch is split over the ranks) '
+            'or "drop" (it is left out)',
         )
 
 

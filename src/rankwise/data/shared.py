@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One copy of a dataset per node, used by all its ranks.
 
-Says which rank reads, and how the others find what it read; the layout is ``packed``'s. Imported by the package's front.
+Says which rank reads, and how the others find what it read; the layout is ``packed``'s. Imported by
+the package's front.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ class _Published(NamedTuple):
 def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
     """Return ``dataset`` such that the ranks of a node use one copy of it in memory.
 
-    The first rank of each node writes its dataset into memory that has no name anywhere, and every rank of the node
-    maps it; the bytes of tensors, NumPy arrays and lists of 1024 or more items are there once, for loader workers too.
-    The memory is freed when the last process that maps it is gone, however it ends. ::
+    The first rank of each node writes its dataset into memory that has no name anywhere, and every
+    rank of the node maps it; the bytes of tensors, NumPy arrays and lists of 1024 or more items are
+    there once, for loader workers too. The memory is freed when the last process that maps it is
+    gone, however it ends. ::
 
         train_set = rw.share(lambda: torch.load("train.pt"))     # read by one rank of each node
 
-    The copy is for reading. Who writes into it changes it for himself only (and for workers forked from him later), as
-    with a copy of his own; each page written then costs memory of his own. A long list comes back as a read-only
-    sequence that unpickles an item each time it is used. While the first rank writes, it holds the dataset twice.
+    The copy is for reading. Who writes into it changes it for himself only (and for workers forked
+    from him later), as with a copy of his own; each page written then costs memory of his own. A
+    long list comes back as a read-only sequence that unpickles an item each time it is used. While
+    the first rank writes, it holds the dataset twice.
 
     Called by: every rank, in the same order.
 
     Args:
-        dataset: a function that returns the dataset, called on the first rank of each node only; or the dataset
-            itself, of which the other ranks then drop theirs. It must be picklable where there are several ranks on
-            a node.
+        dataset: a function that returns the dataset, called on the first rank of each node only; or
+            the dataset itself, of which the other ranks then drop theirs. It must be picklable
+            where there are several ranks on a node.
 
     Returns:
         An object of the same class. Where a rank is alone on its node, the dataset itself.
@@ -88,7 +91,9 @@ def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
 def _made(dataset: Any) -> Any:  # noqa: ANN401 - any dataset
     """Return the dataset, calling what makes one."""
     kind = type(dataset)
-    makes_one = callable(dataset) and not hasattr(kind, "__getitem__") and not hasattr(kind, "__iter__")
+    makes_one = (
+        callable(dataset) and not hasattr(kind, "__getitem__") and not hasattr(kind, "__iter__")
+    )
     return dataset() if makes_one else dataset
 
 
@@ -105,8 +110,8 @@ def _publish(value: object, node_rank: int) -> _Published:
         raise DatasetError(
             f"The dataset cannot be pickled, which sharing needs: {error}",
             where=str(current().world),
-            do="define its classes and functions at the top level of a module (no lambdas), and open files when a "
-            "sample is read; or have each rank make its own, without share()",
+            do="define its classes and functions at the top level of a module (no lambdas), and "
+            "open files when a sample is read; or have each rank make its own, without share()",
         ) from error
     except BaseException:
         os.close(descriptor)
@@ -117,13 +122,14 @@ def _publish(value: object, node_rank: int) -> _Published:
 
 
 def _mapped(published: _Published, dataset: Any) -> Any:  # noqa: ANN401 - any dataset
-    """Return the node's copy; where it cannot be reached, one of this rank's own, with a warning."""
+    """Return the node's copy; where it cannot be reached, warn and return one of our own."""
     try:
         descriptor = _found(published)
     except OSError as error:
         warn(
-            "share: this rank cannot map its node's copy of the dataset and takes one of its own, which costs the "
-            f"memory of one more ({error}). Ranks of one node must run in one container, as one user.",
+            "share: this rank cannot map its node's copy of the dataset and takes one of its own, "
+            f"which costs the memory of one more ({error}). Ranks of one node must run in one "
+            "container, as one user.",
             all_ranks=True,
         )
         return _made(dataset)
@@ -142,7 +148,10 @@ def _found(published: _Published) -> int:
     path = f"/proc/{published.pid}/fd/{published.file_descriptor}"
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     size = os.fstat(descriptor).st_size
-    if size < _TOKEN_BYTES or os.pread(descriptor, _TOKEN_BYTES, size - _TOKEN_BYTES) != published.token:
+    if (
+        size < _TOKEN_BYTES
+        or os.pread(descriptor, _TOKEN_BYTES, size - _TOKEN_BYTES) != published.token
+    ):
         os.close(descriptor)
         message = f"{path} is not the file that the first rank of the node wrote"
         raise OSError(message)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the samples of a batch are read: whole columns at once, sample by sample, or from a stream.
 
-Knows no rank but by what it is handed, starts no process, communicates with nobody. Imported by ``workers`` and
-``loader``.
+Knows no rank but by what it is handed, starts no process, communicates with nobody. Imported by
+``workers`` and ``loader``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 Collate = Callable[[list[Any]], Batch]
 Column = torch.Tensor | npt.NDArray[Any]
+Rebuild = Callable[[list[torch.Tensor]], Batch]
 
 
 class Request(NamedTuple):
@@ -74,10 +76,13 @@ class MapSource(Protocol):
 
 
 class Columns:
-    """Tensors and arrays whose first dim counts samples; a batch is one indexing operation per column."""
+    """Tensors and arrays whose first dim counts samples; a batch is one indexing of each."""
 
     def __init__(
-        self, columns: list[Column], rebuild: Callable[[list[torch.Tensor]], Batch], rows: npt.NDArray[np.int64] | None
+        self,
+        columns: list[Column],
+        rebuild: Rebuild,
+        rows: npt.NDArray[np.int64] | None,
     ) -> None:
         self.columns = columns
         self._rebuild = rebuild
@@ -96,8 +101,9 @@ class Columns:
 class Samples:
     """A map-style dataset, read sample by sample, each with generators seeded for it.
 
-    A dataset that has ``__getitems__`` reads the whole batch by it; the generators are then seeded once, for the
-    batch's first sample, so that random augmentation in there depends on the number of ranks.
+    A dataset that has ``__getitems__`` reads the whole batch by it; the generators are then seeded
+    once, for the batch's first sample, so that random augmentation in there depends on the number
+    of ranks.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, where: str) -> None:  # noqa: ANN401 - any dataset
@@ -118,7 +124,8 @@ class Samples:
                 return self._collated(self._read(request.epoch, request.indices))
             (sample,) = self._read(request.epoch, np.array([request.stand_in]))
             return without_samples(
-                self._collated([copy.deepcopy(sample)]), self._collated([sample, copy.deepcopy(sample)])
+                self._collated([copy.deepcopy(sample)]),
+                self._collated([sample, copy.deepcopy(sample)]),
             )
 
     def _read(self, epoch: int, indices: npt.NDArray[np.int64]) -> list[Any]:
@@ -144,18 +151,23 @@ class Samples:
 class Stream:
     """An iterable dataset; every rank reads all of it and keeps its part of each global batch."""
 
-    def __init__(self, dataset: Iterable[Any], collate: Collate, shards: Shards, seed: int, where: str) -> None:
+    def __init__(
+        self, dataset: Iterable[Any], collate: Collate, shards: Shards, seed: int, where: str
+    ) -> None:
         self._dataset = dataset
         self._collate = collate
         self._shards = shards
         self._seed = seed
         self._where = where
 
-    def batches(self, epoch: int, position: int, worker: int = 0, num_workers: int = 1) -> Iterator[Fetched]:
-        """Yield this rank's part of each global batch from ``position`` on, of every ``num_workers``-th one.
+    def batches(
+        self, epoch: int, position: int, worker: int = 0, num_workers: int = 1
+    ) -> Iterator[Fetched]:
+        """Yield this rank's part of every ``num_workers``-th global batch from ``position`` on.
 
-        The stream draws from generators of its own, seeded for the epoch, so that one that shuffles gives every rank
-        the same order and the training loop's generators go on as if there were no stream.
+        The stream draws from generators of its own, seeded for the epoch, so that one that shuffles
+        gives every rank the same order and the training loop's generators go on as if there were no
+        stream.
 
         Raises:
             DatasetError: the stream or the collate function raised; what they raised is the cause.
@@ -189,7 +201,9 @@ class Stream:
                 if len(block) == size or self._shards.remainder == "keep":
                     yield block
         except Exception as error:
-            raise _reading_failed(f"iterating the dataset after about {read} samples", error, self._where) from error
+            raise _reading_failed(
+                f"iterating the dataset after about {read} samples", error, self._where
+            ) from error
 
     def _part_of(self, block: list[Any]) -> Batch:
         low, high = self._shards.local_part(0, len(block))
@@ -215,12 +229,13 @@ def is_stream(dataset: object) -> bool:
     if not isinstance(dataset, Iterable):
         raise ConfigurationError(
             f"A {type(dataset).__name__} is no dataset: it can neither be indexed nor iterated.",
-            do="pass a map-style dataset (__getitem__ and __len__), an iterable one, tensors or arrays",
+            do="pass a map-style dataset (__getitem__ and __len__), an iterable one, tensors or "
+            "arrays",
         )
     if isinstance(dataset, Iterator):
         raise ConfigurationError(
-            f"A {type(dataset).__name__} can be iterated once only, and each epoch is an iteration.",
-            do="pass an object whose __iter__ starts anew each time, such as a torch IterableDataset",
+            f"A {type(dataset).__name__} can be iterated once only, and each epoch iterates it.",
+            do="pass an object whose __iter__ starts anew each time, as IterableDataset's does",
         )
     return True
 
@@ -235,27 +250,21 @@ def innermost(dataset: Any) -> Any:  # noqa: ANN401 - any dataset
 def columns_of(dataset: object) -> Columns | None:
     """Return ``dataset`` as columns, or ``None`` where its samples must be read one by one.
 
-    Columns are: a tensor, a NumPy array, a tuple or dict of these, a ``TensorDataset``, and subsets of them.
+    Columns are: a tensor, a NumPy array, a tuple or dict of these, a ``TensorDataset``, and subsets
+    of them.
 
     Raises:
         DatasetError: the columns have different lengths.
     """
-    parts: list[Any]
     inner = innermost(dataset)
-    rebuild: Callable[[list[torch.Tensor]], Batch]
+    parts: list[Any] = [inner]
+    rebuild: Rebuild = _the_only_one
     if type(inner) is TensorDataset:
-        parts, rebuild = list(inner.tensors), list
-    elif isinstance(inner, dict):
-        names = list(inner)
-        parts = list(inner.values())
-
-        def rebuild(tensors: list[torch.Tensor]) -> Batch:
-            return dict(zip(names, tensors, strict=True))
-
+        parts, rebuild = list(inner.tensors), _as_list
     elif type(inner) is tuple:
-        parts, rebuild = list(inner), tuple
-    else:
-        parts, rebuild = [inner], _the_only_one
+        parts, rebuild = list(inner), _as_tuple
+    elif isinstance(inner, dict):
+        parts, rebuild = list(inner.values()), partial(_as_dict, list(inner))
     if not parts or not all(map(_is_column, parts)):
         return None
     if len({len(part) for part in parts}) > 1:
@@ -267,8 +276,20 @@ def columns_of(dataset: object) -> Columns | None:
     return Columns(parts, rebuild, _rows_chosen(dataset))
 
 
-def _the_only_one(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _the_only_one(tensors: list[torch.Tensor]) -> Batch:
     return tensors[0]
+
+
+def _as_list(tensors: list[torch.Tensor]) -> Batch:
+    return tensors
+
+
+def _as_tuple(tensors: list[torch.Tensor]) -> Batch:
+    return tuple(tensors)
+
+
+def _as_dict(names: list[Any], tensors: list[torch.Tensor]) -> Batch:
+    return dict(zip(names, tensors, strict=True))
 
 
 def _is_column(part: object) -> bool:
@@ -289,12 +310,16 @@ def _rows_chosen(dataset: Any) -> npt.NDArray[np.int64] | None:  # noqa: ANN401 
 
 def _rows_of(column: Column, index: torch.Tensor) -> torch.Tensor:
     if isinstance(column, torch.Tensor):
-        return column.index_select(0, index if column.device.type == "cpu" else index.to(column.device))
+        return column.index_select(
+            0, index if column.device.type == "cpu" else index.to(column.device)
+        )
     rows = np.asarray(column[index.numpy()])
     return torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=False))
 
 
-def _with_own_generators(batches: Iterator[Fetched], seed: int, owners: list[Any]) -> Iterator[Fetched]:
+def _with_own_generators(
+    batches: Iterator[Fetched], seed: int, owners: list[Any]
+) -> Iterator[Fetched]:
     """Yield from ``batches``, each read with generators that only they draw from."""
     with generators_kept():
         seed_generators(seed, owners)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading in worker processes: torch's DataLoader, given whole batches to read instead of samples.
 
-Decides no order and no shares. What a worker raises comes back as a value and is raised in the rank, with its cause.
-Imported by ``loader``.
+Decides no order and no shares. What a worker raises comes back as a value and is raised in the
+rank, with its cause. Imported by ``loader``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _ReadsRequests(Dataset[Fetched | Failure]):
 
 
 class _ReadsStream(IterableDataset[Fetched | Failure]):
-    """An iterable dataset, to torch, whose items are batches; worker ``w`` of ``k`` makes each ``k``-th one."""
+    """An iterable dataset, to torch, whose items are batches; of k workers each makes a k-th."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -93,17 +93,18 @@ class _ReadsStream(IterableDataset[Fetched | Failure]):
     def __iter__(self) -> Iterator[Fetched | Failure]:
         worker = get_worker_info()
         epoch, position = self.start.tolist()
-        batches = self._stream.batches(epoch, position, worker.id, worker.num_workers)
+        number, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        batches = self._stream.batches(epoch, position, number, num_workers)
         while True:
-            # Every worker needs the whole stream: a dataset that divides itself by worker must see no worker.
-            torch_worker._worker_info = None  # noqa: SLF001 - torch has no public way
+            # Every worker needs the whole stream: a dataset that divides itself must see none.
+            _show_worker(None)
             try:
                 fetched = next(batches, None)
             except DatasetError as error:
                 yield failure_of(error)
                 return
             finally:
-                torch_worker._worker_info = worker  # noqa: SLF001
+                _show_worker(worker)
             if fetched is None:
                 return
             yield fetched
@@ -153,7 +154,7 @@ class Workers:
         return self._fetched()
 
     def read_stream(self, epoch: int, position: int) -> Iterator[Fetched]:
-        """Yield the batches of a stream from ``position`` of ``epoch`` on. Raises as :meth:`read` does."""
+        """Yield a stream's batches from ``position`` of ``epoch`` on; raises as :meth:`read`."""
         if self._stream is not None:
             self._stream.start.copy_(torch.tensor([epoch, position]))
         return self._fetched()
@@ -163,26 +164,34 @@ class Workers:
         while True:
             try:
                 answer = next(answers, None)
-            except Exception as error:  # noqa: BLE001 - what the dataset raises comes as a value
+            except Exception as error:
                 raise DatasetError(
-                    "A worker process of the loader died, did not answer in time, or could not start.",
+                    "A worker process of the loader died, did not answer in time, or could not "
+                    "start.",
                     where=self._where,
-                    evidence=f"{type(error).__name__}: {error}" + _end_workers(answers),
-                    do="look for the kernel's out-of-memory killer (dmesg); num_workers=0 shows a crash where it "
-                    "happens; timeout_seconds= sets the limit for one batch",
+                    evidence=f"{type(error).__name__}: {error}" + self._end(answers),
+                    do="look for the kernel's out-of-memory killer (dmesg); num_workers=0 shows a "
+                    "crash where it happens; timeout_seconds= sets the limit for one batch",
                 ) from error
             if answer is None:
                 return
             if isinstance(answer, Failure):
+                # Now: whoever keeps the error would otherwise keep the workers with it.
+                self._end(answers)
                 raise answer.error()
             yield answer
+
+    def _end(self, answers: Iterator[Any]) -> str:
+        # Persistent workers that have ended are not to be asked again.
+        self._loader._iterator = None  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return _end_workers(answers)
 
 
 def _end_workers(answers: Iterator[Any]) -> str:
     """End the workers, and return how those ended that ended by themselves.
 
-    Torch's child-signal handler raises wherever the process is when the signal comes: ending the workers waits for
-    that, so that it comes here and not later, in the training loop.
+    Torch's child-signal handler raises wherever the process is when the signal comes: ending the
+    workers waits for that, so that it comes here and not later, in the training loop.
     """
     with suppress(RuntimeError):
         answers._shutdown_workers()  # type: ignore[attr-defined] # noqa: SLF001 - the only way to wait for the end
@@ -190,7 +199,10 @@ def _end_workers(answers: Iterator[Any]) -> str:
     for number, process in enumerate(answers._workers):  # type: ignore[attr-defined] # noqa: SLF001
         process.join(_END_SECONDS)
         if process.exitcode not in (0, None, -signal.SIGTERM):
-            ends.append(f"\nworker {number} ended with exit code {process.exitcode}{_signal_name(process.exitcode)}")
+            ends.append(
+                f"\nworker {number} ended with exit code {process.exitcode}"
+                + _signal_name(process.exitcode)
+            )
     return "".join(ends)
 
 
@@ -200,12 +212,18 @@ def _signal_name(exit_code: int) -> str:
 
 
 def _default_start() -> str | None:
-    """Return ``"fork"`` where there is such a thing: workers start in milliseconds and share the dataset's memory.
+    """Return ``"fork"`` where it exists: workers start at once and share the dataset's memory.
 
-    Python's own default is another one in ranks that were started by a fork server, and anywhere from Python 3.14 on.
+    Python's own default is another one in ranks that were started by a fork server, and anywhere
+    from Python 3.14 on.
     """
     return "fork" if "fork" in multiprocessing.get_all_start_methods() else None
 
 
-def _as_it_is(fetched: Fetched) -> Fetched:
+def _show_worker(info: object) -> None:
+    """Set what ``get_worker_info()`` returns in this process. Torch has no public way."""
+    torch_worker._worker_info = info  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+def _as_it_is(fetched: Any) -> Any:  # noqa: ANN401 - torch's own type for it is a list
     return fetched

@@ -59,9 +59,7 @@ def explicit(
 
 
 def _bad(init_method: str, why: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"init_method={init_method!r} cannot be used: {why}.", do=f"for example {EXAMPLES}"
-    )
+    return ConfigurationError(f"init_method={init_method!r} cannot be used: {why}.", do=f"for example {EXAMPLES}")
 
 
 def _tcp_address(init_method: str) -> tuple[str, int]:
@@ -77,9 +75,7 @@ def _tcp_address(init_method: str) -> tuple[str, int]:
 
 def _numbers(init_method: str, rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None or world_size is None:
-        missing = [
-            name for name, value in (("rank", rank), ("world_size", world_size)) if value is None
-        ]
+        missing = [name for name, value in (("rank", rank), ("world_size", world_size)) if value is None]
         raise ConfigurationError(
             f"init_method={init_method!r} needs {' and '.join(missing)} too.",
             do=f"join(init_method={init_method!r}, rank=..., world_size=...)",
@@ -87,9 +83,7 @@ def _numbers(init_method: str, rank: int | None, world_size: int | None) -> tupl
     for name, value in (("rank", rank), ("world_size", world_size)):
         # True is an int in Python, and a slip here.
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigurationError(
-                f"{name}={value!r} is not a whole number.", do=f"pass {name} as an int"
-            )
+            raise ConfigurationError(f"{name}={value!r} is not a whole number.", do=f"pass {name} as an int")
     if not 0 <= rank < world_size:
         raise ConfigurationError(
             f"rank={rank} does not fit world_size={world_size}: ranks go from 0 to world_size - 1.",
@@ -104,11 +98,7 @@ def _from_variables(rank: int | None, world_size: int | None, around: Surroundin
     given = {name: str(value) for name, value in arguments.items() if value is not None}
     changed = any(around.variables.get(name, value) != value for name, value in given.items())
     # Local numbers belong to the rank of the variables: another rank has others.
-    dropped = (
-        {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
-        if changed
-        else set[str]()
-    )
+    dropped = {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"} if changed else set[str]()
     kept = {name: value for name, value in around.variables.items() if name not in dropped}
     merged = Surroundings(variables={**kept, **given}, argv=() if changed else around.argv)
     row = env.ROW

@@ -42,8 +42,7 @@ def local_rank_of(variables: Mapping[str, str], argv: Sequence[str]) -> int | No
     if from_argument is not None and from_argument != from_variable:
         raise EnvironmentConflict(
             "The local rank is given twice, and differently.",
-            evidence=f"LOCAL_RANK={from_variable} in the variables\n"
-            f"--local_rank={from_argument} in the arguments",
+            evidence=f"LOCAL_RANK={from_variable} in the variables\n--local_rank={from_argument} in the arguments",
             do="leave one of the two out",
         )
     return from_variable

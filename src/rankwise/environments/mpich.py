@@ -21,9 +21,7 @@ from rankwise.environments.reading import (
 
 PMI_NAMES = ("PMI_RANK", "PMI_SIZE")
 HYDRA_NAMES = (*PMI_NAMES, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-SET_ADDRESS = (
-    "mpiexec -genv MASTER_ADDR <machine of rank 0> -genv MASTER_PORT <a free port there> ..."
-)
+SET_ADDRESS = "mpiexec -genv MASTER_ADDR <machine of rank 0> -genv MASTER_PORT <a free port there> ..."
 
 
 def _is_hydra(around: Surroundings) -> bool:
@@ -57,9 +55,7 @@ def _has_pmi(around: Surroundings) -> bool:
     return any(around.variables.get(name) for name in PMI_NAMES)
 
 
-def _reading(
-    around: Surroundings, local_rank: int | None, local_world_size: int | None, *, source: str
-) -> Reading:
+def _reading(around: Surroundings, local_rank: int | None, local_world_size: int | None, *, source: str) -> Reading:
     world_size = given(around.variables, "PMI_SIZE")
     one_machine = local_world_size == world_size
     # Hydra names the job in no variable, but its proxy is the parent of all ranks of a machine.

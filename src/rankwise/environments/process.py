@@ -47,9 +47,7 @@ def explicit(init_method: str, rank: int | None, world_size: int | None) -> Read
     Raises:
         ConfigurationError: an argument is bad or missing.
     """
-    return arguments.explicit(
-        init_method, rank, world_size, variables=dict(os.environ), argv=sys.argv
-    )
+    return arguments.explicit(init_method, rank, world_size, variables=dict(os.environ), argv=sys.argv)
 
 
 def _ancestor(name: str) -> str | None:

@@ -161,9 +161,7 @@ def parse_address(text: str, name: str) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isascii() and port.isdecimal()):
-        raise ConfigurationError(
-            f"{name}={text!r} is not host:port.", do=f"for example {name}=gpu-01:29500"
-        )
+        raise ConfigurationError(f"{name}={text!r} is not host:port.", do=f"for example {name}=gpu-01:29500")
     return host.removeprefix("[").removesuffix("]"), checked_port(int(port), name)
 
 
@@ -183,10 +181,7 @@ def checked_port(port: int, name: str) -> int:
 
 def file_name(text: str) -> str:
     """Return ``text`` with everything but letters, digits, ``.``, ``-`` and ``_`` replaced."""
-    return "".join(
-        letter if letter.isascii() and (letter.isalnum() or letter in ".-_") else "_"
-        for letter in text
-    )
+    return "".join(letter if letter.isascii() and (letter.isalnum() or letter in ".-_") else "_" for letter in text)
 
 
 def misfit(reading: Reading) -> str | None:

@@ -143,9 +143,7 @@ def _read(around: Surroundings) -> Reading | Missing | None:
         address=_address(variables, num_nodes=len(counts)),
         # The number of a job comes back when the controller is set up anew; the name of its cluster
         # does not.
-        job_key=file_name(
-            f"slurm-{variables.get('SLURM_CLUSTER_NAME', '')}-{job_id}.{step_id}.{attempt}"
-        ),
+        job_key=file_name(f"slurm-{variables.get('SLURM_CLUSTER_NAME', '')}-{job_id}.{step_id}.{attempt}"),
         source="slurm",
         attempt=str(attempt),
     )

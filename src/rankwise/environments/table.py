@@ -89,9 +89,7 @@ def row(name: str) -> Environment:
     raise ConfigurationError(f"There is no environment {name!r}.", do=f"use one of {known}")
 
 
-def incomplete(
-    environment: Environment, missing: Missing, variables: Mapping[str, str]
-) -> ConfigurationError:
+def incomplete(environment: Environment, missing: Missing, variables: Mapping[str, str]) -> ConfigurationError:
     """Return the error about a set of variables that was begun and not completed."""
     names = ", ".join(missing.names)
     verb = "is" if len(missing.names) == 1 else "are"
@@ -173,8 +171,7 @@ def _completed(reading: Reading, other: Reading) -> Reading:
 def _conflict(around: Surroundings, first: Reading, other: Reading) -> EnvironmentConflict:
     rows = (row(first.source), row(other.source))
     evidence = "\n".join(
-        f"{one.title}: rank {reading.rank} of {reading.world_size}, "
-        f"from {told(around.variables, one.names)}"
+        f"{one.title}: rank {reading.rank} of {reading.world_size}, from {told(around.variables, one.names)}"
         for one, reading in zip(rows, (first, other), strict=True)
     )
     shared = set(rows[0].names) & set(rows[1].names)
@@ -183,8 +180,7 @@ def _conflict(around: Surroundings, first: Reading, other: Reading) -> Environme
     return EnvironmentConflict(
         f"{rows[0].title} and {rows[1].title} disagree on who this process is.",
         evidence=evidence,
-        do=f"keep {rows[1].title}: env {unset[0]} python ...\n"
-        f"or keep {rows[0].title}: env {unset[1]} python ...",
+        do=f"keep {rows[1].title}: env {unset[0]} python ...\nor keep {rows[0].title}: env {unset[1]} python ...",
     )
 
 
@@ -204,9 +200,7 @@ def _checked(around: Surroundings, reading: Reading) -> Reading:
     others = [one for one in TABLE if one.name in environment.overrules and one is not env.ROW]
     surrounding = [one.title for one in others if around.variables.get(one.sign)]
     if surrounding:
-        reason += (
-            f"; variables of {' and '.join(surrounding)} are there too, from the job around it"
-        )
+        reason += f"; variables of {' and '.join(surrounding)} are there too, from the job around it"
     return replace(reading, reason=reason)
 
 
@@ -226,15 +220,10 @@ def _named(around: Surroundings, name: str) -> Reading:
 
 
 def _nobody(variables: Mapping[str, str]) -> Reading:
-    reading = Reading(
-        rank=0, world_size=1, source=NOBODY, reason="nobody: no launcher's variables are set"
-    )
+    reading = Reading(rank=0, world_size=1, source=NOBODY, reason="nobody: no launcher's variables are set")
     num_tasks = variables.get("SLURM_NTASKS", "")
     if not variables.get("SLURM_JOB_ID") or num_tasks in {"", "1"}:
         return reading
     told_by = told(variables, ("SLURM_JOB_ID", "SLURM_NTASKS"))
-    reason = (
-        f"nobody: {told_by}, but this process is in no step of Slurm; "
-        f"start it with srun to get {num_tasks} ranks"
-    )
+    reason = f"nobody: {told_by}, but this process is in no step of Slurm; start it with srun to get {num_tasks} ranks"
     return replace(reading, reason=reason, warns=True)

@@ -51,9 +51,7 @@ class Pending:
 class TorchGroup:
     """torch's default process group, opened by ``process_group``, or another over the same ranks."""
 
-    def __init__(
-        self, watch: Watch, rank: int, world_size: int, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, watch: Watch, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self.watch = watch
@@ -64,7 +62,10 @@ class TorchGroup:
 
         Called by: every rank, in the same order.
         """
-        return TorchGroup(self.watch, self.rank, self.world_size, dist.new_group())
+        group = dist.new_group()
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"torch.distributed.new_group() gave {group!r} for a group of all ranks")
+        return TorchGroup(self.watch, self.rank, self.world_size, group)
 
     def all_reduce_(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> Pending:
         """Start reducing ``tensor`` in place over all ranks; contiguous, same shape and dtype on each."""

@@ -27,7 +27,7 @@ from rankwise.launch import failure
 from rankwise.launch.failure import FailedAttempt, Failure
 from rankwise.launch.output import descriptors_closed
 from rankwise.launch.server import Ended, RankStart
-from rankwise.watch import post_departure, post_failure
+from rankwise.events import post_departure, post_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -35,9 +35,7 @@ class _GlobalStatistics(_BatchNorm):
         exchange = current().exchange
         if exchange is None:
             return super().forward(input)
-        output, mean, variance, count = _SyncedNorm.apply(
-            input, self.weight, self.bias, self.eps, exchange, sync
-        )
+        output, mean, variance, count = _SyncedNorm.apply(input, self.weight, self.bias, self.eps, exchange, sync)
         if self.training and self.track_running_stats:
             self._track(mean, variance, count)
         return output  # type: ignore[no-any-return]
@@ -107,7 +105,7 @@ class _SyncedNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd passes positions
+    def forward(  # noqa: PLR0917 - autograd passes positions
         ctx: Any,  # noqa: ANN401 - autograd's context
         x: torch.Tensor,
         weight: torch.Tensor | None,
@@ -151,9 +149,7 @@ class _SyncedNorm(torch.autograd.Function):
         return dx, d_weight, d_bias, None, None, None
 
 
-def _global_statistics(
-    x: torch.Tensor, exchange: TorchGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _global_statistics(x: torch.Tensor, exchange: TorchGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return mean [C], biased variance [C] and M of the elements of all ranks."""
     num_channels = x.shape[1]
     num_elements = x.numel() // num_channels if x.numel() else 0

@@ -85,29 +85,22 @@ class Bucket:
         A parameter without a gradient counts as zero. With factor 0 nothing of the gradients gets in, not
         even a NaN.
         """
-        present = [p.grad is not None for p in self.parameters]
+        gradients = [parameter.grad for parameter in self.parameters]
+        absent = [index for index, gradient in enumerate(gradients) if gradient is None]
         self.weight.fill_(weight)
         if factor == 0.0:
             self.body.zero_()
-        elif all(present):
-            moved = [
-                (view, p.grad)
-                for view, p in zip(self.views, self.parameters, strict=True)
-                if p.grad is not view
-            ]
-            if moved:
-                torch._foreach_copy_([v for v, _ in moved], [g for _, g in moved])  # noqa: SLF001
         else:
-            for view, parameter in zip(self.views, self.parameters, strict=True):
-                if parameter.grad is None:
-                    view.zero_()
-                elif parameter.grad is not view:
-                    view.copy_(parameter.grad)
-        if factor not in (0.0, 1.0):
-            self.body.mul_(factor)
+            for index in absent:
+                self.views[index].zero_()
+            moved = [(v, g) for v, g in zip(self.views, gradients, strict=True) if g is not None and g is not v]
+            if moved:
+                torch._foreach_copy_([view for view, _ in moved], [gradient for _, gradient in moved])
+            if factor != 1.0:
+                self.body.mul_(factor)
         self.flags.fill_(1.0)
-        if not all(present):
-            self.flags.copy_(torch.tensor(present, dtype=self.flat.dtype))
+        for index in absent:
+            self.flags[index] = 0.0
 
     def hand_back(self, scale: float) -> None:
         """Scale the sum and make each parameter's gradient a view of it.
@@ -116,11 +109,9 @@ class Bucket:
         """
         if scale != 1.0:
             self.body.mul_(scale)
-        unused = {i for i, p in enumerate(self.parameters) if p.grad is None}
-        if unused:
-            unused = {i for i in unused if not self.flags[i].item()}
-        for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            if i not in unused:
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            # The flag is only read where this rank had nothing itself: reading one element is slow.
+            if parameter.grad is not None or self.flags[index].item():
                 parameter.grad = view
         self.num_missing = len(self.parameters)
 

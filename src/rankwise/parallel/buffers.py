@@ -32,9 +32,7 @@ class BufferSync:
             if isinstance(module, SYNCHRONISED)
             for buffer in module.buffers(recurse=False)
         }
-        self._candidates = {
-            name: buffer for name, buffer in model.named_buffers() if id(buffer) not in equal_already
-        }
+        self._candidates = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in equal_already}
         self._versions: dict[str, int] | None = None
         self._moving: list[torch.Tensor] | None = None if self._candidates else []
 

@@ -60,9 +60,7 @@ class GradientSync:
 
     def hook_new_parameters(self) -> None:
         """Follow parameters that need gradients by now. A layer may be unfrozen after ``replicate``."""
-        new = [
-            i for i, p in enumerate(self.parameters) if p.requires_grad and i not in self._hooked
-        ]
+        new = [i for i, p in enumerate(self.parameters) if p.requires_grad and i not in self._hooked]
         if not new:
             return
         for number in new:
@@ -129,7 +127,7 @@ class GradientSync:
             if self._group is None or self.is_accumulating:
                 return
             if self._arrived is not None:
-                self._arrived.append(number)
+                self._note_first_arrival(number)
             bucket = self._bucket_of[number]
             bucket.num_missing -= 1
             if bucket.num_missing <= 0:
@@ -138,6 +136,16 @@ class GradientSync:
                 self._launch_ready()
 
         return arrived
+
+    def _note_first_arrival(self, number: int) -> None:
+        gradient = self.parameters[number].grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise ConfigurationError(
+                f"Parameter {self.names[number]} has a sparse gradient.",
+                do="build the layer with sparse=False",
+            )
+        if self._arrived is not None:
+            self._arrived.append(number)
 
     def _arrived_twice(self, number: int) -> ConfigurationError:
         return ConfigurationError(
@@ -158,12 +166,6 @@ class GradientSync:
             return
         share = self.weight / self._unit
         factor = 1.0 if self._carried else share
-        for parameter in bucket.parameters:
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise ConfigurationError(
-                    f"Parameter {self.names[bucket.numbers[bucket.parameters.index(parameter)]]} has a sparse gradient.",
-                    do="build the layer with sparse=False",
-                )
         bucket.fill(factor, self._carried + share)
         what = f"gradients {len(self._pending) + 1}/{len(self._buckets)}"
         self._pending.append(self._group.all_reduce_(bucket.flat, what=what))
@@ -209,7 +211,7 @@ class GradientSync:
         if self._carried:
             total = self._carried + self.weight / self._unit
             gradients = [p.grad for p in self.parameters if p.grad is not None]
-            torch._foreach_div_(gradients, total)  # noqa: SLF001
+            torch._foreach_div_(gradients, total)
             self._end_carrying()
 
     def _rebuild_in_arrival_order(self) -> None:

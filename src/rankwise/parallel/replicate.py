@@ -15,15 +15,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rankwise.errors import ConfigurationError
+from rankwise.log import warn
 from rankwise.parallel.batchnorm import synchronise_batchnorm, unsynchronised_batchnorms
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.gradient_sync import GradientSync
 from rankwise.parallel.same_model import broadcast_model, check_same_model
-from rankwise.log import warn
 from rankwise.session import current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
     from torch import nn
 
@@ -102,7 +102,7 @@ def replicate(
 
 
 @contextmanager
-def no_sync(*models: nn.Module) -> Iterator[None]:
+def no_sync(*models: nn.Module) -> Generator[None]:
     """Add gradients up on this rank only; the first backward outside the block makes them exact.
 
     Called by: every rank. For accumulation: all microsteps but the last one inside the block, the last one
@@ -127,7 +127,7 @@ def no_sync(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def weight(model: nn.Module, amount: float | torch.Tensor) -> Iterator[None]:
+def weight(model: nn.Module, amount: float | torch.Tensor) -> Generator[None]:
     """Say what the loss of the backward inside the block is a mean over, on this rank.
 
     Called by: every rank, each with its own amount, around ``loss.backward()``.
@@ -190,7 +190,7 @@ class _BeforeForward(_Hook):
     def __init__(self, buffers: BufferSync) -> None:
         self._buffers = buffers
 
-    @torch._disable_dynamo  # torch.compiler.disable without importing the compiler now
+    @torch._disable_dynamo  # noqa: SLF001 - torch.compiler.disable without importing the compiler now
     def __call__(self, module: nn.Module, _: object) -> None:
         if module.training and torch.is_grad_enabled():
             self._buffers.before_forward()
@@ -199,16 +199,12 @@ class _BeforeForward(_Hook):
 class _AfterForward(_Hook):
     """Notes how many samples a forward call stands for, and when backward reaches its output."""
 
-    def __init__(
-        self, sync: GradientSync, weight: Callable[..., float | torch.Tensor] | None
-    ) -> None:
+    def __init__(self, sync: GradientSync, weight: Callable[..., float | torch.Tensor] | None) -> None:
         self._sync = sync
         self._weight = weight
 
-    @torch._disable_dynamo  # torch.compiler.disable without importing the compiler now
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
-    ) -> None:
+    @torch._disable_dynamo  # noqa: SLF001 - torch.compiler.disable without importing the compiler now
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         del module
         if not torch.is_grad_enabled():
             return
@@ -233,19 +229,13 @@ def _first_tensor(values: object) -> torch.Tensor | None:
         first = values[0][0]
         if isinstance(first, torch.Tensor) and first.ndim:
             return first
-    return next(
-        (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None
-    )
+    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
 
 
 def _first_with_grad(output: object) -> torch.Tensor | None:
     if isinstance(output, torch.Tensor):
         return output if output.requires_grad else None
     return next(
-        (
-            leaf
-            for leaf in pytree.tree_leaves(output)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ),
+        (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad),
         None,
     )

@@ -30,9 +30,8 @@ def check_same_model(model: nn.Module) -> None:
     Raises:
         ModelMismatch: names the first difference and what each rank has there.
     """
-    rows = [_row("parameter", name, p) + (f" requires_grad={p.requires_grad}",) for name, p in model.named_parameters()]
-    rows += [_row("buffer", name, b) for name, b in model.named_buffers()]
-    own = ["".join(row) for row in rows]
+    own = [f"parameter {name} {_kind(p)} requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
+    own += [f"buffer {name} {_kind(b)}" for name, b in model.named_buffers()]
     of_rank = all_gather_object(own)
     if all(other == of_rank[0] for other in of_rank):
         return
@@ -46,8 +45,8 @@ def check_same_model(model: nn.Module) -> None:
             )
 
 
-def _row(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, ...]:
-    return (kind, " ", name, " ", str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)))
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def broadcast_model(model: nn.Module, exchange: TorchGroup) -> None:
@@ -60,9 +59,7 @@ def broadcast_model(model: nn.Module, exchange: TorchGroup) -> None:
         broadcast_tensors([t.detach() for t in tensors], exchange, what="parameters of rank 0")
 
 
-def broadcast_tensors(
-    tensors: Iterable[torch.Tensor], exchange: TorchGroup, *, what: str
-) -> None:
+def broadcast_tensors(tensors: Iterable[torch.Tensor], exchange: TorchGroup, *, what: str) -> None:
     """Overwrite ``tensors`` with rank zero's, many at a time.
 
     Called by: every rank, with tensors of the same shapes and dtypes.

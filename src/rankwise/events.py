@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job's event log, kept in its store: failures, departures, roll calls and verdicts, in one order.
+
+Writes and names events; who reads them is ``watch``. Imported by watch and by the launcher, which writes for
+ranks that no longer can.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankwise.store import Store
+
+_KEY = "rankwise/events/{}"
+
+
+def key_of(number: int) -> str:
+    """Return the store's key of an event; the first is number 1."""
+    return _KEY.format(number)
+
+
+def post(store: Store, event: dict[str, Any], first: int = 1) -> int:
+    """Append an event to the job's log and return its number.
+
+    Args:
+        store: any connection to the job's store.
+        event: JSON-able; ``kind`` says what it is.
+        first: a number below which the log is known to be full.
+    """
+    text = json.dumps({**event, "token": f"{time.time_ns()}-{id(event)}-{event.get('rank')}"})
+    number = first
+    while not store.set_if_absent(key_of(number), text):
+        number += 1
+    return number
+
+
+def post_failure(store: Store, *, rank: int, error_type: str, text: str, hostname: str = "") -> None:
+    """Tell every rank that ``rank`` failed. Called by the rank, or by the launcher in its place.
+
+    Args:
+        store: any connection to the job's store.
+        rank: who failed.
+        error_type: name of the exception class, or of the signal.
+        text: the traceback, or what is known.
+        hostname: where it ran.
+    """
+    post(store, {"kind": "failed", "rank": rank, "error_type": error_type, "text": text, "hostname": hostname})
+
+
+def post_departure(store: Store, *, rank: int, exit_code: int | None = None, last: int | None = None) -> None:
+    """Tell every rank that ``rank`` has ended without an error.
+
+    Args:
+        store: any connection to the job's store.
+        rank: who left.
+        exit_code: of its process, where it has ended.
+        last: number of the last collective it took part in; ``None`` where that is not known.
+    """
+    post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last})
