@@ -20,9 +20,7 @@ def main() -> None:
         venv.create(folder, with_pip=True)
         pip = [f"{folder}/bin/python", "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", "-r", str(HERE / "dev.in")], check=True)
-        listed = subprocess.run(
-            [*pip, "list", "--format=freeze"], check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
+        listed = subprocess.run([*pip, "list", "--format=freeze"], check=True, stdout=subprocess.PIPE, text=True).stdout
     # A local label such as +cpu names one index's build: the plain version is found on every index.
     pins = [line.split("+")[0] for line in listed.split() if line.split("==")[0] not in LEFT_OUT]
     (HERE / "dev.lock").write_text(HEAD + "\n".join(pins) + "\n")

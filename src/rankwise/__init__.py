@@ -1,28 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
 """rankwise: one PyTorch training script on any number of ranks, with the result one rank would give."""
 
-from rankwise.agreement import rank_zero_first
-from rankwise.checkpoint.checkpointer import Checkpointer
-from rankwise.checkpoint.load import load
-from rankwise.checkpoint.save import save
-from rankwise.collectives import (
-    all_gather,
-    all_gather_object,
-    all_reduce,
-    barrier,
-    broadcast,
-    broadcast_object,
-)
-from rankwise.data.loader import DataLoader
-from rankwise.data.sampler import ShardedSampler
-from rankwise.data.shared import share
-from rankwise.log import log
-from rankwise.parallel.replicate import no_sync, replicate, weight
-from rankwise.process_group import join, leave
-from rankwise.progress import print, progress  # noqa: A004 - prints on rank zero
-from rankwise.world import World
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankwise.agreement import rank_zero_first
+    from rankwise.checkpoint.checkpointer import Checkpointer
+    from rankwise.checkpoint.load import load
+    from rankwise.checkpoint.save import save
+    from rankwise.collectives import (
+        all_gather,
+        all_gather_object,
+        all_reduce,
+        barrier,
+        broadcast,
+        broadcast_object,
+    )
+    from rankwise.data.loader import DataLoader
+    from rankwise.data.sampler import ShardedSampler
+    from rankwise.data.shared import share
+    from rankwise.log import log
+    from rankwise.parallel.replicate import no_sync, replicate, weight
+    from rankwise.process_group import join, leave
+    from rankwise.progress import print, progress  # noqa: A004 - prints on rank zero
+    from rankwise.world import World
 
 __version__ = "0.1.0"
+
+_ROOM_OF = {
+    "Checkpointer": "checkpoint.checkpointer",
+    "DataLoader": "data.loader",
+    "ShardedSampler": "data.sampler",
+    "World": "world",
+    "all_gather": "collectives",
+    "all_gather_object": "collectives",
+    "all_reduce": "collectives",
+    "barrier": "collectives",
+    "broadcast": "collectives",
+    "broadcast_object": "collectives",
+    "join": "process_group",
+    "leave": "process_group",
+    "load": "checkpoint.load",
+    "log": "log",
+    "no_sync": "parallel.replicate",
+    "print": "progress",
+    "progress": "progress",
+    "rank_zero_first": "agreement",
+    "replicate": "parallel.replicate",
+    "save": "checkpoint.save",
+    "share": "data.shared",
+    "weight": "parallel.replicate",
+}
 
 __all__ = [
     "Checkpointer",
@@ -48,3 +81,27 @@ __all__ = [
     "share",
     "weight",
 ]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
+    """Import a public name when it is first used: the command line answers without importing torch."""
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'rankwise' has no attribute {name!r}; it has {', '.join(__all__)}")
+    thing = getattr(importlib.import_module(f"rankwise.{_ROOM_OF[name]}"), name)
+    globals()[name] = thing
+    return thing
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+class _Package(ModuleType):
+    """Keeps a public name from being replaced by the module of the same name, which importing would bind."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _ROOM_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -47,9 +47,7 @@ class Command:
         own["PYTHONPATH"] = str(Path(rankwise.__file__).parents[1])
         return {**own, MARK: self._mark, **more}
 
-    def run(
-        self, *words: str, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run ``rankwise run ...`` to its end."""
         return subprocess.run(
             self.words(*words),

@@ -43,16 +43,10 @@ FACTS = """
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize(
-    "words", [["sub/facts.py", "a", "-n", "7", "--log-dir=x"], ["-m", "sub.facts", "-m"]]
-)
-def test_a_script_sees_what_python_gives_it(
-    command: Command, num_ranks: int, words: list[str]
-) -> None:
+@pytest.mark.parametrize("words", [["sub/facts.py", "a", "-n", "7", "--log-dir=x"], ["-m", "sub.facts", "-m"]])
+def test_a_script_sees_what_python_gives_it(command: Command, num_ranks: int, words: list[str]) -> None:
     command.write("sub/facts.py", FACTS)
-    subprocess.run(
-        [sys.executable, *words], cwd=command.folder, env=command.environment(), check=True
-    )
+    subprocess.run([sys.executable, *words], cwd=command.folder, env=command.environment(), check=True)
     ended = command.run("-n", str(num_ranks), *words)
     assert ended.returncode == 0, ended.stderr
     expected = json.loads((command.folder / "facts-python.json").read_text())
@@ -93,8 +87,7 @@ def test_ranks_get_the_variables_and_a_working_group(command: Command) -> None:
     assert ended.returncode == 0, ended.stderr
     rows = sorted(json.loads(line) for line in ended.stdout.splitlines())
     assert rows == [
-        [6.0, True, 16, str(rank), "3", str(rank), "3", "0", "1", "127.0.0.1", "0", "True"]
-        for rank in range(3)
+        [6.0, True, 16, str(rank), "3", str(rank), "3", "0", "1", "127.0.0.1", "0", "True"] for rank in range(3)
     ]
     assert ended.stderr == f"[rankwise] 3 ranks on this machine, {_threads(3)}\n"
 
@@ -116,9 +109,7 @@ def test_a_joined_world_names_its_launcher(command: Command) -> None:
         """,
     )
     ended = command.run("-n", "2", "--device", "cpu", "train.py")
-    assert sorted(ended.stdout.splitlines()) == [
-        f"{rank} 2 rankwise [2.0, 2.0]" for rank in (0, 1)
-    ], ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [f"{rank} 2 rankwise [2.0, 2.0]" for rank in (0, 1)], ended.stderr
     assert ended.returncode == 0
 
 
@@ -182,14 +173,10 @@ def test_threads_are_shared_out_unless_the_user_chose(command: Command, chosen: 
         print(torch.get_num_threads(), e["OMP_NUM_THREADS"], e["MKL_NUM_THREADS"])
         """,
     )
-    ended = command.run(
-        "-n", "2", "train.py", env={} if chosen is None else {"OMP_NUM_THREADS": chosen}
-    )
+    ended = command.run("-n", "2", "train.py", env={} if chosen is None else {"OMP_NUM_THREADS": chosen})
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     threads = share if chosen is None else int(chosen.split(",")[0])
-    assert ended.stdout.splitlines() == [f"{threads} {chosen or threads} {threads}"] * 2, (
-        ended.stderr
-    )
+    assert ended.stdout.splitlines() == [f"{threads} {chosen or threads} {threads}"] * 2, ended.stderr
 
 
 # -- what was asked cannot be done -----------------------------------------------------------------
@@ -214,9 +201,7 @@ def test_threads_are_shared_out_unless_the_user_chose(command: Command, chosen: 
         ([], "the following arguments are required"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(
-    command: Command, words: list[str], text: str
-) -> None:
+def test_a_mistake_is_told_before_anything_starts(command: Command, words: list[str], text: str) -> None:
     command.write("good.py", "print('started')")
     command.write("bad.py", "print('started')\nx = = 1\n")
     command.write("bare/__init__.py", "print('started')")
@@ -250,8 +235,7 @@ def test_the_exit_code_is_the_failing_ranks(
     command.write("bad.py", "x = = 1")
     command.write(
         "train.py",
-        "import ctypes, faulthandler, os, signal, sys\n"
-        f"faulthandler.enable()\nprint('before')\n{ending}\n",
+        f"import ctypes, faulthandler, os, signal, sys\nfaulthandler.enable()\nprint('before')\n{ending}\n",
     )
     ended = command.run("-n", str(num_ranks), "train.py")
     assert ended.returncode == exit_code
@@ -306,12 +290,8 @@ def test_a_signal_is_shown_with_the_ranks_last_lines(command: Command) -> None:
     )
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 137
-    assert ended.stderr.endswith(
-        "[rankwise] the last lines it wrote to stderr:\n  allocating\n  no newline\n"
-    )
-    assert re.search(
-        r"\[rank 1/2 on .*\] failed first: killed by SIGKILL, exit code 137", ended.stderr
-    )
+    assert ended.stderr.endswith("[rankwise] the last lines it wrote to stderr:\n  allocating\n  no newline\n")
+    assert re.search(r"\[rank 1/2 on .*\] failed first: killed by SIGKILL, exit code 137", ended.stderr)
 
 
 def test_a_rank_that_ends_early_and_well_is_no_failure(command: Command) -> None:
@@ -417,9 +397,7 @@ def test_lines_are_whole_and_stderr_has_the_rank(command: Command) -> None:
 
 
 def test_with_one_rank_the_streams_are_untouched(command: Command) -> None:
-    command.write(
-        "train.py", "import sys; print(sys.stdin.read()); sys.stderr.write('\\r 10%\\r 20%')"
-    )
+    command.write("train.py", "import sys; print(sys.stdin.read()); sys.stderr.write('\\r 10%\\r 20%')")
     ended = subprocess.run(
         command.words("train.py"),
         cwd=command.folder,
@@ -490,9 +468,10 @@ def test_a_reader_that_leaves_ends_the_ranks_as_it_would_one_program(command: Co
     assert started.stdout.readline() == "x" * 100 + "\n"
     started.stdout.close()
     text = started.stderr.read()
-    assert started.wait() == 1
-    assert text.endswith("BrokenPipeError: [Errno 32] Broken pipe\n"), text
     started.stderr.close()
+    # Python's own exit code where the last flush of stdout fails.
+    assert started.wait() == 120
+    assert text.endswith("BrokenPipeError: [Errno 32] Broken pipe\n"), text
 
 
 def _threads(num_ranks: int) -> str:

@@ -158,9 +158,7 @@ def test_a_finished_run_leaves_no_temporary_files(command: Command) -> None:
 
 
 def test_what_a_rank_left_running_ends_with_the_run(command: Command) -> None:
-    command.write(
-        "train.py", "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
-    )
+    command.write("train.py", "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)")
     assert command.run("-n", "2", "train.py").returncode == 0
     assert command.processes() == []
 

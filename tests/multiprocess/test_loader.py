@@ -42,7 +42,7 @@ class Augmented(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index >= self.length:
             raise IndexError(index)
-        drawn = [random.random() for _ in range(1 + index % 3)]  # noqa: S311
+        drawn = [random.random() for _ in range(1 + index % 3)]
         return {
             "index": index,
             "python": drawn[-1],
@@ -82,30 +82,19 @@ def rows_of(batch: Any) -> list[Any]:
     return list(zip(*columns, strict=True))
 
 
-def _epochs(
-    world: World, kind: str, length: int, options: dict[str, Any], epochs: int
-) -> list[list[list[Any]]]:
+def _epochs(world: World, kind: str, length: int, options: dict[str, Any], epochs: int) -> list[list[list[Any]]]:
     loader = DataLoader(dataset_of(kind, length), shuffle=kind != "stream", **options)
     return [[rows_of(batch) for batch in loader] for _ in range(epochs)]
 
 
-def global_epochs(
-    world_size: int, kind: str, length: int, epochs: int = 2, **options: Any
-) -> list[list[list[Any]]]:
-    results = [
-        result.get() for result in run_ranks(_epochs, world_size, kind, length, options, epochs)
-    ]
-    return [
-        [joined(parts) for parts in zip(*ranks, strict=True)]
-        for ranks in zip(*results, strict=True)
-    ]
+def global_epochs(world_size: int, kind: str, length: int, epochs: int = 2, **options: Any) -> list[list[list[Any]]]:
+    results = [result.get() for result in run_ranks(_epochs, world_size, kind, length, options, epochs)]
+    return [[joined(parts) for parts in zip(*ranks, strict=True)] for ranks in zip(*results, strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["columns", "samples", "stream"])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_and_augmentation_do_not_depend_on_ranks_and_workers(
-    kind: str, num_workers: int
-) -> None:
+def test_batches_and_augmentation_do_not_depend_on_ranks_and_workers(kind: str, num_workers: int) -> None:
     """17 samples in global batches of 5: the last has 2, so that ranks 2 and 3 get none."""
     expected = global_epochs(1, kind, 17, global_batch_size=5)
     assert sorted(row[0] for batch in expected[1] for row in batch) == list(range(17))
@@ -121,12 +110,8 @@ def test_remainder_drop_and_local_batch_size() -> None:
         assert [len(batch) for batch in epoch] == [4 * world_size] * (17 // (4 * world_size))
 
 
-def _interrupted(
-    world: World, kind: str, length: int, size: int, taken: int
-) -> tuple[list[Any], dict[str, Any]]:
-    loader = DataLoader(
-        dataset_of(kind, length), shuffle=kind != "stream", global_batch_size=size, seed=1
-    )
+def _interrupted(world: World, kind: str, length: int, size: int, taken: int) -> tuple[list[Any], dict[str, Any]]:
+    loader = DataLoader(dataset_of(kind, length), shuffle=kind != "stream", global_batch_size=size, seed=1)
     list(loader)
     seen: list[Any] = []
     for number, batch in enumerate(loader, 1):
@@ -136,9 +121,7 @@ def _interrupted(
     return seen, loader.state_dict()
 
 
-def _resumed(
-    world: World, kind: str, length: int, size: int, state: dict[str, Any]
-) -> tuple[list[Any], list[Any]]:
+def _resumed(world: World, kind: str, length: int, size: int, state: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     loader = DataLoader(
         dataset_of(kind, length),
         shuffle=kind != "stream",
@@ -154,20 +137,12 @@ def _resumed(
 
 
 @pytest.mark.parametrize("kind", ["columns", "samples", "stream"])
-@pytest.mark.parametrize(
-    ("before", "after"), [((3, 6), (2, 6)), ((2, 4), (4, 7)), ((1, 5), (3, 5))]
-)
-def test_resume_on_another_number_of_ranks(
-    kind: str, before: tuple[int, int], after: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize(("before", "after"), [((3, 6), (2, 6)), ((2, 4), (4, 7)), ((1, 5), (3, 5))])
+def test_resume_on_another_number_of_ranks(kind: str, before: tuple[int, int], after: tuple[int, int]) -> None:
     whole = global_epochs(1, kind, 23, 3, global_batch_size=23, seed=1)
-    stopped = [
-        result.get() for result in run_ranks(_interrupted, before[0], kind, 23, before[1], 2)
-    ]
+    stopped = [result.get() for result in run_ranks(_interrupted, before[0], kind, 23, before[1], 2)]
     assert all(state == stopped[0][1] for _, state in stopped)
-    resumed = [
-        result.get() for result in run_ranks(_resumed, after[0], kind, 23, after[1], stopped[0][1])
-    ]
+    resumed = [result.get() for result in run_ranks(_resumed, after[0], kind, 23, after[1], stopped[0][1])]
     seen = [row for rows, _ in stopped for row in rows]
     rest = [row for rows, _ in resumed for row in rows]
     assert sorted(seen + rest) == sorted(whole[1][0])

@@ -28,10 +28,7 @@ def joined(parts: Iterable[list[Any]]) -> list[Any]:
 
 
 def volumes() -> list[dict[str, Any]]:
-    return [
-        {"image": np.arange(4**3, dtype=np.float32).reshape(1, 4, 4, 4) + 100 * i, "id": i}
-        for i in range(SAMPLES)
-    ]
+    return [{"image": np.arange(4**3, dtype=np.float32).reshape(1, 4, 4, 4) + 100 * i, "id": i} for i in range(SAMPLES)]
 
 
 def monai_dataset(kind: str) -> Any:
@@ -51,9 +48,7 @@ def monai_dataset(kind: str) -> Any:
     if kind == "cached":
         return data.CacheDataset(volumes(), transform, progress=False, num_workers=0)
     if kind == "array":
-        return data.ArrayDataset(
-            [row["image"] for row in volumes()], transforms.RandGaussianNoise(prob=1.0)
-        )
+        return data.ArrayDataset([row["image"] for row in volumes()], transforms.RandGaussianNoise(prob=1.0))
     return data.Dataset(volumes(), transform)
 
 
@@ -78,12 +73,8 @@ def _flat(batch: Any) -> list[Any]:
     return [(i, row.flatten().tolist()) for i, row in zip(ids, batch["image"], strict=True)]
 
 
-def batches(
-    world_size: int, kind: str, num_workers: int = 0, *, shared_copy: bool = False
-) -> list[list[Any]]:
-    results = [
-        result.get() for result in run_ranks(_rows, world_size, kind, num_workers, shared_copy)
-    ]
+def batches(world_size: int, kind: str, num_workers: int = 0, *, shared_copy: bool = False) -> list[list[Any]]:
+    results = [result.get() for result in run_ranks(_rows, world_size, kind, num_workers, shared_copy)]
     return [joined(parts) for parts in zip(*results, strict=True)]
 
 
@@ -103,9 +94,7 @@ def _own_loader(world: World) -> list[int]:
     from monai.data import DataLoader as MonaiDataLoader
 
     dataset = monai_dataset("plain")
-    loader = MonaiDataLoader(
-        dataset, batch_sampler=ShardedSampler(dataset, global_batch_size=3, remainder="drop")
-    )
+    loader = MonaiDataLoader(dataset, batch_sampler=ShardedSampler(dataset, global_batch_size=3, remainder="drop"))
     return [int(i) for batch in loader for i in batch["id"]]
 
 

@@ -56,12 +56,9 @@ def _share_mixed(world: World, as_function: bool) -> tuple[bool, Any]:
 
     dataset = share(read if as_function else Mixed())
     assert type(dataset) is Mixed
-    batches = [
-        [column.tolist() for column in batch] for batch in DataLoader(dataset, global_batch_size=20)
-    ]
+    batches = [[column.tolist() for column in batch] for batch in DataLoader(dataset, global_batch_size=20)]
     in_workers = [
-        [column.tolist() for column in batch]
-        for batch in DataLoader(dataset, global_batch_size=20, num_workers=1)
+        [column.tolist() for column in batch] for batch in DataLoader(dataset, global_batch_size=20, num_workers=1)
     ]
     assert batches == in_workers
     return bool(called), batches[0]
@@ -142,10 +139,7 @@ def _num_open_memory_files() -> int:
 def test_an_error_while_reading_is_everyones() -> None:
     texts = [result.get() for result in run_ranks(_fails, 3, "raises")]
     assert texts[0] == "FileNotFoundError: no such folder 3 0"
-    assert all(
-        text.startswith("PeerFailed: Rank 0 failed") and "no such folder" in text
-        for text in texts[1:]
-    )
+    assert all(text.startswith("PeerFailed: Rank 0 failed") and "no such folder" in text for text in texts[1:])
     texts = [result.get() for result in run_ranks(_fails, 2, "lambda")]
     assert texts[0].startswith("DatasetError: The dataset cannot be pickled")
     assert "lambda" in texts[1]
@@ -186,9 +180,7 @@ def _names() -> list[str]:
 
 def _shmem_bytes() -> int:
     """Return the bytes of all memory files and shared memory of this machine."""
-    (line,) = [
-        line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")
-    ]
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")]
     return 1024 * int(line.split()[1])
 
 

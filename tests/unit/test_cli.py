@@ -49,9 +49,7 @@ what ranks write:
 """
 
 
-def test_the_options_of_run_are_these(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_options_of_run_are_these(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
         main(["run", "--help"])
@@ -61,9 +59,9 @@ def test_the_options_of_run_are_these(
 
 def test_the_commands_are_these(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["trian"])
+        main(["walk"])
     assert ended.value.code == 2
-    assert "invalid choice: 'trian'" in capsys.readouterr().err
+    assert "invalid choice: 'walk'" in capsys.readouterr().err
 
 
 def test_an_option_is_not_guessed_from_its_beginning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,9 +82,7 @@ def test_a_mistake_is_text_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -
     ("asked", "num_gpus", "expected"),
     [(None, 0, 1), (None, 1, 1), (None, 8, 8), (3, 0, 3), (2, 8, 2)],
 )
-def test_one_rank_per_gpu_unless_asked_otherwise(
-    asked: int | None, num_gpus: int, expected: int
-) -> None:
+def test_one_rank_per_gpu_unless_asked_otherwise(asked: int | None, num_gpus: int, expected: int) -> None:
     assert num_ranks_here(LaunchOptions(num_ranks=asked), num_gpus) == expected
 
 
@@ -108,7 +104,5 @@ def test_a_mistake_does_not_wait_for_torch() -> None:
         "from rankwise.cli import main; code = main(['run', 'nowhere.py']); "
         "print(code, 'torch' in sys.modules)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout == "2 False\n"

@@ -220,9 +220,7 @@ def test_own_variables_round_trip_for_every_world(
     assert reading.address == (host, 29500)
 
 
-@pytest.mark.parametrize(
-    "around", [TORCHRUN, OPENMPI, HYDRA, SLURM, {"RANK": "x", "PMI_RANK": "-1"}]
-)
+@pytest.mark.parametrize("around", [TORCHRUN, OPENMPI, HYDRA, SLURM, {"RANK": "x", "PMI_RANK": "-1"}])
 def test_rankwise_owns_its_processes_whatever_surrounds_them(around: dict[str, str]) -> None:
     reading = read({**around, **OWN})
     assert facts(reading) == (1, 4, 1, 2, 0, 2)
@@ -239,9 +237,7 @@ def test_torchrun_owns_its_processes_whatever_surrounds_them(around: dict[str, s
     [("1", "3"), ("2", "0")],
     ids=["one machine", "counts differ between machines"],
 )
-def test_the_restart_count_of_torchrun_names_an_attempt_on_one_machine_only(
-    num_nodes: str, attempt: str
-) -> None:
+def test_the_restart_count_of_torchrun_names_an_attempt_on_one_machine_only(num_nodes: str, attempt: str) -> None:
     variables = {**TORCHRUN, "GROUP_WORLD_SIZE": num_nodes, "TORCHELASTIC_RESTART_COUNT": "3"}
     assert read(variables).attempt == attempt
 
@@ -265,9 +261,7 @@ def test_the_restart_count_of_torchrun_names_an_attempt_on_one_machine_only(
     ],
 )
 @pytest.mark.parametrize("how", ["unset", "empty"])
-def test_an_incomplete_set_names_what_is_missing(
-    complete: dict[str, str], missing: str, how: str
-) -> None:
+def test_an_incomplete_set_names_what_is_missing(complete: dict[str, str], missing: str, how: str) -> None:
     variables = {name: value for name, value in complete.items() if name != missing}
     if how == "empty":
         variables[missing] = ""
@@ -327,11 +321,7 @@ def test_two_readings_that_disagree_are_an_error_with_both(
         read({**one, **other}, launcher_process="77-8")
     text = str(caught.value)
     assert all(title in text for title in titles)
-    assert all(
-        f"{name}={value}" in text
-        for name, value in one.items()
-        if "RANK" in name and "NODE" not in name
-    )
+    assert all(f"{name}={value}" in text for name, value in one.items() if "RANK" in name and "NODE" not in name)
     assert "env -u " in text
 
 
@@ -417,9 +407,7 @@ def test_a_shell_in_a_step_of_one_task_contradicts_nobody() -> None:
         ({**OWN, "RANKWISE_STORE": "4321"}, "RANKWISE_STORE", "4321"),
     ],
 )
-def test_a_value_that_is_no_number_is_named(
-    variables: dict[str, str], bad: str, value: str
-) -> None:
+def test_a_value_that_is_no_number_is_named(variables: dict[str, str], bad: str, value: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read(variables)
     assert caught.value.what.startswith(f"{bad}={value!r}")
@@ -491,9 +479,7 @@ def test_host_lists(text: str, expected: list[str]) -> None:
     assert list(environments.hosts(text)) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["", "n[1-3", "n1-3]", "n[]", "n[3-1]", "n[a-b]", "a,,b", ",a", "n[[1]]"]
-)
+@pytest.mark.parametrize("text", ["", "n[1-3", "n1-3]", "n[]", "n[3-1]", "n[a-b]", "a,,b", ",a", "n[[1]]"])
 def test_a_bad_host_list_is_an_error(text: str) -> None:
     with pytest.raises(ConfigurationError, match="not a Slurm list"):
         list(environments.hosts(text))

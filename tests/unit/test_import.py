@@ -61,6 +61,8 @@ def state():
 
 before, modules = state(), set(sys.modules)
 import rankwise
+for name in rankwise.__all__:
+    getattr(rankwise, name)
 json.dump({"before": before, "after": state(), "new": sorted(set(sys.modules) - modules)},
 sys.stdout)
 """

@@ -94,19 +94,13 @@ def test_exit_codes_are_a_shells() -> None:
     assert failure.signal_name(64 + 63) == "signal 127"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "chosen", "expected"), [(1, None, 6), (4, None, 1), (2, None, 3), (9, None, 1)]
-)
-def test_the_cores_are_shared(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, chosen: str | None, expected: int
-) -> None:
+@pytest.mark.parametrize(("ranks", "chosen", "expected"), [(1, None, 6), (4, None, 1), (2, None, 3), (9, None, 1)])
+def test_the_cores_are_shared(monkeypatch: pytest.MonkeyPatch, ranks: int, chosen: str | None, expected: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(6)))
     assert threads_per_rank(ranks, chosen) == expected
 
 
-@pytest.mark.parametrize(
-    ("chosen", "expected"), [("2", 2), ("4,2", 4), ("", 6), ("0", 6), ("x", 6)]
-)
+@pytest.mark.parametrize(("chosen", "expected"), [("2", 2), ("4,2", 4), ("", 6), ("0", 6), ("x", 6)])
 def test_the_users_threads_win(monkeypatch: pytest.MonkeyPatch, chosen: str, expected: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(6)))
     assert threads_per_rank(1, chosen) == expected

@@ -22,8 +22,7 @@ class Shown:
     def __init__(self, folder: Path) -> None:
         self.paths = {1: folder / "stdout", 2: folder / "stderr"}
         self.descriptors = {
-            number: os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-            for number, path in self.paths.items()
+            number: os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND) for number, path in self.paths.items()
         }
 
     def __getitem__(self, number: int) -> bytes:

@@ -112,18 +112,13 @@ def test_imports_point_down(name: str) -> None:
         for other in own_imports(module)
         # Importing the package itself would be importing every room.
         if other == "rankwise"
-        or (
-            modules()[other].room != module.room
-            and layer_of(modules()[other].room) <= layer_of(module.room)
-        )
+        or (modules()[other].room != module.room and layer_of(modules()[other].room) <= layer_of(module.room))
     ]
     assert wrong == [], f"{name} stands beside or below {wrong}"
 
 
 def test_nothing_imports_the_command() -> None:
-    importers = [
-        name for name, module in modules().items() if "rankwise.__main__" in module.imports
-    ]
+    importers = [name for name, module in modules().items() if "rankwise.__main__" in module.imports]
     assert importers == []
 
 
@@ -187,9 +182,7 @@ def test_variables_are_read_in_one_place(name: str) -> None:
 
 def is_print(node: ast.AST) -> bool:
     """Whether a node prints to where people read; a file given to print is the caller's matter."""
-    return (
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    )
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
 
 
 @pytest.mark.parametrize("name", sorted(modules()))
@@ -209,9 +202,7 @@ def test_modules_are_named_short_and_introduced(name: str) -> None:
     assert len(text.splitlines()) <= LONGEST_MODULE_LINES
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in sorted(modules()) if is_in(name, ("checkpoint",))]
-)
+@pytest.mark.parametrize("name", [name for name in sorted(modules()) if is_in(name, ("checkpoint",))])
 def test_checkpoints_hold_no_pickle(name: str) -> None:
     module = modules()[name]
     assert {"pickle", "cloudpickle", "dill", "shelve", "marshal"} & module.imports == set()

@@ -208,13 +208,11 @@ def test_resume_after_every_batch(data: Any, num_workers: int, remainder: str) -
         state = json.loads(json.dumps(running.state_dict()))
         resumed = DataLoader(data, **options)
         resumed.load_state_dict(state)
-        if taken < len(first):
-            assert (resumed.epoch, state["position"]) == (0, 6 * taken)
-            assert flat(resumed) == first[taken:]
+        assert (resumed.epoch, state["position"]) == (0, min(6 * taken, 20))
+        assert flat(resumed) == first[taken:]
         assert resumed.epoch == 1
         assert flat(resumed) == second
-    assert running.state_dict() == state
-    assert running.epoch == 1
+    assert (running.epoch, running.state_dict()["position"]) == (1, 0)
 
 
 def test_resume_with_another_batch_size() -> None:
@@ -231,8 +229,8 @@ def test_resume_where_less_than_a_whole_batch_is_left_to_drop() -> None:
     state = DataLoader(torch.arange(20), global_batch_size=6).state_dict() | {"position": 18}
     loader = DataLoader(torch.arange(20), global_batch_size=6, remainder="drop")
     loader.load_state_dict(state)
-    assert loader.epoch == 1
-    assert len(list(loader)) == 3
+    assert (loader.epoch, len(list(loader))) == (0, 0)
+    assert (loader.epoch, len(list(loader))) == (1, 3)
 
 
 def test_leaving_early_ends_the_epoch_and_a_look_does_not() -> None:
@@ -258,7 +256,7 @@ class Noisy(Dataset[tuple[float, ...]]):
         return 12
 
     def __getitem__(self, index: int) -> tuple[float, ...]:
-        return index, random.random(), np.random.rand(), float(torch.rand(()))  # noqa: NPY002, S311
+        return index, random.random(), np.random.rand(), float(torch.rand(()))  # noqa: NPY002
 
 
 def augmented(loader: DataLoader) -> dict[int, tuple[float, ...]]:
@@ -288,7 +286,7 @@ def test_reading_leaves_the_training_loops_generators_alone(data: Any, num_worke
         for _ in range(3):
             if read:
                 next(batches)
-            found += [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002, S311
+            found += [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
         return found
 
     assert draws(read=True) == draws(read=False)

@@ -31,9 +31,7 @@ def test_is_a_bijection_for_any_key(n: int, seed: int, epoch: int) -> None:
 
 
 @given(n=st.integers(1, MAX_LENGTH), seed=st.integers(), data=st.data())
-def test_stays_within_any_length_and_separates_positions(
-    n: int, seed: int, data: st.DataObject
-) -> None:
+def test_stays_within_any_length_and_separates_positions(n: int, seed: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20, unique=True))
     samples = Permutation(n, seed)(np.array(positions)).tolist()
     assert len(set(samples)) == len(positions)
@@ -56,9 +54,7 @@ def test_seed_and_epoch_and_sign_change_the_order() -> None:
 def test_positions_may_be_asked_for_singly_and_in_any_shape() -> None:
     permutation = Permutation(1000, 7)
     whole = permutation(np.arange(1000))
-    assert [int(permutation(np.array([place]))[0]) for place in (999, 0, 500)] == whole[
-        [999, 0, 500]
-    ].tolist()
+    assert [int(permutation(np.array([place]))[0]) for place in (999, 0, 500)] == whole[[999, 0, 500]].tolist()
     assert permutation(np.arange(12).reshape(3, 4)).tolist() == whole[:12].reshape(3, 4).tolist()
     assert permutation(np.arange(1000)[::-7]).tolist() == whole[::-7].tolist()
     assert permutation(np.array([], dtype=np.int64)).tolist() == []

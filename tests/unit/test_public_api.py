@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -49,9 +51,7 @@ def test_every_public_name_is_there_and_explains_itself(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name[0].isupper()])
 def test_every_public_method_explains_itself(name: str) -> None:
     kind = getattr(rankwise, name)
-    methods = [
-        key for key, value in vars(kind).items() if callable(value) and not key.startswith("_")
-    ]
+    methods = [key for key, value in vars(kind).items() if callable(value) and not key.startswith("_")]
     assert [method for method in methods if not inspect.getdoc(getattr(kind, method))] == []
 
 
@@ -64,11 +64,7 @@ def test_every_parameter_of_a_public_name_has_a_type(name: str) -> None:
 
 def test_no_public_function_takes_a_bare_batch_size() -> None:
     """One word for two quantities is how other libraries went wrong."""
-    taking = [
-        name
-        for name in PUBLIC
-        if "batch_size" in inspect.signature(getattr(rankwise, name)).parameters
-    ]
+    taking = [name for name in PUBLIC if "batch_size" in inspect.signature(getattr(rankwise, name)).parameters]
     assert taking == []
 
 
@@ -76,3 +72,18 @@ def test_the_star_brings_the_public_names_only() -> None:
     scope: dict[str, object] = {}
     exec("from rankwise import *", scope)  # noqa: S102 - the statement is the subject
     assert sorted(set(scope) - {"__builtins__"}) == PUBLIC
+
+
+def test_a_module_does_not_hide_the_public_name_it_shares() -> None:
+    program = "import rankwise.log, rankwise.progress, rankwise as rw; print(callable(rw.log), callable(rw.progress))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "True True\n"
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match="replicate"):
+        _ = rankwise.DistributedDataParallel
+
+
+def test_importing_the_package_alone_does_not_import_torch() -> None:
+    program = "import sys, rankwise; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"

@@ -21,7 +21,7 @@ from rankwise.data.seeds import (
 
 
 def draws() -> tuple[float, float, float, float]:
-    return random.random(), random.gauss(0, 1), np.random.randn(), float(torch.rand(()))  # noqa: NPY002, S311
+    return random.random(), random.gauss(0, 1), np.random.randn(), float(torch.rand(()))  # noqa: NPY002
 
 
 @given(
@@ -29,20 +29,14 @@ def draws() -> tuple[float, float, float, float]:
     epoch=st.integers(0, 10**6),
     indices=st.lists(st.integers(0, 2**62), min_size=2),
 )
-def test_seed_of_a_sample_does_not_depend_on_its_neighbours(
-    seed: int, epoch: int, indices: list[int]
-) -> None:
+def test_seed_of_a_sample_does_not_depend_on_its_neighbours(seed: int, epoch: int, indices: list[int]) -> None:
     together = sample_seeds(seed, epoch, np.array(indices))
     assert together.dtype == np.uint32
-    assert together.tolist() == [
-        int(sample_seeds(seed, epoch, np.array([index]))[0]) for index in indices
-    ]
+    assert together.tolist() == [int(sample_seeds(seed, epoch, np.array([index]))[0]) for index in indices]
 
 
 def test_seeds_differ_by_sample_epoch_and_seed() -> None:
-    seeds = np.concatenate(
-        [sample_seeds(seed, epoch, np.arange(1000)) for seed in (0, 1, -1) for epoch in (0, 1)]
-    )
+    seeds = np.concatenate([sample_seeds(seed, epoch, np.arange(1000)) for seed in (0, 1, -1) for epoch in (0, 1)])
     assert len(np.unique(seeds)) > 5990
 
 

@@ -11,9 +11,7 @@ from rankwise.data.shards import Shards, make_shards, rank_slice, resolve_global
 from rankwise.errors import ConfigurationError
 
 
-def shards(
-    length: int, size: int, *, rank: int = 0, world_size: int = 1, remainder: str = "keep"
-) -> Shards:
+def shards(length: int, size: int, *, rank: int = 0, world_size: int = 1, remainder: str = "keep") -> Shards:
     return make_shards(
         length,
         global_batch_size=size,
@@ -27,9 +25,7 @@ def shards(
 @given(start=st.integers(0, 100), count=st.integers(0, 100), world_size=st.integers(1, 9))
 def test_slices_are_contiguous_and_even(start: int, count: int, world_size: int) -> None:
     parts = [rank_slice(start, start + count, rank, world_size) for rank in range(world_size)]
-    assert [position for low, high in parts for position in range(low, high)] == list(
-        range(start, start + count)
-    )
+    assert [position for low, high in parts for position in range(low, high)] == list(range(start, start + count))
     sizes = [high - low for low, high in parts]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
@@ -39,9 +35,7 @@ def test_slices_are_contiguous_and_even(start: int, count: int, world_size: int)
 def test_keep_covers_all_that_is_left(length: int, size: int, position: int) -> None:
     position = min(position, length)
     batches = list(shards(length, size).global_batches(position))
-    assert [place for start, stop in batches for place in range(start, stop)] == list(
-        range(position, length)
-    )
+    assert [place for start, stop in batches for place in range(start, stop)] == list(range(position, length))
     assert len(batches) == shards(length, size).num_batches(position)
     assert all(stop - start == size for start, stop in batches[:-1])
 

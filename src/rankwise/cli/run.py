@@ -44,8 +44,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help=HELP,
         description=DESCRIPTION,
         epilog=EPILOG,
-        usage="rankwise run [options] script.py [arguments]\n"
-        "       rankwise run [options] -m module [arguments]",
+        usage="rankwise run [options] script.py [arguments]\n       rankwise run [options] -m module [arguments]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -62,9 +61,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         default="auto",
         help="cpu hides the GPUs from the ranks (default: auto, a GPU each where there are GPUs)",
     )
-    parser.add_argument(
-        "--log-dir", metavar="DIR", help="write DIR/rank-0.out, DIR/rank-0.err and so on"
-    )
+    parser.add_argument("--log-dir", metavar="DIR", help="write DIR/rank-0.out, DIR/rank-0.err and so on")
     parser.add_argument(
         "--max-restarts",
         type=int,

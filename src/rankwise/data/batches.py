@@ -58,9 +58,7 @@ def without_samples(one: Batch, two: Batch) -> Batch:
         grown = [dim for dim in range(one.dim()) if one.shape[dim] != two.shape[dim]]
         return one.narrow(grown[0], 0, 0) if grown else one
     if isinstance(one, Mapping):
-        return _like_mapping(
-            one, {key: without_samples(item, two[key]) for key, item in one.items()}
-        )
+        return _like_mapping(one, {key: without_samples(item, two[key]) for key, item in one.items()})
     if not isinstance(one, list | tuple):
         return one
     if len(one) != len(two):
@@ -78,9 +76,7 @@ def _like_mapping(kind: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any
         return items
 
 
-def to_device(
-    batches: Iterator[tuple[Any, Batch]], device: torch.device
-) -> Iterator[tuple[Any, Batch]]:
+def to_device(batches: Iterator[tuple[Any, Batch]], device: torch.device) -> Iterator[tuple[Any, Batch]]:
     """Yield each ``(mark, batch)``, the batch on ``device``; on CUDA the next travels meanwhile."""
     if device.type == "cpu":
         yield from batches
@@ -91,9 +87,7 @@ def to_device(
             yield mark, move(batch, device)
 
 
-def _ahead_on_cuda(
-    batches: Iterator[tuple[Any, Batch]], device: torch.device
-) -> Iterator[tuple[Any, Batch]]:
+def _ahead_on_cuda(batches: Iterator[tuple[Any, Batch]], device: torch.device) -> Iterator[tuple[Any, Batch]]:
     """Copy one batch ahead, on a stream of its own: the copy hides behind the step before it."""
     stream = torch.cuda.Stream(device)
     waiting: tuple[Any, Batch, torch.cuda.Event] | None = None
@@ -109,9 +103,7 @@ def _ahead_on_cuda(
         yield _handed_over(waiting, device)
 
 
-def _handed_over(
-    waiting: tuple[Any, Batch, torch.cuda.Event], device: torch.device
-) -> tuple[Any, Batch]:
+def _handed_over(waiting: tuple[Any, Batch, torch.cuda.Event], device: torch.device) -> tuple[Any, Batch]:
     mark, batch, copied = waiting
     consumer = torch.cuda.current_stream(device)
     consumer.wait_event(copied)

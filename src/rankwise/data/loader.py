@@ -43,8 +43,7 @@ _TORCH_WORDS = {
     "drop_last": 'pass remainder="drop" for drop_last=True, remainder="keep" for drop_last=False',
     "sampler": "leave it out: the loader takes each rank's part itself; for an order of your own "
     "use torch.utils.data.Subset(dataset, indices) with shuffle=False",
-    "batch_sampler": "leave it out, or use torch's DataLoader with "
-    "batch_sampler=rankwise.ShardedSampler(...)",
+    "batch_sampler": "leave it out, or use torch's DataLoader with batch_sampler=rankwise.ShardedSampler(...)",
     "generator": "pass seed= instead",
     "timeout": "pass timeout_seconds=",
 }
@@ -78,8 +77,7 @@ class DataLoader:
     keeps its part, so that batches are the same on any number of ranks; this costs reading
     everything on each rank. Where that is too much, make the dataset map-style. A dataset that
     divides itself by torch's ``get_worker_info`` sees no worker here, and one that divides itself
-    by rank must be told not to. Resuming reads and skips. A global batch and the one after it are
-    held in memory.
+    by rank must be told not to. Resuming reads and skips. A global batch is held in memory.
 
     **Leaving early.** ``break`` leaves the position where it is for ``state_dict``. The next
     ``for`` begins the next epoch, as a torch loader would draw a new order; only after
@@ -196,9 +194,8 @@ class DataLoader:
         """Yield this rank's batches, from where ``load_state_dict`` pointed to, else from 0."""
         iteration = self._cursor.begin()
         fetched = self._fetched(self._cursor.epoch, self._cursor.start)
-        marked = (((read.stop, read.at_end), read.batch) for read in fetched)
-        for (stop, at_end), batch in to_device(marked, self.device):
-            self._cursor.take(iteration, stop, at_end=at_end)
+        for stop, batch in to_device(fetched, self.device):
+            self._cursor.take(iteration, stop)
             yield batch
         self._cursor.finish(iteration)
 
@@ -206,7 +203,8 @@ class DataLoader:
         """Return where the training loop stands, JSON-able, the same on every rank.
 
         Counts what the loop has taken, not what was read ahead. Taken in the loop's body it counts
-        that batch as done; after the last one it points to the next epoch.
+        that batch as done; after the last one it points to the end of the epoch, and the first ``for`` after
+        a resume then yields nothing, so that what follows it in the training loop is not left out.
         """
         epoch, position = self._cursor.place()
         return self._facts() | {"epoch": epoch, "position": position}
@@ -220,9 +218,7 @@ class DataLoader:
             DatasetError: the dataset had another length.
             ConfigurationError: another seed or order, or not a state.
         """
-        epoch, position = place_in(state, self._facts())
-        over = not self._is_stream and self._shards.num_batches(position) == 0
-        self._cursor.move_to(*((epoch + 1, 0) if over else (epoch, position)))
+        self._cursor.move_to(*place_in(state, self._facts()))
 
     def _fetched(self, epoch: int, start: int) -> Iterator[Fetched]:
         """Read the rest of an epoch, here or in the workers."""
@@ -236,17 +232,14 @@ class DataLoader:
         return self._pinned(_read_here(self._source, requests))
 
     def _requests(self, epoch: int, start: int) -> Iterator[Request]:
-        order = order_of_epoch(
-            self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch
-        )
-        end = self._shards.stop(start)
+        order = order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
         for stop, indices, stand_in in local_batches(self._shards, order, start):
-            yield Request(epoch, stop, stop == end, indices, stand_in)
+            yield Request(epoch, stop, indices, stand_in)
 
     def _pinned(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
         if not self._pin:
             return fetched
-        return (Fetched(read.stop, read.at_end, pin(read.batch)) for read in fetched)
+        return (Fetched(read.stop, pin(read.batch)) for read in fetched)
 
     def _source_of(
         self, columns: Columns | None, collate: Callable[[list[Any]], Batch], where: str
@@ -270,16 +263,14 @@ class DataLoader:
 
 def _read_here(source: MapSource, requests: Iterator[Request]) -> Iterator[Fetched]:
     for request in requests:
-        yield Fetched(request.stop, request.at_end, source.fetch(request))
+        yield Fetched(request.stop, source.fetch(request))
 
 
 def _refuse(unknown: dict[str, object]) -> None:
     """Raise for keywords that are not ours, with the word to use for torch's."""
     for name in unknown:
         if name in _TORCH_WORDS:
-            raise ConfigurationError(
-                f"rankwise.DataLoader takes no {name}=.", do=_TORCH_WORDS[name]
-            )
+            raise ConfigurationError(f"rankwise.DataLoader takes no {name}=.", do=_TORCH_WORDS[name])
     if unknown:
         names = ", ".join(unknown)
         raise ConfigurationError(

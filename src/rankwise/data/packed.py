@@ -68,9 +68,7 @@ def unpack(file_descriptor: int, place: tuple[int, int]) -> Any:  # noqa: ANN401
 class PackedList(Sequence[Any]):
     """A long list stored item by item: each use of an item unpickles it anew. To be read only."""
 
-    def __init__(
-        self, items: memoryview, ends: npt.NDArray[np.int64], load: Callable[[memoryview], Any]
-    ) -> None:
+    def __init__(self, items: memoryview, ends: npt.NDArray[np.int64], load: Callable[[memoryview], Any]) -> None:
         self._items = items
         self._ends = ends
         self._load = load
@@ -117,9 +115,7 @@ class _Writer:
         self._end = offset + size
         return offset, size
 
-    def once(
-        self, memory: tuple[Any, ...], owner: object, write: Callable[[], tuple[Any, ...]]
-    ) -> tuple[Any, ...]:
+    def once(self, memory: tuple[Any, ...], owner: object, write: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Return the pointer that ``write()`` returned when it was called for the same memory.
 
         Args:
@@ -221,9 +217,7 @@ class _Reader:
         kind, (offset, size), *rest = pointer
         if kind == "storage":
             if offset not in self._storages:
-                whole = torch.frombuffer(
-                    self._mapping, dtype=torch.uint8, count=size, offset=offset
-                )
+                whole = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=offset)
                 self._storages[offset] = whole.untyped_storage()
             return self._storages[offset]
         if kind == "array":

@@ -30,7 +30,6 @@ class EpochCursor:
     def __init__(self) -> None:
         self.epoch = 0
         self.position = 0
-        self.at_end = False
         self.start = 0
         """Position at which the iteration under way began, or the next one will begin."""
         self._taken = 0
@@ -45,13 +44,13 @@ class EpochCursor:
         self._iteration += 1
         return self._iteration
 
-    def take(self, iteration: int, position: int, *, at_end: bool) -> None:
+    def take(self, iteration: int, position: int) -> None:
         """Note that the loop takes the batch that ends at ``position``.
 
         An iteration that another one has followed counts no more.
         """
         if iteration == self._iteration:
-            self.position, self.at_end = position, at_end
+            self.position = position
             self._taken += 1
 
     def finish(self, iteration: int) -> None:
@@ -65,12 +64,15 @@ class EpochCursor:
         self._turn_to(epoch, position)
 
     def place(self) -> tuple[int, int]:
-        """Return ``(epoch, position)`` to go on from; after the last batch, the next epoch."""
-        return (self.epoch + 1, 0) if self.at_end else (self.epoch, self.position)
+        """Return ``(epoch, position)`` to go on from.
+
+        After the last batch that is the end of the epoch, not the next one: what the training loop does
+        after its ``for`` (a scheduler's step, a validation) is still to come, and comes after a resume.
+        """
+        return self.epoch, self.position
 
     def _turn_to(self, epoch: int, position: int) -> None:
         self.epoch, self.start, self.position = epoch, position, position
-        self.at_end = False
         self._taken = 0
 
 
@@ -103,11 +105,7 @@ def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int
                 else f"pass {name}={state[name]!r}",
             )
     epoch, position, length = state["epoch"], state["position"], facts["dataset_length"]
-    within = (
-        isinstance(position, int)
-        and position >= 0
-        and (not isinstance(length, int) or position <= length)
-    )
+    within = isinstance(position, int) and position >= 0 and (not isinstance(length, int) or position <= length)
     if not (isinstance(epoch, int) and epoch >= 0 and within):
         raise ConfigurationError(
             f"There is no position {position!r} of epoch {epoch!r}.",

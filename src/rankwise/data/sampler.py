@@ -52,9 +52,7 @@ def order_of_epoch(n: int, *, shuffle: bool, seed: int, epoch: int) -> Callable[
     return Permutation(n, seed, epoch) if shuffle else (lambda positions: positions)
 
 
-def local_batches(
-    shards: Shards, order: Callable[[Indices], Indices], position: int = 0
-) -> Iterator[LocalBatch]:
+def local_batches(shards: Shards, order: Callable[[Indices], Indices], position: int = 0) -> Iterator[LocalBatch]:
     """Yield this rank's part of each global batch from ``position`` to the end of the epoch."""
     size, end = shards.global_batch_size, shards.stop(position)
     low, high = shards.local_part(0, size)
@@ -162,12 +160,9 @@ class ShardedSampler(Sampler[list[int]]):
         """
         iteration = self._cursor.begin()
         self._began = epoch, start = self._cursor.epoch, self._cursor.start
-        order = order_of_epoch(
-            self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch
-        )
-        end = self._shards.stop(start)
+        order = order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
         for batch in local_batches(self._shards, order, start):
-            self._cursor.take(iteration, batch.stop, at_end=batch.stop >= end)
+            self._cursor.take(iteration, batch.stop)
             yield batch.indices.tolist()
         self._cursor.finish(iteration)
 
@@ -193,22 +188,19 @@ class ShardedSampler(Sampler[list[int]]):
             DatasetError: the dataset had another length.
             ConfigurationError: another seed or order, or not a state.
         """
-        epoch, position = place_in(state, self._facts())
-        over = self._shards.num_batches(position) == 0
-        self._cursor.move_to(*((epoch + 1, 0) if over else (epoch, position)))
+        self._cursor.move_to(*place_in(state, self._facts()))
 
     def _place_after(self, num_batches: int) -> tuple[int, int]:
         epoch, start = self._began
         if not 0 <= num_batches <= self._shards.num_batches(start):
             raise ConfigurationError(
                 f"This iteration has no {num_batches} batches.",
-                evidence=f"it began at sample {start} and has "
-                f"{self._shards.num_batches(start)} global batches",
+                evidence=f"it began at sample {start} and has {self._shards.num_batches(start)} global batches",
                 do="pass how many batches the loop has taken since this `for` began",
             )
         end = self._shards.stop(start)
         position = min(start + num_batches * self._shards.global_batch_size, end)
-        return (epoch + 1, 0) if position == end else (epoch, position)
+        return epoch, position
 
     def _facts(self) -> State:
         return {"dataset_length": self._shards.length, "seed": self.seed, "shuffle": self.shuffle}

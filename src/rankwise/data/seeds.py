@@ -29,9 +29,7 @@ GeneratorState = tuple[Any, Any, torch.Tensor]
 
 def epoch_seed(seed: int, epoch: int) -> int:
     """Return 64 bits that belong to an epoch. ``seed`` and ``epoch`` are any integers."""
-    digest = hashlib.blake2b(
-        f"{seed}/{epoch}".encode(), digest_size=8, person=b"rankwise.seeds"
-    ).digest()
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8, person=b"rankwise.seeds").digest()
     return int.from_bytes(digest, "little")
 
 

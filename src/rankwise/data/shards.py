@@ -72,9 +72,7 @@ class Shards:
         return replace(self, length=length)
 
 
-def resolve_global_batch_size(
-    global_batch_size: int | None, local_batch_size: int | None, world_size: int
-) -> int:
+def resolve_global_batch_size(global_batch_size: int | None, local_batch_size: int | None, world_size: int) -> int:
     """Return the samples per step of all ranks, from whichever of the two sizes was given.
 
     Raises:
@@ -97,8 +95,7 @@ def resolve_global_batch_size(
         raise ConfigurationError(
             f"global_batch_size={total} is smaller than the number of ranks, {world_size}: "
             f"{world_size - total} of them would never get a sample.",
-            evidence=f"{total} samples / {world_size} ranks = {total / world_size:.2f} "
-            "samples per rank and step",
+            evidence=f"{total} samples / {world_size} ranks = {total / world_size:.2f} samples per rank and step",
             do=f"pass global_batch_size={world_size} or more, or start at most {total} ranks",
         )
     return total
@@ -126,9 +123,7 @@ def make_shards(
     _check_remainder(remainder)
     shards = Shards(
         length=length,
-        global_batch_size=resolve_global_batch_size(
-            global_batch_size, local_batch_size, world_size
-        ),
+        global_batch_size=resolve_global_batch_size(global_batch_size, local_batch_size, world_size),
         remainder=remainder,
         rank=rank,
         world_size=world_size,
@@ -137,8 +132,7 @@ def make_shards(
         raise ConfigurationError(
             f'remainder="drop" leaves nothing: {length} samples make no whole global batch of '
             f"{shards.global_batch_size}.",
-            do='pass remainder="keep", or a batch size that makes at most '
-            f"{length} samples per step of all ranks",
+            do=f'pass remainder="keep", or a batch size that makes at most {length} samples per step of all ranks',
         )
     return shards
 
@@ -147,14 +141,11 @@ def _check_remainder(remainder: str) -> None:
     if remainder not in REMAINDERS:
         raise ConfigurationError(
             f"There is no remainder={remainder!r}.",
-            do='use "keep" (the last, short batch is split over the ranks) '
-            'or "drop" (it is left out)',
+            do='use "keep" (the last, short batch is split over the ranks) or "drop" (it is left out)',
         )
 
 
 def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(
-            f"{name} must be a positive integer, not {value!r}.", do=f"pass {name}=1 or more"
-        )
+        raise ConfigurationError(f"{name} must be a positive integer, not {value!r}.", do=f"pass {name}=1 or more")
     return value

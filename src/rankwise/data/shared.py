@@ -77,9 +77,7 @@ def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
                     published = _publish(value, world.node_rank)
                     until_all_have_mapped.callback(os.close, published.file_descriptor)
         on_this_node = [
-            other
-            for other in all_gather_object(published)
-            if other is not None and other.node_rank == world.node_rank
+            other for other in all_gather_object(published) if other is not None and other.node_rank == world.node_rank
         ]
         with all_ranks_succeed("share: mapping the dataset"):
             if on_this_node:
@@ -91,9 +89,7 @@ def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
 def _made(dataset: Any) -> Any:  # noqa: ANN401 - any dataset
     """Return the dataset, calling what makes one."""
     kind = type(dataset)
-    makes_one = (
-        callable(dataset) and not hasattr(kind, "__getitem__") and not hasattr(kind, "__iter__")
-    )
+    makes_one = callable(dataset) and not hasattr(kind, "__getitem__") and not hasattr(kind, "__iter__")
     return dataset() if makes_one else dataset
 
 
@@ -148,10 +144,7 @@ def _found(published: _Published) -> int:
     path = f"/proc/{published.pid}/fd/{published.file_descriptor}"
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     size = os.fstat(descriptor).st_size
-    if (
-        size < _TOKEN_BYTES
-        or os.pread(descriptor, _TOKEN_BYTES, size - _TOKEN_BYTES) != published.token
-    ):
+    if size < _TOKEN_BYTES or os.pread(descriptor, _TOKEN_BYTES, size - _TOKEN_BYTES) != published.token:
         os.close(descriptor)
         message = f"{path} is not the file that the first rank of the node wrote"
         raise OSError(message)

@@ -43,9 +43,7 @@ class Request(NamedTuple):
 
     epoch: int
     stop: int
-    """Position at which the global batch ends."""
-    at_end: bool
-    """Whether it is the last one of the epoch. Both go back with the batch."""
+    """Position at which the global batch ends. Goes back with the batch."""
     indices: npt.NDArray[np.int64]
     stand_in: int
     """A sample to learn the shape of the batch from where ``indices`` is empty."""
@@ -55,7 +53,6 @@ class Fetched(NamedTuple):
     """What was read for a request, or from a stream."""
 
     stop: int
-    at_end: bool
     batch: Batch
 
 
@@ -151,18 +148,14 @@ class Samples:
 class Stream:
     """An iterable dataset; every rank reads all of it and keeps its part of each global batch."""
 
-    def __init__(
-        self, dataset: Iterable[Any], collate: Collate, shards: Shards, seed: int, where: str
-    ) -> None:
+    def __init__(self, dataset: Iterable[Any], collate: Collate, shards: Shards, seed: int, where: str) -> None:
         self._dataset = dataset
         self._collate = collate
         self._shards = shards
         self._seed = seed
         self._where = where
 
-    def batches(
-        self, epoch: int, position: int, worker: int = 0, num_workers: int = 1
-    ) -> Iterator[Fetched]:
+    def batches(self, epoch: int, position: int, worker: int = 0, num_workers: int = 1) -> Iterator[Fetched]:
         """Yield this rank's part of every ``num_workers``-th global batch from ``position`` on.
 
         The stream draws from generators of its own, seeded for the epoch, so that one that shuffles
@@ -177,17 +170,10 @@ class Stream:
         return _with_own_generators(self._cut(position, worker, num_workers), seed, owners)
 
     def _cut(self, position: int, worker: int, num_workers: int) -> Iterator[Fetched]:
-        blocks = self._blocks(position)
-        # A block ahead: only then it is known whether one is the last, which a checkpoint must say.
-        block = next(blocks, [])
-        for number in itertools.count():
-            if not block:
-                return
-            following = next(blocks, [])
+        for number, block in enumerate(self._blocks(position)):
             position += len(block)
             if number % num_workers == worker:
-                yield Fetched(position, not following, self._part_of(block))
-            block = following
+                yield Fetched(position, self._part_of(block))
 
     def _blocks(self, position: int) -> Iterator[list[Any]]:
         size = self._shards.global_batch_size
@@ -201,9 +187,7 @@ class Stream:
                 if len(block) == size or self._shards.remainder == "keep":
                     yield block
         except Exception as error:
-            raise _reading_failed(
-                f"iterating the dataset after about {read} samples", error, self._where
-            ) from error
+            raise _reading_failed(f"iterating the dataset after about {read} samples", error, self._where) from error
 
     def _part_of(self, block: list[Any]) -> Batch:
         low, high = self._shards.local_part(0, len(block))
@@ -229,8 +213,7 @@ def is_stream(dataset: object) -> bool:
     if not isinstance(dataset, Iterable):
         raise ConfigurationError(
             f"A {type(dataset).__name__} is no dataset: it can neither be indexed nor iterated.",
-            do="pass a map-style dataset (__getitem__ and __len__), an iterable one, tensors or "
-            "arrays",
+            do="pass a map-style dataset (__getitem__ and __len__), an iterable one, tensors or arrays",
         )
     if isinstance(dataset, Iterator):
         raise ConfigurationError(
@@ -310,16 +293,12 @@ def _rows_chosen(dataset: Any) -> npt.NDArray[np.int64] | None:  # noqa: ANN401 
 
 def _rows_of(column: Column, index: torch.Tensor) -> torch.Tensor:
     if isinstance(column, torch.Tensor):
-        return column.index_select(
-            0, index if column.device.type == "cpu" else index.to(column.device)
-        )
+        return column.index_select(0, index if column.device.type == "cpu" else index.to(column.device))
     rows = np.asarray(column[index.numpy()])
     return torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=False))
 
 
-def _with_own_generators(
-    batches: Iterator[Fetched], seed: int, owners: list[Any]
-) -> Iterator[Fetched]:
+def _with_own_generators(batches: Iterator[Fetched], seed: int, owners: list[Any]) -> Iterator[Fetched]:
     """Yield from ``batches``, each read with generators that only they draw from."""
     with generators_kept():
         seed_generators(seed, owners)

@@ -77,7 +77,7 @@ class _ReadsRequests(Dataset[Fetched | Failure]):
 
     def __getitem__(self, request: Request) -> Fetched | Failure:
         try:
-            return Fetched(request.stop, request.at_end, self._source.fetch(request))
+            return Fetched(request.stop, self._source.fetch(request))
         except DatasetError as error:
             return failure_of(error)
 
@@ -166,8 +166,7 @@ class Workers:
                 answer = next(answers, None)
             except Exception as error:
                 raise DatasetError(
-                    "A worker process of the loader died, did not answer in time, or could not "
-                    "start.",
+                    "A worker process of the loader died, did not answer in time, or could not start.",
                     where=self._where,
                     evidence=f"{type(error).__name__}: {error}" + self._end(answers),
                     do="look for the kernel's out-of-memory killer (dmesg); num_workers=0 shows a "
@@ -199,10 +198,7 @@ def _end_workers(answers: Iterator[Any]) -> str:
     for number, process in enumerate(answers._workers):  # type: ignore[attr-defined] # noqa: SLF001
         process.join(_END_SECONDS)
         if process.exitcode not in (0, None, -signal.SIGTERM):
-            ends.append(
-                f"\nworker {number} ended with exit code {process.exitcode}"
-                + _signal_name(process.exitcode)
-            )
+            ends.append(f"\nworker {number} ended with exit code {process.exitcode}" + _signal_name(process.exitcode))
     return "".join(ends)
 
 

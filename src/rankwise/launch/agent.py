@@ -23,11 +23,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from rankwise.environments import variables_for
+from rankwise.events import post_departure, post_failure
 from rankwise.launch import failure
 from rankwise.launch.failure import FailedAttempt, Failure
 from rankwise.launch.output import descriptors_closed
 from rankwise.launch.server import Ended, RankStart
-from rankwise.events import post_departure, post_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -251,9 +251,7 @@ class LocalAgent(SimpleElasticAgent):  # pyright: ignore[reportUntypedBaseClass]
     # -- what a rank is told -----------------------------------------------------------------------
 
     def _error_file(self, rank: int) -> str:
-        return str(
-            self._error_folder / f"attempt-{self._rendezvous_value.attempt}-rank-{rank}.json"
-        )
+        return str(self._error_folder / f"attempt-{self._rendezvous_value.attempt}-rank-{rank}.json")
 
     def _variables(self, group: WorkerGroup, local_rank: int, rank: int) -> dict[str, str]:
         return variables_for(

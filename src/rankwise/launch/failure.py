@@ -177,9 +177,7 @@ def _is_echo(error: BaseException | None) -> bool:
         seen.add(id(error))
         if isinstance(error, PeerFailed | PeerMissing):
             return True
-        if isinstance(error, RuntimeError | OSError) and any(
-            words in str(error).lower() for words in _LOST_PEER_WORDS
-        ):
+        if isinstance(error, RuntimeError | OSError) and any(words in str(error).lower() for words in _LOST_PEER_WORDS):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -189,9 +189,7 @@ class _Server:
             self._end()
         asked: dict[str, Any] = json.loads(text)
         if asked["do"] == "start":
-            start = RankStart(
-                rank=asked["rank"], attempt=asked["attempt"], variables=asked["variables"]
-            )
+            start = RankStart(rank=asked["rank"], attempt=asked["attempt"], variables=asked["variables"])
             is_rank = self._fork(start, streams)
             return start if is_rank else None
         if asked["do"] == "signal":

@@ -98,9 +98,7 @@ def launch(target: Target, options: LaunchOptions, say: Callable[[str], None]) -
 
     folder = tempfile.mkdtemp(prefix="rankwise-")
     doorbell_r, doorbell_w = os.pipe()
-    server = fork_server(
-        partial(run_rank, target=target, doorbell=doorbell_w), folder=folder, doorbell=doorbell_r
-    )
+    server = fork_server(partial(run_rank, target=target, doorbell=doorbell_w), folder=folder, doorbell=doorbell_r)
     os.close(doorbell_w)
     try:
         job = _Job(folder=folder, server=server, doorbell=doorbell_r, interrupts=Interrupts())
@@ -126,9 +124,7 @@ def num_ranks_here(options: LaunchOptions, num_gpus: int) -> int:
     return options.num_ranks
 
 
-def _supervise(
-    job: _Job, target: Target, options: LaunchOptions, say: Callable[[str], None]
-) -> int:
+def _supervise(job: _Job, target: Target, options: LaunchOptions, say: Callable[[str], None]) -> int:
     # Torch's agent, while the server already imports what the ranks need.
     import torch.cuda  # noqa: PLC0415
     from torch.distributed.elastic.agent.server.api import WorkerSpec  # noqa: PLC0415
@@ -206,6 +202,4 @@ def _make_folder(log_dir: str) -> None:
         with tempfile.TemporaryFile(dir=log_dir):
             pass
     except OSError as error:
-        raise ConfigurationError(
-            f"The log folder {log_dir!r} cannot be written to: {error.strerror}."
-        ) from error
+        raise ConfigurationError(f"The log folder {log_dir!r} cannot be written to: {error.strerror}.") from error

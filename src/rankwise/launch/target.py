@@ -74,13 +74,9 @@ def find_script(path: str, arguments: Sequence[str]) -> Script:
             f"There is no script {path!r}.", evidence=f"the working directory is {Path.cwd()}"
         ) from error
     except OSError as error:
-        raise ConfigurationError(
-            f"The script {path!r} cannot be read: {error.strerror}."
-        ) from error
+        raise ConfigurationError(f"The script {path!r} cannot be read: {error.strerror}.") from error
     # Python itself names the absolute path, in tracebacks and in __file__.
-    return Script(
-        path=path, code=_compile(source, str(Path(path).absolute())), arguments=tuple(arguments)
-    )
+    return Script(path=path, code=_compile(source, str(Path(path).absolute())), arguments=tuple(arguments))
 
 
 def find_module(name: str, arguments: Sequence[str]) -> Module:
@@ -149,11 +145,7 @@ def _run_module(target: Module) -> None:
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{target.name}.__main__")
     loader = spec.loader if spec is not None else None
-    code = (
-        loader.get_code(spec.name)
-        if isinstance(loader, importlib.abc.InspectLoader) and spec
-        else None
-    )
+    code = loader.get_code(spec.name) if isinstance(loader, importlib.abc.InspectLoader) and spec else None
     if spec is None or code is None:
         raise ImportError(f"no code was found for {target.name}", name=target.name)
     main.__spec__ = spec
@@ -213,6 +205,4 @@ def _compile(source: bytes, path: str) -> CodeType:
         return compile(source, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         text = "".join(traceback.format_exception_only(error)).rstrip()
-        raise LaunchError(
-            f"{path} is not valid Python; no rank was started.", evidence=text
-        ) from error
+        raise LaunchError(f"{path} is not valid Python; no rank was started.", evidence=text) from error

@@ -125,7 +125,5 @@ def _leave_word(error: BaseException, start: RankStart, exit_code: int, doorbell
         os.write(doorbell, b"!")
 
 
-def _show_nothing(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _show_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Stand in for ``sys.excepthook`` where the launcher shows the error."""
