@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 MEBIBYTE_BYTES = 2**20
+COARSE_BYTES = 2**16
+"""Mean size of a gradient from which on memory costs more than calls."""
 _WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 
@@ -72,6 +74,7 @@ class Bucket:
         self.flags = self.flat[num_elements:-1]
         self.weight = self.flat[-1:]
         self.views = _views(self.body, self.parameters)
+        self._is_coarse = self.body.nbytes >= COARSE_BYTES * max(len(self.parameters), 1)
         self.num_missing = len(self.parameters)
 
     @property
@@ -79,6 +82,7 @@ class Bucket:
         """Whether the dtype holds a sum of weights well enough."""
         return self.flat.dtype in _WEIGHT_DTYPES
 
+    @torch.no_grad()
     def fill(self, factor: float, weight: float) -> None:
         """Copy the gradients in, times ``factor``, with the flags and the weight behind them.
 
@@ -93,15 +97,25 @@ class Bucket:
         else:
             for index in absent:
                 self.views[index].zero_()
-            moved = [(v, g) for v, g in zip(self.views, gradients, strict=True) if g is not None and g is not v]
-            if moved:
-                torch._foreach_copy_([view for view, _ in moved], [gradient for _, gradient in moved])
-            if factor != 1.0:
-                self.body.mul_(factor)
+            self._take(gradients, factor)
         self.flags.fill_(1.0)
         for index in absent:
             self.flags[index] = 0.0
 
+    def _take(self, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
+        pairs = [(view, grad) for view, grad in zip(self.views, gradients, strict=True) if grad is not None]
+        if self._is_coarse:
+            # One pass over memory, at the price of a call per gradient.
+            for view, gradient in pairs:
+                torch.mul(gradient, factor, out=view)
+            return
+        moved = [(view, gradient) for view, gradient in pairs if gradient is not view]
+        if moved:
+            torch._foreach_copy_([view for view, _ in moved], [gradient for _, gradient in moved])
+        if factor != 1.0:
+            self.body.mul_(factor)
+
+    @torch.no_grad()
     def hand_back(self, scale: float) -> None:
         """Scale the sum and make each parameter's gradient a view of it.
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from rankwise.exchange.torch_group import Pending, TorchGroup
 
 FIRST_BUCKET_BYTES = MEBIBYTE_BYTES
-BUCKET_BYTES = 25 * MEBIBYTE_BYTES
+BUCKET_BYTES = {"cpu": 8 * MEBIBYTE_BYTES}
+"""Limit by device type. Gloo moves several buckets of this size at once; measured in benchmarks/train_step.py."""
+OTHER_BUCKET_BYTES = 25 * MEBIBYTE_BYTES
 
 _round: list[GradientSync] = []
 """The syncs that take part in the backward under way: several where one loss crosses several models."""
@@ -71,7 +73,8 @@ class GradientSync:
             self._arrived = []
 
     def _build(self, order: Sequence[int]) -> None:
-        groups = plan(self.parameters, order, FIRST_BUCKET_BYTES, BUCKET_BYTES)
+        limit_bytes = BUCKET_BYTES.get(self.parameters[order[0]].device.type, OTHER_BUCKET_BYTES)
+        groups = plan(self.parameters, order, FIRST_BUCKET_BYTES, limit_bytes)
         self._buckets = [Bucket(group, self.parameters) for group in groups]
         if not any(bucket.carries_weight for bucket in self._buckets):
             self._buckets.insert(0, Bucket([], self.parameters))
@@ -165,7 +168,8 @@ class GradientSync:
         if self._group is None:
             return
         share = self.weight / self._unit
-        factor = 1.0 if self._carried else share
+        # Divided by the number of ranks on the way in: with equal weights the sum is the mean already.
+        factor = (1.0 if self._carried else share) / self._group.world_size
         bucket.fill(factor, self._carried + share)
         what = f"gradients {len(self._pending) + 1}/{len(self._buckets)}"
         self._pending.append(self._group.all_reduce_(bucket.flat, what=what))
@@ -189,21 +193,21 @@ class GradientSync:
             elif self._group is None:
                 self._divide_alone()
             else:
-                self._hand_back()
+                self._hand_back(self._group)
         finally:
             self._in_backward = False
             self._has_gradients = False
             self._pending.clear()
 
-    def _hand_back(self) -> None:
+    def _hand_back(self, group: TorchGroup) -> None:
         for pending in self._pending:
             pending.wait()
         total = next(b for b in self._buckets if b.carries_weight).weight.item()
         for bucket in self._buckets:
-            bucket.hand_back(1.0 / total if total > 0 else 0.0)
+            bucket.hand_back(group.world_size / total if total > 0 else 0.0)
         self._end_carrying()
-        if total > 0 and self._group is not None:
-            self._unit *= total / self._group.world_size
+        if total > 0:
+            self._unit *= total / group.world_size
         if self._arrived is not None:
             self._rebuild_in_arrival_order()
 
