@@ -98,7 +98,9 @@ class Watch:
         except RuntimeError as error:
             if isinstance(error, RankwiseError):
                 raise
-            raise self._explain(ticket, error) from error
+            reason = self._explain(ticket, error)
+            # What a peer did explains the broken connection; torch's words on it would only stand in the way.
+            raise reason from None
         finally:
             self._waiting = None
 

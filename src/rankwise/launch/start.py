@@ -136,7 +136,7 @@ def _supervise(job: _Job, target: Target, options: LaunchOptions, say: Callable[
     # Only now: asking for GPUs before the fork could leave the ranks unable to use them.
     num_ranks = num_ranks_here(options, torch.cuda.device_count())
     # Whatever torch elastic would log is told here, once and in our words.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.elastic.agent.server.api").disabled = True
     output = Output(num_ranks, options.log_dir)
     rendezvous = LocalRendezvous(run_id=secrets.token_hex(8))
     spec = WorkerSpec(
