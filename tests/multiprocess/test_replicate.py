@@ -536,3 +536,77 @@ def test_wrong_calls_say_what_to_do(world_size: int) -> None:
         assert "zero or more" in errors[3]
         if world_size > 1:
             assert "sparse=False" in errors[4]
+
+
+class Keeper(nn.Module):
+    """Buffers that are replaced, that start to change late, that are large, and of an odd dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("late", torch.zeros(2))
+        self.register_buffer("table", torch.arange(200_000.0))
+        self.register_buffer("odd", torch.zeros(3, dtype=torch.int16))
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        mean = x.detach().mean()
+        self.replaced = self.replaced + mean
+        if self.num_calls > 2:
+            self.late.add_(mean)
+            self.odd.add_(round(float(mean) * 100))
+        return self.layer(x)
+
+
+def _keep(world: World, large: bool) -> Parameters:
+    torch.manual_seed(0)
+    model = Keeper()
+    if not large:
+        model.table = torch.arange(10.0)
+    rw.replicate(model)
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(5):
+        model(torch.randn(4, 3, generator=generator)).sum().backward()
+    # One more forward in which nothing is random: what it starts from is equal on all ranks.
+    model(torch.zeros(1, 3))
+    return {k: v.clone() for k, v in model.named_buffers()}
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_buffers_replaced_or_changed_late_follow_rank_zero(large: bool) -> None:
+    results = [result.get() for result in run_ranks(_keep, 3, large)]
+    for other in results[1:]:
+        for key, value in results[0].items():
+            assert torch.equal(other[key], value), key
+    assert results[0]["late"].any()
+    assert results[0]["odd"].any()
+
+
+def _change_after(world: World, how: str) -> str:
+    del world
+    model = rw.replicate(built(Net))
+    x, y = batches([6])[0]
+    nn.functional.mse_loss(model(x), y).backward()
+    model.zero_grad()
+    if how == "a layer":
+        model.last = nn.Linear(8, 3).double()
+    elif how == "assign":
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    else:
+        model.float()
+        x = x.float()
+    with pytest.raises(ConfigurationError) as caught:
+        model(x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "name"), [("a layer", "last.weight"), ("assign", "first.weight"), ("dtype", "first.weight")]
+)
+def test_a_model_changed_after_replicate_is_an_error(how: str, name: str, world_size: int) -> None:
+    for result in run_ranks(_change_after, world_size, how):
+        assert f"Parameter {name} " in result.get()
+        assert "then" in result.get()

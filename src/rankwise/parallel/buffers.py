@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.collectives import all_gather_object
 from rankwise.parallel.batchnorm import SYNCHRONISED
 from rankwise.parallel.same_model import broadcast_tensors
 
@@ -16,39 +15,46 @@ if TYPE_CHECKING:
 
     from rankwise.exchange.torch_group import TorchGroup
 
+SMALL_BYTES = 2**18
+"""Up to this size, sending all buffers takes no longer than asking which have changed."""
+
 
 class BufferSync:
-    """Finds out in the first step which buffers change, and broadcasts those before each forward.
+    """Gives every rank the buffers of rank zero before each training forward.
 
-    Constant buffers (masks, position tables) cost nothing. The statistics of synchronised BatchNorm are
-    equal on all ranks already.
+    Where they are large (masks, position tables), the ranks first agree on which have changed on any of them.
+    The statistics of synchronised BatchNorm are equal on all ranks already.
     """
 
     def __init__(self, model: nn.Module, exchange: TorchGroup) -> None:
+        self._model = model
         self._exchange = exchange
-        equal_already = {
-            id(buffer)
-            for module in model.modules()
-            if isinstance(module, SYNCHRONISED)
-            for buffer in module.buffers(recurse=False)
-        }
-        self._candidates = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in equal_already}
-        self._versions: dict[str, int] | None = None
-        self._moving: list[torch.Tensor] | None = None if self._candidates else []
+        self._seen = {name: (buffer, buffer._version) for name, buffer in self._buffers().items()}  # noqa: SLF001
 
     def before_forward(self) -> None:
-        """Make the moving buffers equal. Called by: every rank, before each training forward."""
-        if self._moving is None and self._versions is None:
-            self._versions = {name: b._version for name, b in self._candidates.items()}  # noqa: SLF001
+        """Make the buffers equal. Called by: every rank, before each training forward."""
+        buffers = self._buffers()
+        if not buffers:
             return
-        if self._moving is None:
-            self._moving = self._find_moving()
-        if self._moving:
-            with torch.no_grad():
-                broadcast_tensors(self._moving, self._exchange, what="buffers of rank 0")
+        if sum(buffer.nbytes for buffer in buffers.values()) > SMALL_BYTES:
+            buffers = self._changed_on_any_rank(buffers)
+        with torch.no_grad():
+            broadcast_tensors(buffers.values(), self._exchange, what="buffers of rank 0")
+        self._seen |= {name: (buffer, buffer._version) for name, buffer in buffers.items()}  # noqa: SLF001
 
-    def _find_moving(self) -> list[torch.Tensor]:
-        before = self._versions or {}
-        changed = [name for name, b in self._candidates.items() if b._version != before[name]]  # noqa: SLF001
-        on_any_rank = {name for names in all_gather_object(changed) for name in names}
-        return [buffer for name, buffer in self._candidates.items() if name in on_any_rank]
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{place}.{name}": buffer
+            for place, module in self._model.named_modules()
+            if not isinstance(module, SYNCHRONISED)
+            for name, buffer in module.named_buffers(recurse=False)
+        }
+
+    def _changed_on_any_rank(self, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        changed = torch.tensor([self._has_changed(name, buffer) for name, buffer in buffers.items()]).byte()
+        self._exchange.all_reduce_(changed, "max", what="buffers that changed").wait()
+        return {name: buffers[name] for name, moved in zip(buffers, changed.tolist(), strict=True) if moved}
+
+    def _has_changed(self, name: str, buffer: torch.Tensor) -> bool:
+        before = self._seen.get(name)
+        return before is None or before[0] is not buffer or before[1] != buffer._version  # noqa: SLF001

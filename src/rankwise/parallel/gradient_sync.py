@@ -38,6 +38,7 @@ class GradientSync:
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], group: TorchGroup | None) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
+        self._kinds = [(parameter.dtype, parameter.device) for parameter in self.parameters]
         self.is_accumulating = False
         self.given_weight: float | None = None
         self.forward_weight: float | None = None
@@ -91,7 +92,24 @@ class GradientSync:
         """
         if self._in_backward:
             self.abandon()
+        for name, parameter, kind in zip(self.names, self.parameters, self._kinds, strict=True):
+            if (parameter.dtype, parameter.device) != kind:
+                raise ConfigurationError(
+                    f"Parameter {name} is {parameter.dtype} on {parameter.device} now; replicate() found {kind[0]} on {kind[1]}.",
+                    do="call model.to(...) first, then rankwise.replicate(model)",
+                )
         self.hook_new_parameters()
+
+    def check_followed(self, model: nn.Module) -> None:
+        """Raise unless every parameter of ``model`` is one that ``replicate`` found."""
+        known = {id(parameter) for parameter in self.parameters}
+        new = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
+        if new:
+            raise ConfigurationError(
+                f"Parameter {new[0]} came to the model after replicate(): no rank would hear of its gradients.",
+                evidence=f"new parameters: {', '.join(new)}",
+                do="change the model first (layers, load_state_dict(assign=True)), then call rankwise.replicate(model)",
+            )
 
     # -- while backward runs -----------------------------------------------------------------------
 

@@ -65,24 +65,26 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], exchange: TorchGroup, *, 
     Called by: every rank, with tensors of the same shapes and dtypes.
     """
     for chunk in _chunks(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+        # As bytes: a broadcast calculates nothing, and Gloo does not know every dtype.
+        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in chunk])
         exchange.broadcast_(flat, 0, what=what).wait()
-        pieces = flat.split([tensor.numel() for tensor in chunk])
+        pieces = flat.split([tensor.nbytes for tensor in chunk])
         for tensor, piece in zip(chunk, pieces, strict=True):
-            tensor.copy_(piece.view(tensor.shape))
+            # A copy is aligned for its dtype; a piece of bytes need not be.
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield lists of tensors of one dtype and device, up to a size, in an order all ranks share."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    """Yield lists of tensors of one device, up to a size, in an order all ranks share."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same in by_kind.values():
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for same in by_device.values():
         chunk: list[torch.Tensor] = []
         size_bytes = 0
         for tensor in same:
             chunk.append(tensor)
-            size_bytes += tensor.numel() * tensor.element_size()
+            size_bytes += tensor.nbytes
             if size_bytes >= CHUNK_BYTES:
                 yield chunk
                 chunk, size_bytes = [], 0
