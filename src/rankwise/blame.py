@@ -73,9 +73,24 @@ def verdict(world: World, event: Event) -> RankwiseError:
     )
 
 
-def connection_broke(world: World, what: str, answers: Answers, reason: str) -> PeerMissing:
-    """Return the error for a connection that broke without anybody saying why."""
+def connection_broke(world: World, what: str, answers: Answers, ends: dict[int, str], reason: str) -> RankwiseError:
+    """Return the error for a connection that broke without anybody saying why.
+
+    Args:
+        world: this rank's.
+        what: the collective.
+        answers: of the ranks that are still there.
+        ends: how ranks are known to have ended: ``"left"`` or ``"failed"``.
+        reason: torch's words.
+    """
     gone = sorted(set(range(world.world_size)) - set(answers))
+    if gone and all(ends.get(rank) == "left" for rank in gone):
+        return CollectiveMismatch(
+            f"{what} broke: {fold_ranks(gone)} took part in something else and left.",
+            where=str(world),
+            evidence=reason.splitlines()[0],
+            do="call the same collectives and backwards, with the same shapes and dtypes, on every rank",
+        )
     if gone:
         who = f"{fold_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone without a word"
     else:

@@ -8,13 +8,14 @@ identity. Results never alias what was given.
 from __future__ import annotations
 
 import pickle
+import zlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from rankwise.errors import ConfigurationError
+from rankwise.errors import CollectiveMismatch, ConfigurationError, fold_values
 from rankwise.session import current
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def all_reduce(value: T, op: str = "sum") -> T:
 
     Raises:
         ConfigurationError: unknown ``op``, or something that cannot be reduced.
+        CollectiveMismatch: ranks called different things; nothing was sent.
         PeerFailed: another rank failed.
         PeerMissing: another rank left, or did not come in time.
 
@@ -50,6 +52,7 @@ def all_reduce(value: T, op: str = "sum") -> T:
     if op not in OPS:
         raise ConfigurationError(f"all_reduce knows no op {op!r}.", do="use one of " + ", ".join(OPS))
     world_size = current().world.world_size
+    _agree(f'all_reduce("{op}", {_kinds(value, "all_reduce")})')
 
     def reduce_leaf(tensor: torch.Tensor, exchange: TorchGroup | None) -> torch.Tensor:
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -86,6 +89,7 @@ def broadcast(value: T, source: int = 0) -> T:
     Source: torch.distributed.broadcast.
     """
     _check_rank("broadcast", source)
+    _agree(f"broadcast({_kinds(value, 'broadcast')}, source={source})")
 
     def broadcast_leaf(tensor: torch.Tensor, exchange: TorchGroup | None) -> torch.Tensor:
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -113,6 +117,7 @@ def all_gather(value: T) -> list[T]:
     Source: torch.distributed.all_gather.
     """
     world_size = current().world.world_size
+    _agree(f"all_gather({_kinds(value, 'all_gather')})")
 
     def gather_leaf(tensor: torch.Tensor, exchange: TorchGroup | None) -> torch.Tensor:
         plain = tensor.detach().contiguous()
@@ -133,9 +138,7 @@ def barrier() -> None:
     Raises:
         PeerFailed, PeerMissing: as :func:`all_reduce`; the missing ranks are named.
     """
-    exchange = current().exchange
-    if exchange is not None:
-        exchange.all_reduce_(torch.zeros(1, dtype=torch.uint8), what="barrier()").wait()
+    _agree("barrier()")
 
 
 def all_gather_object(value: T) -> list[T]:
@@ -148,10 +151,14 @@ def all_gather_object(value: T) -> list[T]:
     Raises:
         PeerFailed, PeerMissing: as :func:`all_reduce`.
     """
-    exchange = current().exchange
-    payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    exchange = _agree("all_gather_object()")
     if exchange is None:
-        return [pickle.loads(payload)]  # noqa: S301 - our own bytes
+        return [pickle.loads(pickle.dumps(value))]  # noqa: S301 - our own bytes
+    return _gather_objects(exchange, value)
+
+
+def _gather_objects(exchange: TorchGroup, value: T) -> list[T]:
+    payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     sizes = exchange.all_gather(torch.tensor([data.numel()]), what="all_gather_object(sizes)").flatten()
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
@@ -174,7 +181,7 @@ def broadcast_object(value: T, source: int = 0) -> T:
     """
     _check_rank("broadcast_object", source)
     session = current()
-    exchange = session.exchange
+    exchange = _agree(f"broadcast_object(source={source})")
     payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if session.world.rank == source else b""
     if exchange is None:
         return pickle.loads(payload)  # type: ignore[no-any-return] # noqa: S301 - our own bytes
@@ -185,6 +192,29 @@ def broadcast_object(value: T, source: int = 0) -> T:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     exchange.broadcast_(data, source, what=f"broadcast_object(value, source={source})").wait()
     return pickle.loads(data.numpy().tobytes())  # type: ignore[no-any-return] # noqa: S301 - from a rank of this job
+
+
+def _agree(what: str) -> TorchGroup | None:
+    """Find out whether every rank calls the same, before anything is sent; return what carries it.
+
+    Gloo takes tensors of different sizes for one another, or ends the process.
+    """
+    exchange = current().exchange
+    if exchange is None:
+        return None
+    digests = exchange.all_gather(torch.tensor([zlib.crc32(what.encode())]), what=what)
+    if bool((digests != digests[0]).any()):
+        raise CollectiveMismatch(
+            "Ranks called different collectives, or one with different shapes or dtypes.",
+            where=f"reported on {current().world}",
+            evidence=fold_values(dict(enumerate(_gather_objects(exchange, what)))),
+            do="call the same on every rank; all_gather_object() takes values that differ in type and size",
+        )
+    return exchange
+
+
+def _kinds(value: object, name: str) -> str:
+    return ", ".join(_kind(_tensor_of(leaf, name)) for leaf in pytree.tree_leaves(value))
 
 
 def _check_rank(name: str, source: int) -> None:

@@ -104,11 +104,14 @@ def join(
             do="remove init_process_group(): rankwise.join() opens the group",
         )
     reading = _read(init_method, rank, world_size)
+    _num_joins[0] += 1
     if reading.world_size == 1:
         world = _world(reading, device, backend, [socket.gethostname()])
         session = Session(world=world)
     else:
         job_store, serves = _open_store(reading, timeout_seconds)
+        if _num_joins[0]:
+            job_store = job_store.prefixed(f"join/{_num_joins[0]}")  # the store may outlive the world that was left
         hostnames = _exchange_hostnames(job_store, reading, timeout_seconds)
         world = _world(reading, device, backend, hostnames)
         session = _open_group(world, job_store, timeout_seconds, serves_store=serves)
@@ -318,6 +321,8 @@ def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *,
     return Session(world=world, store=job_store, exchange=exchange, watch=watch, serves_store=serves_store)
 
 
+_num_joins = [-1]
+"""How often this process has joined before; every rank of a job joins equally often."""
 _following_exit: list[bool] = []
 
 

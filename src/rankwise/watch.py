@@ -260,7 +260,8 @@ class Watch:
         with contextlib.suppress(StoreLost):
             if self.error is None:
                 answers = self._roll_call()
-                self.error = blame.connection_broke(self._world, ticket.what, answers, str(error))
+                ends = {rank: event["kind"] for rank, event in self._departed.items()}
+                self.error = blame.connection_broke(self._world, ticket.what, answers, ends, str(error))
         return self.error or blame.store_lost(self._world)
 
 

@@ -21,7 +21,6 @@ from rankwise.errors import (
     PeerFailed,
     PeerMissing,
 )
-from rankwise.session import current
 from rankwise.testing import RankDied, kill_self, run_ranks
 
 if TYPE_CHECKING:
@@ -142,21 +141,32 @@ def test_a_rank_that_leaves_early_is_named() -> None:
         assert "rank 1 has left" in str(error)
 
 
-def _different_collectives(world: World) -> None:
-    if world.rank == 0:
-        rw.all_reduce(torch.ones(4))
-    else:
-        current().exchange.watch.wait(  # type: ignore[union-attr]
-            current().exchange.watch.ticket("all_gather(float32[4])"),  # type: ignore[union-attr]
-            lambda _: threading.Event().wait(0.05),
-        )
+def _different_collectives(world: World, how: str) -> str:
+    first = world.rank == 0
+    with pytest.raises(CollectiveMismatch) as caught:  # noqa: PT012 - one of the calls
+        if how == "kinds":
+            rw.all_reduce(torch.ones(4)) if first else rw.barrier()
+        elif how == "dtypes":
+            rw.all_reduce(1 if first else 1.0)
+        else:
+            rw.all_gather(torch.ones(3 if first else 4))
+    assert rw.all_reduce(1) == world.world_size, "nothing was sent, and the group goes on"
+    return str(caught.value)
 
 
-def test_different_collectives_are_told_apart() -> None:
-    results = run_ranks(_different_collectives, 2, join_timeout_seconds=1.0)
-    for result in results:
-        assert isinstance(result.error, CollectiveMismatch)
-        assert "all_gather(float32[4])" in str(result.error)
+@pytest.mark.parametrize(
+    ("how", "rank_0", "others"),
+    [
+        ("kinds", 'all_reduce("sum", float32[4])', "barrier()"),
+        ("dtypes", "int64[]", "float64[]"),
+        ("shapes", "float32[3]", "float32[4]"),
+    ],
+)
+def test_different_collectives_are_told_apart(how: str, rank_0: str, others: str) -> None:
+    for result in run_ranks(_different_collectives, 3, how):
+        evidence = result.get().splitlines()
+        assert any("rank 0: " in line and rank_0 in line for line in evidence)
+        assert any("ranks 1-2: " in line and others in line for line in evidence)
 
 
 def _agree(world: World, failing: int) -> str:

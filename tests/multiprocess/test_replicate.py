@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -610,3 +611,138 @@ def test_a_model_changed_after_replicate_is_an_error(how: str, name: str, world_
     for result in run_ranks(_change_after, world_size, how):
         assert f"Parameter {name} " in result.get()
         assert "then" in result.get()
+
+
+def _accumulate_oddly(world: World, how: str) -> Parameters:
+    """Two microsteps of which something is odd, then what the odd thing leaves to be right."""
+    model = rw.replicate(built(Net))
+    first, second, third = batches([6, 6, 7])
+
+    def backward(x: torch.Tensor, y: torch.Tensor) -> None:
+        nn.functional.mse_loss(model(x), y).backward()
+
+    def mine(batch: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        return [part(t, world.rank, world.world_size) for t in batch]
+
+    if how == "nothing at first":
+        # The last rank has no samples in its first microstep.
+        last = world.rank == world.world_size - 1
+        whole = [torch.cat([a, b]) for a, b in zip(first, second, strict=True)]
+        x, y = (part(t, world.rank, world.world_size) for t in whole)
+        with rw.no_sync(model):
+            backward(x[:0] if last else x[:1], y[:0] if last else y[:1])
+        backward(x if last else x[1:], y if last else y[1:])
+    else:
+        with rw.no_sync(model):
+            if how == "broken":
+                hidden = model(mine(first)[0])
+                model.first.weight.register_hook(_explode_once())
+                with pytest.raises(FloatingPointError):
+                    hidden.sum().backward()
+            else:
+                backward(*mine(first))
+        model.zero_grad(set_to_none=how != "zeroed")
+        backward(*mine(third))
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+class _explode_once:  # noqa: N801 - called like a function
+    def __init__(self) -> None:
+        self.done = False
+
+    def __call__(self, _: torch.Tensor) -> None:
+        if not self.done:
+            self.done = True
+            raise FloatingPointError("boom")
+
+
+@pytest.mark.parametrize("how", ["nothing at first", "broken", "zeroed", "cleared"])
+def test_an_accumulation_that_starts_oddly_or_is_given_up(how: str) -> None:
+    model = built(Net)
+    first, second, third = batches([6, 6, 7])
+    x, y = [torch.cat([a, b]) for a, b in zip(first, second, strict=True)] if how == "nothing at first" else third
+    nn.functional.mse_loss(model(x), y).backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for world_size in (1, 2, 3):
+        for result in run_ranks(_accumulate_oddly, world_size, how):
+            got = {n: g for n, g in result.get().items() if n in expected}
+            assert largest_difference(got, expected) < TOLERANCE
+
+
+def _half_cleared(world: World) -> None:
+    del world
+    model = rw.replicate(built(Net))
+    x, y = batches([6])[0]
+    with rw.no_sync(model):
+        nn.functional.mse_loss(model(x), y).backward()
+    model.first.weight.grad = None
+    nn.functional.mse_loss(model(x), y).backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_changed_in_the_middle_of_an_accumulation_are_an_error(world_size: int) -> None:
+    for result in run_ranks(_half_cleared, world_size):
+        assert isinstance(result.error, ConfigurationError)
+        assert "in the middle of an accumulation" in str(result.error)
+
+
+@dataclass
+class Output:
+    """What torch's trees do not look into."""
+
+    scores: torch.Tensor
+
+
+class Deep(nn.Module):
+    """BatchNorm as the last layer but one, and an output in a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5, bias=False)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(self.norm(self.first(x)))
+
+
+def _dataclass_output(world: World) -> Parameters:
+    model = rw.replicate(built(Deep), sync_batchnorm=True)
+    for x, y in batches([9, 7]):
+        model.zero_grad()
+        mine, target = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)
+        with torch.enable_grad():
+            kept = model(mine)
+            model(mine[:1].repeat(3, 1))
+        nn.functional.mse_loss(kept.scores[:, :3], target).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def test_an_output_in_a_dataclass_and_a_forward_in_between() -> None:
+    reference = run_ranks(_dataclass_output, 1)[0].get()
+    for result in run_ranks(_dataclass_output, 2):
+        assert largest_difference(result.get(), reference) < TOLERANCE
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A subclass, which may do anything."""
+
+
+def _refused(world: World) -> list[str]:
+    del world
+    errors = []
+    whole = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    rw.replicate(whole[0])
+    with pytest.raises(ConfigurationError) as caught:
+        rw.replicate(whole)
+    errors.append(str(caught.value))
+    with pytest.raises(ConfigurationError) as caught:
+        rw.replicate(nn.Sequential(nn.Linear(3, 3), OwnNorm(3)), sync_batchnorm=True)
+    errors.append(str(caught.value))
+    return errors
+
+
+def test_models_that_cannot_be_exact_are_refused() -> None:
+    for result in run_ranks(_refused, 2):
+        nested, subclass = result.get()
+        assert "replicated already" in nested
+        assert "OwnNorm" in subclass

@@ -42,9 +42,10 @@ class Pending:
         try:
             self._work.wait(timedelta(seconds=seconds))
         except RuntimeError:
-            if self._work.is_completed():
-                raise
-            return False
+            if not self._work.is_completed():
+                return False
+            # It failed, or it has completed since the time was up: this tells, and does not wait.
+            self._work.wait()
         return True
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from rankwise.errors import ConfigurationError
 from rankwise.session import current
 
 if TYPE_CHECKING:
@@ -63,25 +64,42 @@ class GlobalBatchNorm2d(_GlobalStatistics, nn.BatchNorm2d):
     """``torch.nn.BatchNorm2d`` with the statistics of all ranks."""
 
 
+class GlobalBatchNorm(_GlobalStatistics):
+    """``torch.nn.SyncBatchNorm``, on any device: inputs of two dimensions or more."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
+        if input.dim() < 2:  # noqa: PLR2004 - batch and channels
+            raise ValueError(f"expected an input of at least 2 dimensions, not {input.dim()}")
+
+
 class GlobalBatchNorm3d(_GlobalStatistics, nn.BatchNorm3d):
     """``torch.nn.BatchNorm3d`` with the statistics of all ranks."""
 
 
-SYNCHRONISED = (GlobalBatchNorm1d, GlobalBatchNorm2d, GlobalBatchNorm3d)
+SYNCHRONISED = (GlobalBatchNorm, GlobalBatchNorm1d, GlobalBatchNorm2d, GlobalBatchNorm3d)
 _CLASS_OF: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: GlobalBatchNorm1d,
     nn.BatchNorm2d: GlobalBatchNorm2d,
     nn.BatchNorm3d: GlobalBatchNorm3d,
-    nn.SyncBatchNorm: GlobalBatchNorm2d,
+    nn.SyncBatchNorm: GlobalBatchNorm,
 }
 
 
 def synchronise_batchnorm(model: nn.Module, sync: GradientSync) -> None:
-    """Have every BatchNorm layer of ``model`` take its statistics over all ranks, in place."""
-    for module in model.modules():
+    """Have every BatchNorm layer of ``model`` take its statistics over all ranks, in place.
+
+    Raises:
+        ConfigurationError: a layer is of a subclass of torch's.
+    """
+    for name, module in model.named_modules():
         replacement = _CLASS_OF.get(type(module))
+        if replacement is None and isinstance(module, _BatchNorm) and not isinstance(module, SYNCHRONISED):
+            raise ConfigurationError(
+                f"sync_batchnorm=True does not know {type(module).__name__}, the class of {name or 'the model'}.",
+                do="use torch.nn.BatchNorm1d, 2d or 3d there; a subclass may do anything in its forward",
+            )
         if replacement is not None:
-            module.__class__ = replacement
+            module.__class__ = replacement  # pyright: ignore[reportAttributeAccessIssue] - a subclass of its own
         if isinstance(module, SYNCHRONISED):
             _sync_of[module] = sync
 
@@ -128,13 +146,19 @@ class _SyncedNorm(torch.autograd.Function):
         return output, mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator loses the name
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        *gradients: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, inverse, count = ctx.saved_tensors
         dtype = mean.dtype
         dy = gradients[0].to(dtype)
         normalised = (x.to(dtype) - _along(mean, x)) * _along(inverse, x)
         dims = _all_but_channels(x)
         own = torch.stack([dy.sum(dims), (dy * normalised).sum(dims)])
+        # Where the loss does not pass through the model's output, this may be what backward reaches first.
+        ctx.sync.begin(ctx.sync.forward_weight)
         amount = ctx.sync.weight
         total = torch.nan_to_num(own) * amount if amount == 0 else own * amount
         ctx.exchange.all_reduce_(total, what="BatchNorm gradients").wait()
@@ -160,7 +184,9 @@ def _global_statistics(x: torch.Tensor, exchange: TorchGroup) -> tuple[torch.Ten
     count = x.new_tensor([num_elements])
     rows = exchange.all_gather(torch.cat([mean, variance * num_elements, count]), what="BatchNorm statistics")
     means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
-    total = counts.sum().clamp(min=1)
+    total = counts.sum()
+    if total <= 1:
+        raise ValueError(f"BatchNorm needs more than one value per channel to train, and all ranks have {int(total)}")
     mean = (means * counts).sum(0) / total
     squares = (squares + counts * (means - mean) ** 2).sum(0)
     return mean, squares / total, total

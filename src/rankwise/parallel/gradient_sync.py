@@ -14,6 +14,7 @@ import torch
 from torch.autograd import Variable
 
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.accumulation import Accumulation
 from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, plan
 
 if TYPE_CHECKING:
@@ -47,13 +48,11 @@ class GradientSync:
         """Weight of the backward under way: the samples, or tokens, that its loss is the mean of."""
         self._group = group
         self._unit = 1.0
-        self._carried = 0.0
-        self._stash: dict[int, torch.Tensor] = {}
+        self._accumulation = Accumulation(self.names, self.parameters)
         self._in_backward = False
         self._has_gradients = False
         self._arrived: list[int] | None = []
         self._hooked: set[int] = set()
-        self._scalers: list[torch.utils.hooks.RemovableHandle] = []
         self._buckets: list[Bucket] = []
         self._pending: list[Pending] = []
         self._bucket_of: list[Bucket] = []
@@ -95,7 +94,8 @@ class GradientSync:
         for name, parameter, kind in zip(self.names, self.parameters, self._kinds, strict=True):
             if (parameter.dtype, parameter.device) != kind:
                 raise ConfigurationError(
-                    f"Parameter {name} is {parameter.dtype} on {parameter.device} now; replicate() found {kind[0]} on {kind[1]}.",
+                    f"Parameter {name} was {kind[0]} on {kind[1]} in replicate(), and is no more.",
+                    evidence=f"it is {parameter.dtype} on {parameter.device}",
                     do="call model.to(...) first, then rankwise.replicate(model)",
                 )
         self.hook_new_parameters()
@@ -119,11 +119,15 @@ class GradientSync:
             return
         self._in_backward = True
         self.weight = self._checked_weight(weight)
-        if self.is_accumulating or self._carried:
-            self._begin_carrying()
+        if self.is_accumulating or self._accumulation.is_open:
+            self._accumulation.begin(sorted(self._hooked), self._share, continues=self.is_accumulating)
         if not _round:
             Variable._execution_engine.queue_callback(_finish_round)  # noqa: SLF001 - as torch's own DDP does
         _round.append(self)
+
+    def _share(self) -> float:
+        """Return the weight of the backward under way, in units of what a rank's step weighs."""
+        return self.weight / self._unit
 
     def _checked_weight(self, weight: float | None) -> float:
         chosen = self.given_weight if self.given_weight is not None else weight
@@ -185,10 +189,15 @@ class GradientSync:
     def _launch(self, bucket: Bucket) -> None:
         if self._group is None:
             return
-        share = self.weight / self._unit
+        first = bucket.parameters[0].grad if bucket.parameters else None
+        if first is not None and first.requires_grad:
+            raise ConfigurationError(
+                "backward(create_graph=True) through a replicated model cannot be differentiated again.",
+                do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
+            )
         # Divided by the number of ranks on the way in: with equal weights the sum is the mean already.
-        factor = (1.0 if self._carried else share) / self._group.world_size
-        bucket.fill(factor, self._carried + share)
+        factor = (1.0 if self._accumulation.is_open else self._share()) / self._group.world_size
+        bucket.fill(factor, self._accumulation.carried + self._share())
         what = f"gradients {len(self._pending) + 1}/{len(self._buckets)}"
         self._pending.append(self._group.all_reduce_(bucket.flat, what=what))
 
@@ -207,7 +216,7 @@ class GradientSync:
             if not self._has_gradients:
                 return
             if self.is_accumulating:
-                self._carried += self.weight / self._unit
+                self._accumulation.add(self._share())
             elif self._group is None:
                 self._divide_alone()
             else:
@@ -223,18 +232,20 @@ class GradientSync:
         total = next(b for b in self._buckets if b.carries_weight).weight.item()
         for bucket in self._buckets:
             bucket.hand_back(group.world_size / total if total > 0 else 0.0)
-        self._end_carrying()
+        self._accumulation.give_back_earlier()
         if total > 0:
             self._unit *= total / group.world_size
         if self._arrived is not None:
             self._rebuild_in_arrival_order()
 
     def _divide_alone(self) -> None:
-        if self._carried:
-            total = self._carried + self.weight / self._unit
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if not self._accumulation.is_open:
+            return
+        total = self._accumulation.carried + self._share()
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if total > 0:
             torch._foreach_div_(gradients, total)
-            self._end_carrying()
+        self._accumulation.give_back_earlier()
 
     def _rebuild_in_arrival_order(self) -> None:
         """Lay the buckets out anew, in the order in which rank zero's gradients arrived."""
@@ -251,51 +262,12 @@ class GradientSync:
         """Forget a backward that did not finish."""
         if self in _round:
             _round.remove(self)
+        self._accumulation.abandon()
         self._in_backward = False
         self._has_gradients = False
         self._pending.clear()
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.parameters)
-
-    # -- accumulation: gradients are summed with their weights on this rank first ------------------------
-
-    def _begin_carrying(self) -> None:
-        """Have the gradients of this backward multiplied by its weight before they are added up."""
-        if all(p.grad is None for p in self.parameters):
-            self._carried = 0.0
-            self._stash.clear()
-            if not self.is_accumulating:
-                self._remove_scalers()
-                return
-        if not self._carried:
-            self._put_earlier_gradients_aside()
-        if not self._scalers:
-            for number in sorted(self._hooked):
-                self._scalers.append(self.parameters[number].register_hook(self._scaled))
-
-    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        share = self.weight / self._unit
-        return gradient * share if share else torch.zeros_like(gradient)
-
-    def _put_earlier_gradients_aside(self) -> None:
-        """Gradients from before the accumulation are global means already, and are added at its end."""
-        for number, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                self._stash[number] = parameter.grad.clone()
-                parameter.grad = None
-
-    def _end_carrying(self) -> None:
-        for number, earlier in self._stash.items():
-            parameter = self.parameters[number]
-            parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
-        self._stash.clear()
-        self._carried = 0.0
-        self._remove_scalers()
-
-    def _remove_scalers(self) -> None:
-        for handle in self._scalers:
-            handle.remove()
-        self._scalers.clear()
 
 
 def _finish_round() -> None:

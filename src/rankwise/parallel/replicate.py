@@ -53,8 +53,13 @@ def replicate(
     else (tokens), or samples are not the first dimension, pass ``weight``, or use
     :func:`rankwise.weight` around ``backward()``.
 
+    Every rank runs backward through the model equally often, without samples too. What a rank decides from its
+    own loss (skipping a step, LBFGS's line search, a scheduler on plateaus, stopping early) must be decided from
+    ``rankwise.all_reduce`` of it, or the ranks part. Gradients are views of memory that the next backward
+    overwrites: clone what is to be kept over a step. ``torch.autograd.grad`` gives this rank's own gradient.
+
     Args:
-        model: on its device already; also a ``torch.compile``d one.
+        model: on its device already; also a ``torch.compile``d one. Change its layers, dtype or device before.
         sync_batchnorm: take BatchNorm statistics over the whole global batch, as one rank would. Without it
             each rank normalises by its own samples, and the result depends on the number of ranks.
         weight: called with the arguments of each forward call; returns what the loss is a mean over:
@@ -75,6 +80,12 @@ def replicate(
     if model in _replicas:
         raise ConfigurationError("This model is replicated already.", do="call replicate() once per model")
     names, parameters = _named_parameters(model)
+    followed = {id(parameter) for sync in _replicas.values() for parameter in sync.parameters}
+    if any(id(parameter) in followed for parameter in parameters):
+        raise ConfigurationError(
+            "A part of this model is replicated already, or belongs to a model that is.",
+            do="call replicate() once, for the whole model",
+        )
     if not any(p.requires_grad for p in parameters):
         raise ConfigurationError(
             "The model has no parameter that needs a gradient.",
@@ -240,8 +251,7 @@ class _AfterForward(_Hook):
                 return
             amount = float(first.shape[0])
         sync.forward_weight = amount
-        reached = _first_with_grad(output)
-        if reached is not None:
+        for reached in _tensors_with_grad(output):
             reached.register_hook(lambda _: sync.begin(amount))
 
 
@@ -253,10 +263,12 @@ def _first_tensor(values: object) -> torch.Tensor | None:
     return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
 
 
-def _first_with_grad(output: object) -> torch.Tensor | None:
+def _tensors_with_grad(output: object) -> list[torch.Tensor]:
+    """Return the tensors of an output that backward can come from, also those in a dataclass."""
     if isinstance(output, torch.Tensor):
-        return output if output.requires_grad else None
-    return next(
-        (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad),
-        None,
-    )
+        return [output] if output.requires_grad else []
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
+        found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    return found

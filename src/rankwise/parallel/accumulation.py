@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of several microsteps, added up on this rank with their weights. Used by gradient_sync.
+
+While an accumulation is open, each gradient is multiplied by its microstep's share before torch adds it to
+``grad``. Knows no other rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+
+
+class Accumulation:
+    """The microsteps since the last exact gradient."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        self.is_open = False
+        self.carried = 0.0
+        """Sum of the shares of the microsteps that have been added up."""
+        self._names = names
+        self._parameters = parameters
+        self._earlier: dict[int, torch.Tensor] = {}
+        self._marks: dict[int, tuple[torch.Tensor, int]] = {}
+        self._scalers: list[torch.utils.hooks.RemovableHandle] = []
+
+    def begin(self, numbers: Iterable[int], share: Callable[[], float], *, continues: bool) -> None:
+        """Prepare for a backward.
+
+        Args:
+            numbers: of the parameters that get gradients.
+            share: what to multiply the gradients of the backward under way with.
+            continues: whether another microstep will follow.
+
+        Raises:
+            ConfigurationError: gradients were changed in the middle of an accumulation.
+        """
+        if self.is_open and self._was_cleared():
+            self.close()
+        if continues and not self.is_open:
+            self._put_earlier_gradients_aside()
+            self.is_open = True
+
+            def scaled(gradient: torch.Tensor) -> torch.Tensor:
+                factor = share()
+                # Nothing of a microstep without samples counts, not even a NaN.
+                return gradient * factor if factor else torch.zeros_like(gradient)
+
+            self._scalers = [self._parameters[number].register_hook(scaled) for number in numbers]
+
+    def add(self, share: float) -> None:
+        """Note that a microstep has been added up."""
+        self.carried += share
+        self._marks = {
+            number: (parameter.grad, parameter.grad._version)  # noqa: SLF001 - tells of changes in place
+            for number, parameter in enumerate(self._parameters)
+            if parameter.grad is not None
+        }
+
+    def give_back_earlier(self) -> None:
+        """End the accumulation; gradients from before it, which were exact already, are added."""
+        for number, earlier in self._earlier.items():
+            parameter = self._parameters[number]
+            parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        self.close()
+
+    def abandon(self) -> None:
+        """Forget a microstep that broke off. Earlier ones count unless the gradients have been cleared."""
+        if not self._marks:
+            self.close()
+
+    def close(self) -> None:
+        """Forget everything."""
+        for handle in self._scalers:
+            handle.remove()
+        self._scalers.clear()
+        self._earlier.clear()
+        self._marks.clear()
+        self.is_open = False
+        self.carried = 0.0
+
+    def _put_earlier_gradients_aside(self) -> None:
+        for number, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                self._earlier[number] = parameter.grad.clone()
+                parameter.grad = None
+
+    def _was_cleared(self) -> bool:
+        """Return whether the user has cleared all gradients since the last microstep."""
+        changed: dict[int, bool] = {}
+        for number, (gradient, version) in self._marks.items():
+            now = self._parameters[number].grad
+            if now is None or now is not gradient or now._version != version:  # noqa: SLF001
+                changed[number] = now is None or not bool(now.any())
+        if not changed:
+            return False
+        if len(changed) == len(self._marks) and all(changed.values()):
+            return True
+        left = next((number for number in self._marks if not changed.get(number, False)), 0)
+        raise ConfigurationError(
+            "Gradients were changed in the middle of an accumulation.",
+            evidence=f"{self._names[left]} still holds a part of it, and others do not, or it was changed in place",
+            do="clear the gradients of the whole model (model.zero_grad()), and clip them after the last microstep",
+        )
