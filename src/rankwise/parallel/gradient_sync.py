@@ -39,7 +39,7 @@ class GradientSync:
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], group: TorchGroup | None) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
-        self._kinds = [(parameter.dtype, parameter.device) for parameter in self.parameters]
+        self._kind = (self.parameters[0].dtype, self.parameters[0].device)
         self.is_accumulating = False
         self.given_weight: float | None = None
         self.forward_weight: float | None = None
@@ -91,13 +91,13 @@ class GradientSync:
         """
         if self._in_backward:
             self.abandon()
-        for name, parameter, kind in zip(self.names, self.parameters, self._kinds, strict=True):
-            if (parameter.dtype, parameter.device) != kind:
-                raise ConfigurationError(
-                    f"Parameter {name} was {kind[0]} on {kind[1]} in replicate(), and is no more.",
-                    evidence=f"it is {parameter.dtype} on {parameter.device}",
-                    do="call model.to(...) first, then rankwise.replicate(model)",
-                )
+        first = self.parameters[0]
+        if (first.dtype, first.device) != self._kind:
+            raise ConfigurationError(
+                f"Parameter {self.names[0]} was {self._kind[0]} on {self._kind[1]} in replicate(), and is no more.",
+                evidence=f"it is {first.dtype} on {first.device}",
+                do="call model.to(...) first, then rankwise.replicate(model)",
+            )
         self.hook_new_parameters()
 
     def check_followed(self, model: nn.Module) -> None:
