@@ -209,6 +209,7 @@ class Watch:
                 if self._store.check(key):
                     answers[rank] = json.loads(self._store.get(key, ROLL_CALL_SECONDS))
                     pending.discard(rank)
+            # The store's own wait would print a line to stderr for each rank that does not answer.
             time.sleep(0.01)
         return answers
 
