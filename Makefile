@@ -3,13 +3,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+PEERS_BIN := .venv-peers/bin
+PEERS_READY := .venv-peers/ready
 PYTEST := $(BIN)/python -m pytest
 CODE := src tests examples benchmarks
 
-.PHONY: help setup demo test check lint format type unit multiprocess e2e bench lock clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e bench bench-peers lock clean
 
 help:  ## say what can be made
-	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(READY)  ## an environment of its own in .venv, from requirements/dev.lock
 
@@ -24,7 +26,7 @@ $(READY): requirements/dev.lock pyproject.toml
 demo: setup  ## train on one rank and on two, and compare
 	$(BIN)/python examples/compare_ranks.py
 
-test: check unit multiprocess e2e  ## everything that CI runs
+test: check unit multiprocess multihost e2e  ## everything that CI runs
 
 check: lint type  ## everything that looks without running
 
@@ -46,15 +48,29 @@ unit: setup  ## pure values, in seconds
 multiprocess: setup  ## real groups of ranks on this machine
 	$(PYTEST) tests/multiprocess
 
+multihost: setup  ## ranks on hosts that are network namespaces; needs root and iproute2
+	$(PYTEST) tests/multihost
+
 e2e: setup  ## commands and examples, as a user runs them
 	$(PYTEST) tests/e2e
 
 bench: setup  ## ratios against other tools; leave the machine alone meanwhile
 	$(BIN)/python benchmarks/run.py
 
-lock:  ## pin requirements/dev.in anew
+bench-peers: $(PEERS_READY)  ## a training step beside other libraries, from .venv-peers
+	$(PEERS_BIN)/python benchmarks/peers.py
+
+$(PEERS_READY): requirements/peers.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rankwise needs Python 3.11 or newer: make bench-peers PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/install python3-venv
+	$(PYTHON) -m venv --clear .venv-peers
+	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements/peers.lock
+	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+lock:  ## pin requirements/dev.in and peers.in anew
 	$(PYTHON) requirements/lock.py
 
 clean:  ## remove what the other targets made
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -73,22 +73,36 @@ def verdict(world: World, event: Event) -> RankwiseError:
     )
 
 
-def connection_broke(world: World, what: str, answers: Answers, ends: dict[int, str], reason: str) -> RankwiseError:
-    """Return the error for a connection that broke without anybody saying why.
+def broken(world: World, what: str, answers: Answers, departed: dict[int, Event], reason: str) -> Event:
+    """Return the event that tells all ranks of a connection that broke without anybody saying why.
 
     Args:
         world: this rank's.
         what: the collective.
         answers: of the ranks that are still there.
-        ends: how ranks are known to have ended: ``"left"`` or ``"failed"``.
+        departed: the last event of each rank that is known to have ended.
         reason: torch's words.
     """
     gone = sorted(set(range(world.world_size)) - set(answers))
-    if gone and all(ends.get(rank) == "left" for rank in gone):
+    return {
+        "kind": "broken",
+        "rank": world.rank,
+        "what": what,
+        "gone": gone,
+        "have_left": bool(gone) and all(departed.get(rank, {}).get("kind") == "left" for rank in gone),
+        "table": situations(answers, world.world_size),
+        "reason": reason.splitlines()[0],
+    }
+
+
+def connection_broke(world: World, event: Event) -> RankwiseError:
+    """Return the error for a broken connection, from what one rank found out for all."""
+    gone = event["gone"]
+    if event["have_left"]:
         return CollectiveMismatch(
-            f"{what} broke: {fold_ranks(gone)} took part in something else and left.",
+            f"{event['what']} broke: {fold_ranks(gone)} took part in something else and left.",
             where=str(world),
-            evidence=reason.splitlines()[0],
+            evidence=event["reason"],
             do="call the same collectives and backwards, with the same shapes and dtypes, on every rank",
         )
     if gone:
@@ -96,10 +110,21 @@ def connection_broke(world: World, what: str, answers: Answers, ends: dict[int, 
     else:
         who = "a connection was lost, and every rank is still there"
     return PeerMissing(
-        f"{what} broke: {who}.",
+        f"{event['what']} broke: {who}.",
         ranks=gone,
         where=str(world),
-        evidence=f"{situations(answers, world.world_size)}\n{reason.splitlines()[0]}",
+        evidence=f"{event['table']}\n{event['reason']}",
+        do="look at that rank's own output; a rank killed for memory leaves a line in dmesg",
+    )
+
+
+def peer_ended(world: World, event: Event) -> PeerMissing:
+    """Return the error for a rank whose process ended without anybody saying why."""
+    return PeerMissing(
+        f"{event['what']} cannot complete: rank {event['rank']} is gone without a word.",
+        ranks=[event["rank"]],
+        where=f"reported on {world}",
+        evidence=f"its process, number {event['process']}, has ended",
         do="look at that rank's own output; a rank killed for memory leaves a line in dmesg",
     )
 

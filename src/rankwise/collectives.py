@@ -8,7 +8,8 @@ identity. Results never alias what was given.
 from __future__ import annotations
 
 import pickle
-import zlib
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -16,12 +17,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rankwise.errors import CollectiveMismatch, ConfigurationError, fold_values
+from rankwise.exchange.protocol import CallsDiffer
 from rankwise.session import current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
-    from rankwise.exchange.torch_group import TorchGroup
+    from rankwise.exchange.protocol import Exchange
 
 T = TypeVar("T")
 
@@ -52,22 +54,22 @@ def all_reduce(value: T, op: str = "sum") -> T:
     if op not in OPS:
         raise ConfigurationError(f"all_reduce knows no op {op!r}.", do="use one of " + ", ".join(OPS))
     world_size = current().world.world_size
-    _agree(f'all_reduce("{op}", {_kinds(value, "all_reduce")})')
 
-    def reduce_leaf(tensor: torch.Tensor, exchange: TorchGroup | None) -> torch.Tensor:
+    def reduce_leaf(tensor: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigurationError(
                 f"all_reduce cannot take the mean of {tensor.dtype}: it would be cut to an integer.",
                 do="pass a float, or use op='sum' and divide",
             )
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        plain = tensor.detach()
         if exchange is None:
-            return result
+            return plain.clone(memory_format=torch.contiguous_format)
         what = f'all_reduce("{op}", {_kind(tensor)})'
-        exchange.all_reduce_(result, "sum" if op == "mean" else op, what=what).wait()
+        result = exchange.all_reduce(plain.contiguous(), "sum" if op == "mean" else op, what=what)
         return result.div_(world_size) if op == "mean" else result
 
-    return _map(value, "all_reduce", reduce_leaf)
+    with _one_call(f'all_reduce("{op}", {_kinds(value, "all_reduce")})', sends=_has_leaves(value)) as exchange:
+        return _map(value, "all_reduce", partial(reduce_leaf, exchange=exchange))
 
 
 def broadcast(value: T, source: int = 0) -> T:
@@ -89,15 +91,15 @@ def broadcast(value: T, source: int = 0) -> T:
     Source: torch.distributed.broadcast.
     """
     _check_rank("broadcast", source)
-    _agree(f"broadcast({_kinds(value, 'broadcast')}, source={source})")
 
-    def broadcast_leaf(tensor: torch.Tensor, exchange: TorchGroup | None) -> torch.Tensor:
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if exchange is not None:
-            exchange.broadcast_(result, source, what=f"broadcast({_kind(tensor)}, source={source})").wait()
-        return result
+    def broadcast_leaf(tensor: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
+        plain = tensor.detach()
+        if exchange is None:
+            return plain.clone(memory_format=torch.contiguous_format)
+        return exchange.broadcast(plain.contiguous(), source, what=f"broadcast({_kind(tensor)}, source={source})")
 
-    return _map(value, "broadcast", broadcast_leaf)
+    with _one_call(f"broadcast({_kinds(value, 'broadcast')}, source={source})", sends=_has_leaves(value)) as exchange:
+        return _map(value, "broadcast", partial(broadcast_leaf, exchange=exchange))
 
 
 def all_gather(value: T) -> list[T]:
@@ -117,16 +119,16 @@ def all_gather(value: T) -> list[T]:
     Source: torch.distributed.all_gather.
     """
     world_size = current().world.world_size
-    _agree(f"all_gather({_kinds(value, 'all_gather')})")
 
-    def gather_leaf(tensor: torch.Tensor, exchange: TorchGroup | None) -> torch.Tensor:
+    def gather_leaf(tensor: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
         plain = tensor.detach().contiguous()
         if exchange is None:
             return plain.clone().unsqueeze(0)
         return exchange.all_gather(plain, what=f"all_gather({_kind(tensor)})")
 
-    leaves, spec = pytree.tree_flatten(value)
-    gathered = [_gather_leaf(leaf, gather_leaf) for leaf in leaves]
+    with _one_call(f"all_gather({_kinds(value, 'all_gather')})", sends=_has_leaves(value)) as exchange:
+        leaves, spec = pytree.tree_flatten(value)
+        gathered = [_gather_leaf(leaf, partial(gather_leaf, exchange=exchange)) for leaf in leaves]
     return [pytree.tree_unflatten([parts[rank] for parts in gathered], spec) for rank in range(world_size)]
 
 
@@ -138,7 +140,8 @@ def barrier() -> None:
     Raises:
         PeerFailed, PeerMissing: as :func:`all_reduce`; the missing ranks are named.
     """
-    _agree("barrier()")
+    with _one_call("barrier()", sends=False):
+        pass
 
 
 def all_gather_object(value: T) -> list[T]:
@@ -151,13 +154,13 @@ def all_gather_object(value: T) -> list[T]:
     Raises:
         PeerFailed, PeerMissing: as :func:`all_reduce`.
     """
-    exchange = _agree("all_gather_object()")
-    if exchange is None:
-        return [pickle.loads(pickle.dumps(value))]  # noqa: S301 - our own bytes
-    return _gather_objects(exchange, value)
+    with _one_call("all_gather_object()") as exchange:
+        if exchange is None:
+            return [pickle.loads(pickle.dumps(value))]  # noqa: S301 - our own bytes
+        return _gather_objects(exchange, value)
 
 
-def _gather_objects(exchange: TorchGroup, value: T) -> list[T]:
+def _gather_objects(exchange: Exchange, value: T) -> list[T]:
     payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     sizes = exchange.all_gather(torch.tensor([data.numel()]), what="all_gather_object(sizes)").flatten()
@@ -180,37 +183,42 @@ def broadcast_object(value: T, source: int = 0) -> T:
         PeerFailed, PeerMissing: as :func:`all_reduce`.
     """
     _check_rank("broadcast_object", source)
-    session = current()
-    exchange = _agree(f"broadcast_object(source={source})")
-    payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if session.world.rank == source else b""
-    if exchange is None:
-        return pickle.loads(payload)  # type: ignore[no-any-return] # noqa: S301 - our own bytes
-    size = torch.tensor([len(payload)])
-    exchange.broadcast_(size, source, what=f"broadcast_object(size, source={source})").wait()
-    data = torch.zeros(int(size), dtype=torch.uint8)
-    if session.world.rank == source:
-        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    exchange.broadcast_(data, source, what=f"broadcast_object(value, source={source})").wait()
-    return pickle.loads(data.numpy().tobytes())  # type: ignore[no-any-return] # noqa: S301 - from a rank of this job
+    is_source = current().world.rank == source
+    payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if is_source else b""
+    with _one_call(f"broadcast_object(source={source})") as exchange:
+        if exchange is None:
+            return pickle.loads(payload)  # type: ignore[no-any-return] # noqa: S301 - our own bytes
+        size = int(exchange.broadcast(torch.tensor([len(payload)]), source, what="broadcast_object(size)"))
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if is_source else torch.empty(size).byte()
+        received = exchange.broadcast(data, source, what="broadcast_object(value)")
+        return pickle.loads(received.numpy().tobytes())  # type: ignore[no-any-return] # noqa: S301 - from a rank of this job
 
 
-def _agree(what: str) -> TorchGroup | None:
-    """Find out whether every rank calls the same, before anything is sent; return what carries it.
-
-    Gloo takes tensors of different sizes for one another, or ends the process.
-    """
+@contextmanager
+def _one_call(what: str, *, sends: bool = True) -> Generator[Exchange | None]:
+    """Hold the collectives inside to belong to one call, the same on every rank; give what carries them."""
     exchange = current().exchange
     if exchange is None:
-        return None
-    digests = exchange.all_gather(torch.tensor([zlib.crc32(what.encode())]), what=what)
-    if bool((digests != digests[0]).any()):
+        yield None
+        return
+    try:
+        if sends:
+            exchange.agree(what)
+        else:
+            exchange.meet(what)
+        yield exchange
+    except CallsDiffer:
+        exchange.agree("")
         raise CollectiveMismatch(
             "Ranks called different collectives, or one with different shapes or dtypes.",
             where=f"reported on {current().world}",
             evidence=fold_values(dict(enumerate(_gather_objects(exchange, what)))),
             do="call the same on every rank; all_gather_object() takes values that differ in type and size",
-        )
-    return exchange
+        ) from None
+
+
+def _has_leaves(value: object) -> bool:
+    return bool(pytree.tree_leaves(value))
 
 
 def _kinds(value: object, name: str) -> str:
@@ -231,15 +239,14 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _map(value: T, name: str, leaf_fn: Callable[[torch.Tensor, TorchGroup | None], torch.Tensor]) -> T:
-    exchange = current().exchange
+def _map(value: T, name: str, leaf_fn: Callable[[torch.Tensor], torch.Tensor]) -> T:
     leaves, spec = pytree.tree_flatten(value)
-    results = [_back(leaf, leaf_fn(_tensor_of(leaf, name), exchange)) for leaf in leaves]
+    results = [_back(leaf, leaf_fn(_tensor_of(leaf, name))) for leaf in leaves]
     return pytree.tree_unflatten(results, spec)  # type: ignore[no-any-return]
 
 
-def _gather_leaf(leaf: object, leaf_fn: Callable[[torch.Tensor, TorchGroup | None], torch.Tensor]) -> list[Any]:
-    rows = leaf_fn(_tensor_of(leaf, "all_gather"), current().exchange)
+def _gather_leaf(leaf: object, leaf_fn: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    rows = leaf_fn(_tensor_of(leaf, "all_gather"))
     return [_back(leaf, row) for row in rows.unbind(0)]
 
 

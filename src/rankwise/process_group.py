@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from rankwise import environments, store
 from rankwise.errors import ConfigurationError, PeerMissing, RankwiseError, fold_ranks, rank_prefix
+from rankwise.exchange.choose import check_exchange, open_exchange
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, speak_as
 from rankwise.session import Session, current_or_none, set_current
@@ -66,6 +67,7 @@ def join(
     init_method: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
+    exchange: str = "auto",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> JoinedWorld:
     """Join the world this process was started for, whoever started it.
@@ -80,6 +82,8 @@ def join(
             launcher. The first two need ``rank`` and ``world_size``.
         rank: number of this process, with ``init_method``.
         world_size: number of processes, with ``init_method``.
+        exchange: how CPU tensors travel between ranks: ``"shared_memory"`` within a host, ``"gloo"`` always over
+            sockets, ``"auto"`` the first where all ranks run on CPUs and it can be had, and a line says so.
         timeout_seconds: how long a rank waits for the others, here and in every collective, before it raises
             an error that names the missing ones.
 
@@ -103,6 +107,7 @@ def join(
             "torch.distributed has a process group already.",
             do="remove init_process_group(): rankwise.join() opens the group",
         )
+    check_exchange(exchange)
     reading = _read(init_method, rank, world_size)
     _num_joins[0] += 1
     if reading.world_size == 1:
@@ -122,6 +127,14 @@ def join(
     _follow_exit()
     if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has said so
         log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
+    if isinstance(session.exchange, TorchGroup):
+        try:
+            session.exchange, words = open_exchange(exchange, session.exchange, world)
+        except BaseException as error:
+            fail(error)
+            raise
+        if words:
+            log(f"exchange: {words}")
     return world
 
 
@@ -165,6 +178,8 @@ def fail(error: BaseException) -> None:
 def _close(session: Session, *, failed: bool) -> None:
     set_current(None)
     speak_as("", is_rank_zero=True)
+    if session.exchange is not None:
+        session.exchange.close()
     if not dist.is_initialized():
         return
     if failed or (session.watch is not None and session.watch.error is not None):

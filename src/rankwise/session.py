@@ -14,7 +14,7 @@ from rankwise.errors import NotJoined
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.exchange.torch_group import TorchGroup
+    from rankwise.exchange.protocol import Exchange
     from rankwise.store import Store
     from rankwise.watch import Watch
     from rankwise.world import World
@@ -26,7 +26,7 @@ class Session:
 
     world: World
     store: Store | None = None
-    exchange: TorchGroup | None = None
+    exchange: Exchange | None = None
     watch: Watch | None = None
     serves_store: bool = False
     leaving: list[Callable[[], None]] = field(default_factory=list)

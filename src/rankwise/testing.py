@@ -52,17 +52,19 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: object,
+    exchange: str = "auto",
     timeout_seconds: float = 60.0,
     join_timeout_seconds: float = 30.0,
 ) -> list[RankResult]:
     """Run ``fn(world, *args)`` on real ranks of this machine and return what each came to.
 
-    Each rank is a process of its own with one torch thread, which has joined a world over Gloo.
+    Each rank is a process of its own with one torch thread, which has joined a world of CPUs.
 
     Args:
         fn: a function of a module; the world is its first argument.
         world_size: how many ranks.
         args: picklable; passed on.
+        exchange: how tensors travel, as for :func:`rankwise.join`.
         timeout_seconds: after which every rank is killed; its result is then a :class:`RankDied`.
         join_timeout_seconds: the limit of each collective, as for :func:`rankwise.join`.
 
@@ -84,6 +86,7 @@ def run_ranks(
                 rank=rank,
                 world_size=world_size,
                 init_method=f"file://{folder}/store",
+                exchange=exchange,
                 timeout_seconds=join_timeout_seconds,
                 args=args,
             )
@@ -145,6 +148,7 @@ class _Job:
     rank: int
     world_size: int
     init_method: str
+    exchange: str
     timeout_seconds: float
     args: tuple[object, ...]
 
@@ -159,6 +163,7 @@ def _run_rank(job: _Job, sender: Connection) -> None:
             init_method=None if alone else job.init_method,
             rank=None if alone else job.rank,
             world_size=None if alone else job.world_size,
+            exchange=job.exchange,
             timeout_seconds=job.timeout_seconds,
         ) as world:
             value = job.fn(world, *job.args)

@@ -39,6 +39,15 @@ NOTICE_SECONDS = 30.0
 NO_LIMIT_SECONDS = 10.0**8
 
 
+class PeerEnded(RuntimeError):
+    """The process of a rank that is waited for has ended."""
+
+    def __init__(self, rank: int, process: int) -> None:
+        super().__init__(f"process {process} of rank {rank} has ended")
+        self.rank = rank
+        self.process = process
+
+
 @dataclass(slots=True)
 class Ticket:
     """One collective this rank takes part in: its number, the same on every rank, and its words."""
@@ -95,6 +104,8 @@ class Watch:
                 elif waited > notice:
                     notice *= 2
                     self._say_who_is_missing(ticket, waited)
+        except PeerEnded as ended:
+            raise self._tell_who_ended(ticket, ended) from None
         except RuntimeError as error:
             if isinstance(error, RankwiseError):
                 raise
@@ -174,6 +185,10 @@ class Watch:
             store.set(f"rankwise/roll_calls/{event['call']}/{self._world.rank}", answer)
         elif kind == "verdict" and self.error is None:
             self.error = blame.verdict(self._world, event)
+        elif kind == "broken" and self.error is None:
+            self.error = blame.connection_broke(self._world, event)
+        elif kind == "ended" and self.error is None:
+            self.error = blame.peer_ended(self._world, event)
         return False
 
     def _situation(self) -> dict[str, Any]:
@@ -252,6 +267,19 @@ class Watch:
             self._changed.wait_for(lambda: self.error is not None, 2 * ROLL_CALL_SECONDS)
         raise self.error or blame.verdict(self._world, found)
 
+    def _tell_who_ended(self, ticket: Ticket, ended: PeerEnded) -> RankwiseError:
+        """Say for all ranks which process is gone, unless it or its launcher has said why."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.error is not None or ended.rank in self._departed, EXPLANATION_SECONDS)
+        with contextlib.suppress(RankwiseError):
+            self._raise_if_pointless(ticket)
+        if self.error is not None:
+            return self.error
+        event: blame.Event = {"kind": "ended", "rank": ended.rank, "what": ticket.what, "process": ended.process}
+        with contextlib.suppress(StoreLost):
+            post(self._store, event, self._next_event)
+        return blame.peer_ended(self._world, event)
+
     def _explain(self, ticket: Ticket, error: RuntimeError) -> RankwiseError:
         """Find out which rank a broken connection stands for."""
         with self._changed:
@@ -261,8 +289,10 @@ class Watch:
         with contextlib.suppress(StoreLost):
             if self.error is None:
                 answers = self._roll_call()
-                ends = {rank: event["kind"] for rank, event in self._departed.items()}
-                self.error = blame.connection_broke(self._world, ticket.what, answers, ends, str(error))
+                event = blame.broken(self._world, ticket.what, answers, self._departed, str(error))
+                # Others may wait for this rank only, and would name it instead.
+                post(self._store, event, self._next_event)
+                self.error = blame.connection_broke(self._world, event)
         return self.error or blame.store_lost(self._world)
 
 

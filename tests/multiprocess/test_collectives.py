@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import rankwise as rw
+from rankwise import testing
 from rankwise.errors import ConfigurationError
-from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
+    from on_ranks import RunRanks
+
     from rankwise.world import World
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -28,7 +30,7 @@ def _reduce_everything(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_all_reduce(world_size: int) -> None:
+def test_all_reduce(run_ranks: RunRanks, world_size: int) -> None:
     values = torch.arange(1, world_size + 1, dtype=torch.float32)
     expected = {
         "sum": values.sum(),
@@ -61,7 +63,7 @@ def _gather(world: World) -> tuple[list[Any], list[Any], Any, Any]:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_gather_and_broadcast(world_size: int) -> None:
+def test_gather_and_broadcast(run_ranks: RunRanks, world_size: int) -> None:
     for result in run_ranks(_gather, world_size):
         gathered, objects, sent, thing = result.get()
         assert [row["n"] for row in gathered] == list(range(world_size))
@@ -77,7 +79,7 @@ def _empty_and_strided(world: World) -> tuple[torch.Tensor, list[torch.Tensor], 
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_empty_and_strided_tensors(world_size: int) -> None:
+def test_empty_and_strided_tensors(run_ranks: RunRanks, world_size: int) -> None:
     factor = world_size * (world_size + 1) / 2
     for result in run_ranks(_empty_and_strided, world_size):
         reduced, gathered, empty = result.get()
@@ -102,7 +104,7 @@ def _wrong_calls(_: World) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_wrong_arguments_say_what_to_do(world_size: int) -> None:
-    for result in run_ranks(_wrong_calls, world_size):
+    for result in testing.run_ranks(_wrong_calls, world_size):
         unknown_op, integer_mean, wrong_kind, no_rank = result.get()
         assert "sum, mean, min, max, product" in unknown_op
         assert "op='sum' and divide" in integer_mean

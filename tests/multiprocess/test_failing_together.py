@@ -21,9 +21,11 @@ from rankwise.errors import (
     PeerFailed,
     PeerMissing,
 )
-from rankwise.testing import RankDied, kill_self, run_ranks
+from rankwise.testing import RankDied, kill_self
 
 if TYPE_CHECKING:
+    from on_ranks import RunRanks
+
     from rankwise.world import World
 
 LIMIT_SECONDS = 5.0
@@ -38,7 +40,7 @@ def _raise_between_collectives(world: World, failing: int) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_raising_rank_makes_every_rank_raise_its_error(failing: int) -> None:
+def test_a_raising_rank_makes_every_rank_raise_its_error(run_ranks: RunRanks, failing: int) -> None:
     results = run_ranks(_raise_between_collectives, 3, failing)
     for rank, result in enumerate(results):
         if rank == failing:
@@ -65,7 +67,7 @@ def _seconds_from_failure_to_error(world: World, path: str) -> float | None:
     return None
 
 
-def test_the_error_comes_within_five_seconds(tmp_path: os.PathLike[str]) -> None:
+def test_the_error_comes_within_five_seconds(run_ranks: RunRanks, tmp_path: os.PathLike[str]) -> None:
     results = run_ranks(_seconds_from_failure_to_error, 3, os.path.join(tmp_path, "time"))  # noqa: PTH118
     for rank in (0, 2):
         assert results[rank].get() < LIMIT_SECONDS
@@ -79,7 +81,7 @@ def _die(world: World, dying: int) -> None:
 
 
 @pytest.mark.parametrize("dying", [1, 2])
-def test_a_killed_rank_is_named(dying: int) -> None:
+def test_a_killed_rank_is_named(run_ranks: RunRanks, dying: int) -> None:
     results = run_ranks(_die, 3, dying)
     assert isinstance(results[dying].error, RankDied)
     assert results[dying].exit_code == -signal.SIGKILL
@@ -96,7 +98,7 @@ def _never_arrive(world: World) -> None:
     rw.all_reduce(torch.ones(2, 3))
 
 
-def test_a_rank_that_never_arrives_is_named_with_what_the_others_do() -> None:
+def test_a_rank_that_never_arrives_is_named_with_what_the_others_do(run_ranks: RunRanks) -> None:
     results = run_ranks(_never_arrive, 3, join_timeout_seconds=2.0, timeout_seconds=20.0)
     for rank in (0, 2):
         error = results[rank].error
@@ -115,7 +117,7 @@ def _stop(world: World) -> None:
     rw.barrier()
 
 
-def test_a_stopped_rank_is_named() -> None:
+def test_a_stopped_rank_is_named(run_ranks: RunRanks) -> None:
     results = run_ranks(_stop, 3, join_timeout_seconds=1.0, timeout_seconds=6.0)
     for rank in (0, 2):
         error = results[rank].error
@@ -131,7 +133,7 @@ def _leave_early(world: World) -> str:
     return "left"
 
 
-def test_a_rank_that_leaves_early_is_named() -> None:
+def test_a_rank_that_leaves_early_is_named(run_ranks: RunRanks) -> None:
     results = run_ranks(_leave_early, 3)
     assert results[1].get() == "left"
     for rank in (0, 2):
@@ -162,7 +164,7 @@ def _different_collectives(world: World, how: str) -> str:
         ("shapes", "float32[3]", "float32[4]"),
     ],
 )
-def test_different_collectives_are_told_apart(how: str, rank_0: str, others: str) -> None:
+def test_different_collectives_are_told_apart(run_ranks: RunRanks, how: str, rank_0: str, others: str) -> None:
     for result in run_ranks(_different_collectives, 3, how):
         evidence = result.get().splitlines()
         assert any("rank 0: " in line and rank_0 in line for line in evidence)
@@ -185,7 +187,7 @@ def _agree(world: World, failing: int) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_agreement_turns_one_error_into_everyones_and_goes_on(failing: int) -> None:
+def test_agreement_turns_one_error_into_everyones_and_goes_on(run_ranks: RunRanks, failing: int) -> None:
     values = [result.get() for result in run_ranks(_agree, 3, failing)]
     expected = [f"{'own' if rank == failing else f'peer {failing}'}, still 3 together" for rank in range(3)]
     assert values == expected
@@ -200,7 +202,7 @@ def _rank_zero_first(world: World, path: str) -> bool:
     return existed
 
 
-def test_rank_zero_goes_first(tmp_path: os.PathLike[str]) -> None:
+def test_rank_zero_goes_first(run_ranks: RunRanks, tmp_path: os.PathLike[str]) -> None:
     path = os.path.join(tmp_path, "made")  # noqa: PTH118
     assert [r.get() for r in run_ranks(_rank_zero_first, 3, path)] == [False, True, True]
 
@@ -211,7 +213,7 @@ def _same(world: World) -> None:
     )
 
 
-def test_a_value_that_differs_is_an_error_with_the_ranks_folded() -> None:
+def test_a_value_that_differs_is_an_error_with_the_ranks_folded(run_ranks: RunRanks) -> None:
     for result in run_ranks(_same, 3):
         assert isinstance(result.error, ConfigurationError)
         assert "ranks 0-1: 5" in str(result.error)

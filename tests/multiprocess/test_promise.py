@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from on_ranks import one_rank
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import rankwise as rw
-from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from on_ranks import RunRanks
+
     from rankwise.world import World
 
 EPOCHS = 3
@@ -111,7 +115,7 @@ def step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, x: torc
     optimizer.zero_grad()
 
 
-def _train(_: World, numbers: list[int]) -> list[Parameters]:
+def _train(_: World, numbers: tuple[int, ...]) -> list[Parameters]:
     trained = []
     for number in numbers:
         case = draw(number)
@@ -129,9 +133,9 @@ def largest_difference(left: Parameters, right: Parameters) -> float:
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
-def test_any_number_of_ranks_trains_to_the_one_rank_result(first: int) -> None:
-    numbers = list(range(first, first + 10))
-    reference = run_ranks(_train, 1, numbers)[0].get()
+def test_any_number_of_ranks_trains_to_the_one_rank_result(run_ranks: RunRanks, first: int) -> None:
+    numbers = tuple(range(first, first + 10))
+    reference = one_rank(_train, numbers)
     for world_size in range(2, MOST_RANKS + 1):
         for result in run_ranks(_train, world_size, numbers):
             for number, got, expected in zip(numbers, result.get(), reference, strict=True):
@@ -155,16 +159,15 @@ def _train_until(_: World, number: int, folder: str, stop_after: int | None) -> 
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.parametrize("world_sizes", [(2, 3, 1), (4, 1, 2), (1, 4, 3)])
 @pytest.mark.parametrize("number", [3, 8, 14, 21])
 def test_interrupted_anywhere_and_resumed_on_other_ranks_it_is_the_same_run(
-    number: int, tmp_path_factory: pytest.TempPathFactory
+    run_ranks: RunRanks, number: int, world_sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
-    reference = run_ranks(_train, 1, [number])[0].get()[0]
-    rng = random.Random(number)
-    for world_sizes in ([2, 3, 1], [4, 1, 2], [1, 4, 3]):
-        folder = str(tmp_path_factory.mktemp("checkpoints"))
-        for world_size in world_sizes[:-1]:
-            for result in run_ranks(_train_until, world_size, number, folder, rng.randint(1, 3)):
-                result.get()
-        for result in run_ranks(_train_until, world_sizes[-1], number, folder, None):
-            assert largest_difference(result.get(), reference) < TOLERANCE, world_sizes
+    rng = random.Random(f"{number} {world_sizes}")
+    for world_size in world_sizes[:-1]:
+        for result in run_ranks(_train_until, world_size, number, str(tmp_path), rng.randint(1, 3)):
+            result.get()
+    reference = one_rank(_train, (number,))[0]
+    for result in run_ranks(_train_until, world_sizes[-1], number, str(tmp_path), None):
+        assert largest_difference(result.get(), reference) < TOLERANCE

@@ -7,13 +7,19 @@ gives plain contiguous tensors; types and trees are the business of ``collective
 
 from __future__ import annotations
 
+import zlib
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from rankwise.exchange.protocol import CallsDiffer
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.exchange.protocol import Lane, LaneSize
     from rankwise.watch import Ticket, Watch
 
 REDUCE_OPS = {
@@ -22,6 +28,7 @@ REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+_WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 
 class Pending:
@@ -29,16 +36,20 @@ class Pending:
 
     __slots__ = ("_ticket", "_watch", "_work")
 
-    def __init__(self, watch: Watch, ticket: Ticket, work: dist.Work) -> None:
+    def __init__(self, watch: Watch, ticket: Ticket, work: dist.Work | None) -> None:
+        if work is None:
+            message = "torch's process group did not return a handle"
+            raise RuntimeError(message)
         self._watch = watch
         self._ticket = ticket
         self._work = work
 
     def wait(self) -> None:
         """Return when the result is there; raise what the watch found out if it will not come."""
-        self._watch.wait(self._ticket, self._is_done)
+        self._watch.wait(self._ticket, self.is_done)
 
-    def _is_done(self, seconds: float) -> bool:
+    def is_done(self, seconds: float) -> bool:
+        """Wait for at most ``seconds``, and return whether the result is there."""
         try:
             self._work.wait(timedelta(seconds=seconds))
         except RuntimeError:
@@ -50,7 +61,7 @@ class Pending:
 
 
 class TorchGroup:
-    """torch's default process group, opened by ``process_group``, or another over the same ranks."""
+    """torch's default process group, opened by ``process_group``, or another of the same ranks."""
 
     def __init__(self, watch: Watch, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
@@ -68,10 +79,21 @@ class TorchGroup:
             raise TypeError(f"torch.distributed.new_group() gave {group!r} for a group of all ranks")
         return TorchGroup(self.watch, self.rank, self.world_size, group)
 
-    def all_reduce_(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> Pending:
-        """Start reducing ``tensor`` in place over all ranks; contiguous, same shape and dtype on each."""
-        ticket = self.watch.ticket(what)
-        return self._pending(ticket, dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True))
+    def agree(self, what: str) -> None:
+        """Find out whether every rank calls the same: Gloo takes tensors for one another, or ends the process."""
+        digests = self.all_gather(torch.tensor([zlib.crc32(what.encode())]), what=what)
+        if bool((digests != digests[0]).any()):
+            raise CallsDiffer(what)
+
+    def meet(self, what: str) -> None:
+        """Return when every rank has come to ``what``."""
+        self.agree(what)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
+        """Return the reduction over all ranks; contiguous, same shape and dtype on each."""
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        self.start_all_reduce(result, op, what=what).wait()
+        return result
 
     def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """Return [world_size, *tensor.shape], the tensors of all ranks in rank order."""
@@ -79,16 +101,93 @@ class TorchGroup:
         out = tensor.new_empty((self.world_size, *tensor.shape))
         if tensor.numel():
             parts = list(out.unbind(0))
-            self._pending(ticket, dist.all_gather(parts, tensor, group=self._group, async_op=True)).wait()
+            work = dist.all_gather(parts, tensor, group=self._group, async_op=True)
+            Pending(self.watch, ticket, work).wait()
         return out
 
-    def broadcast_(self, tensor: torch.Tensor, source: int, *, what: str) -> Pending:
-        """Start overwriting ``tensor`` on all ranks with that of rank ``source``; contiguous."""
+    def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
+        """Return the tensor of rank ``source``."""
         ticket = self.watch.ticket(what)
-        return self._pending(ticket, dist.broadcast(tensor, source, group=self._group, async_op=True))
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        work = dist.broadcast(result, source, group=self._group, async_op=True)
+        Pending(self.watch, ticket, work).wait()
+        return result
 
-    def _pending(self, ticket: Ticket, work: dist.Work | None) -> Pending:
-        if work is None:
-            message = "torch's process group did not return a handle"
-            raise RuntimeError(message)
-        return Pending(self.watch, ticket, work)
+    def start_all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> Pending:
+        """Start reducing ``tensor`` in place."""
+        ticket = self.watch.ticket(what)
+        return Pending(self.watch, ticket, dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True))
+
+    def lanes(self, sizes: Sequence[LaneSize]) -> list[Lane]:
+        """Return a lane for each size."""
+        return [TorchLane(self, size, f"gradients {number}/{len(sizes)}") for number, size in enumerate(sizes, 1)]
+
+    def close(self) -> None:
+        """Do nothing: torch's groups are closed where they were opened, in ``process_group``."""
+
+
+class TorchLane:
+    """One bucket's way through torch's group. See :class:`rankwise.exchange.protocol.Lane`.
+
+    Behind the body travel its flags and the weight; summed over ranks they say who set what, and divide the sum.
+    """
+
+    def __init__(self, group: TorchGroup, size: LaneSize, what: str) -> None:
+        self._group = group
+        self._what = what
+        self._flat = torch.zeros(size.num_elements + size.num_flags + 1, dtype=size.dtype, device=size.device)
+        self.body = self.result = self._flat[: size.num_elements]
+        self._flags = self._flat[size.num_elements : -1]
+        # A dtype that does not hold a sum of weights well enough has it sent beside it.
+        self._beside = None if size.dtype in _WEIGHT_DTYPES else self._flat.new_zeros(1, dtype=torch.float64)
+        self._weight = self._flat[-1:] if self._beside is None else self._beside
+        self._pending: list[Pending] = []
+
+    def claim(self) -> None:
+        """Wait for what an error broke off."""
+        self._wait()
+
+    def factor(self, share: float) -> float:
+        """Divide by the number of ranks on the way in: with equal weights the sum is the mean already."""
+        return share / self._group.world_size
+
+    @torch.no_grad()
+    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+        """Start reducing."""
+        if share == 0.0:
+            self.body.zero_()
+        self._weight.fill_(weight)
+        self._flags.fill_(1.0)
+        for flag in absent:
+            self._flags[flag] = 0.0
+        self._pending = [
+            self._group.start_all_reduce(tensor, what=self._what)
+            for tensor in (self._flat, self._beside)
+            if tensor is not None
+        ]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the sum, and divide it."""
+        self._wait()
+        if self.body.device.type == "cpu":
+            total = self.total()
+            scale = self._group.world_size / total if total > 0 else 0.0
+            if scale != 1.0:
+                self.body.mul_(scale)
+        else:
+            # Divided where it is: to read the weight would be to wait for the device, once per bucket.
+            self.body.mul_(torch.where(self._weight > 0, self._group.world_size / self._weight, 0.0)[0])
+
+    def total(self) -> float:
+        """Return the sum of the weights."""
+        return self._weight.item()
+
+    def is_flag_set(self, flag: int) -> bool:
+        """Return whether any rank has set a flag."""
+        return bool(self._flags[flag].item())
+
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()

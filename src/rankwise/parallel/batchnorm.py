@@ -18,7 +18,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.session import current
 
 if TYPE_CHECKING:
-    from rankwise.exchange.torch_group import TorchGroup
+    from rankwise.exchange.protocol import Exchange
     from rankwise.parallel.gradient_sync import GradientSync
 
 _sync_of: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
@@ -129,7 +129,7 @@ class _SyncedNorm(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        exchange: TorchGroup,
+        exchange: Exchange,
         sync: GradientSync,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -161,7 +161,7 @@ class _SyncedNorm(torch.autograd.Function):
         ctx.sync.begin(ctx.sync.forward_weight)
         amount = ctx.sync.weight
         total = torch.nan_to_num(own) * amount if amount == 0 else own * amount
-        ctx.exchange.all_reduce_(total, what="BatchNorm gradients").wait()
+        total = ctx.exchange.all_reduce(total, what="BatchNorm gradients")
         dx = None
         if ctx.needs_input_grad[0]:
             shared = total / (count * amount) if amount else torch.zeros_like(total)
@@ -173,7 +173,7 @@ class _SyncedNorm(torch.autograd.Function):
         return dx, d_weight, d_bias, None, None, None
 
 
-def _global_statistics(x: torch.Tensor, exchange: TorchGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _global_statistics(x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return mean [C], biased variance [C] and M of the elements of all ranks."""
     num_channels = x.shape[1]
     num_elements = x.numel() // num_channels if x.numel() else 0

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat memory in which many gradients travel as one.
+"""Many gradients that travel as one.
 
-Plans which parameters share a bucket and lays them out; knows no ranks. Used by gradient_sync.
-Legend: P parameters of a bucket, n elements of all of them together.
+Plans which parameters share a bucket, and moves their gradients into its lane and back. Used by gradient_sync.
 """
 
 from __future__ import annotations
@@ -11,15 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.exchange.protocol import LaneSize
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
 
+    from rankwise.exchange.protocol import Lane
+
 MEBIBYTE_BYTES = 2**20
 COARSE_BYTES = 2**16
 """Mean size of a gradient from which on memory costs more than calls."""
-_WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 
 def plan(
@@ -54,80 +56,67 @@ def plan(
 
 
 class Bucket:
-    """Gradients that are reduced together: a flat tensor [n + P + 1] and views into it.
+    """Gradients that travel together on a lane, each a view into it."""
 
-    After the n gradient elements come a flag per parameter (does this rank have a gradient for it) and the
-    weight of this rank's share of the step; summed over ranks they say who used what, and divide the sum.
-    """
-
-    def __init__(self, numbers: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, numbers: Sequence[int], parameters: Sequence[nn.Parameter], lane: Lane) -> None:
         self.numbers = list(numbers)
         self.parameters = [parameters[number] for number in numbers]
-        example = self.parameters[0] if self.parameters else None
-        num_elements = sum(parameter.numel() for parameter in self.parameters)
-        self.flat = torch.zeros(
-            num_elements + len(self.parameters) + 1,
-            dtype=torch.float64 if example is None else example.dtype,
-            device=None if example is None else example.device,
-        )
-        self.body = self.flat[:num_elements]
-        self.flags = self.flat[num_elements:-1]
-        self.weight = self.flat[-1:]
-        self.views = _views(self.body, self.parameters)
-        self._is_coarse = self.body.nbytes >= COARSE_BYTES * max(len(self.parameters), 1)
+        self.lane = lane
+        self._bodies = _views(lane.body, self.parameters)
+        self._results = self._bodies if lane.result is lane.body else _views(lane.result, self.parameters)
+        self._is_coarse = lane.body.nbytes >= COARSE_BYTES * max(len(self.parameters), 1)
         self.num_missing = len(self.parameters)
 
-    @property
-    def carries_weight(self) -> bool:
-        """Whether the dtype holds a sum of weights well enough."""
-        return self.flat.dtype in _WEIGHT_DTYPES
-
     @torch.no_grad()
-    def fill(self, factor: float, weight: float) -> None:
-        """Copy the gradients in, times ``factor``, with the flags and the weight behind them.
+    def send(self, share: float, weight: float) -> None:
+        """Copy the gradients in and start the lane.
 
-        A parameter without a gradient counts as zero. With factor 0 nothing of the gradients gets in, not
-        even a NaN.
+        A parameter without a gradient counts as zero.
+
+        Args:
+            share: what the gradients count; with 0 nothing of them gets in, not even a NaN.
+            weight: this rank's part of what the sum is divided by.
         """
+        self.lane.claim()
         gradients = [parameter.grad for parameter in self.parameters]
         absent = [index for index, gradient in enumerate(gradients) if gradient is None]
-        self.weight.fill_(weight)
-        if factor == 0.0:
-            self.body.zero_()
-        else:
+        if share != 0.0:
             for index in absent:
-                self.views[index].zero_()
-            self._take(gradients, factor)
-        self.flags.fill_(1.0)
-        for index in absent:
-            self.flags[index] = 0.0
+                self._bodies[index].zero_()
+            self._take(gradients, self.lane.factor(share))
+        self.lane.start(share, weight, absent)
 
     def _take(self, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-        pairs = [(view, grad) for view, grad in zip(self.views, gradients, strict=True) if grad is not None]
-        if self._is_coarse:
+        pairs = [(body, grad) for body, grad in zip(self._bodies, gradients, strict=True) if grad is not None]
+        if self._is_coarse and factor != 1.0:
             # One pass over memory, at the price of a call per gradient.
-            for view, gradient in pairs:
-                torch.mul(gradient, factor, out=view)
+            for body, gradient in pairs:
+                torch.mul(gradient, factor, out=body)
             return
-        moved = [(view, gradient) for view, gradient in pairs if gradient is not view]
+        moved = [(body, gradient) for body, gradient in pairs if gradient is not body]
         if moved:
-            torch._foreach_copy_([view for view, _ in moved], [gradient for _, gradient in moved])
+            torch._foreach_copy_([body for body, _ in moved], [gradient for _, gradient in moved])
         if factor != 1.0:
-            self.body.mul_(factor)
+            self.lane.body.mul_(factor)
 
-    @torch.no_grad()
-    def hand_back(self, scale: float) -> None:
-        """Scale the sum and make each parameter's gradient a view of it.
+    def take_back(self) -> None:
+        """Wait for the means, and make each parameter's gradient a view of them.
 
         A parameter that no rank had a gradient for keeps ``grad=None``.
         """
-        if scale != 1.0:
-            self.body.mul_(scale)
-        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+        self.lane.finish()
+        for index, (parameter, result) in enumerate(zip(self.parameters, self._results, strict=True)):
             # The flag is only read where this rank had nothing itself: reading one element is slow.
-            if parameter.grad is not None or self.flags[index].item():
-                parameter.grad = view
+            if parameter.grad is not None or self.lane.is_flag_set(index):
+                parameter.grad = result
         self.num_missing = len(self.parameters)
+
+
+def lane_size(numbers: Sequence[int], parameters: Sequence[nn.Parameter]) -> LaneSize:
+    """Return what a bucket of these parameters needs."""
+    first = parameters[numbers[0]]
+    num_elements = sum(parameters[number].numel() for number in numbers)
+    return LaneSize(num_elements, len(numbers), first.dtype, first.device)
 
 
 def _views(body: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from rankwise.parallel.batchnorm import SYNCHRONISED
+from rankwise.parallel.registrations import count_registrations
 from rankwise.parallel.same_model import broadcast_tensors
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from rankwise.exchange.torch_group import TorchGroup
+    from rankwise.exchange.protocol import Exchange
 
 SMALL_BYTES = 2**18
 """Up to this size, sending all buffers takes no longer than asking which have changed."""
+
+Place = tuple[nn.Module, str]
+"""A module and the name of a buffer of its own."""
 
 
 class BufferSync:
@@ -26,35 +30,84 @@ class BufferSync:
     The statistics of synchronised BatchNorm are equal on all ranks already.
     """
 
-    def __init__(self, model: nn.Module, exchange: TorchGroup) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+        self._places = BufferPlaces(model)
         self._exchange = exchange
-        self._seen = {name: (buffer, buffer._version) for name, buffer in self._buffers().items()}  # noqa: SLF001
+        self._seen = {place: (buffer, buffer._version) for place, buffer in self._places.buffers().items()}  # noqa: SLF001
 
     def before_forward(self) -> None:
         """Make the buffers equal. Called by: every rank, before each training forward."""
-        buffers = self._buffers()
+        buffers = self._places.buffers()
         if not buffers:
             return
         if sum(buffer.nbytes for buffer in buffers.values()) > SMALL_BYTES:
             buffers = self._changed_on_any_rank(buffers)
         with torch.no_grad():
             broadcast_tensors(buffers.values(), self._exchange, what="buffers of rank 0")
-        self._seen |= {name: (buffer, buffer._version) for name, buffer in buffers.items()}  # noqa: SLF001
+        self._seen |= {place: (buffer, buffer._version) for place, buffer in buffers.items()}  # noqa: SLF001
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{place}.{name}": buffer
-            for place, module in self._model.named_modules()
-            if not isinstance(module, SYNCHRONISED)
-            for name, buffer in module.named_buffers(recurse=False)
-        }
+    def _changed_on_any_rank(self, buffers: dict[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
+        changed = torch.tensor([self._has_changed(place, buffer) for place, buffer in buffers.items()]).byte()
+        changed = self._exchange.all_reduce(changed, "max", what="buffers that changed")
+        return {place: buffers[place] for place, moved in zip(buffers, changed.tolist(), strict=True) if moved}
 
-    def _changed_on_any_rank(self, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        changed = torch.tensor([self._has_changed(name, buffer) for name, buffer in buffers.items()]).byte()
-        self._exchange.all_reduce_(changed, "max", what="buffers that changed").wait()
-        return {name: buffers[name] for name, moved in zip(buffers, changed.tolist(), strict=True) if moved}
-
-    def _has_changed(self, name: str, buffer: torch.Tensor) -> bool:
-        before = self._seen.get(name)
+    def _has_changed(self, place: Place, buffer: torch.Tensor) -> bool:
+        before = self._seen.get(place)
         return before is None or before[0] is not buffer or before[1] != buffer._version  # noqa: SLF001
+
+
+class BufferPlaces:
+    """Where a model has buffers; the model is walked again only when that may have changed.
+
+    A buffer that is replaced, deleted or set to None is seen by looking at its place. New buffers and layers are
+    counted as they are registered. What torch does not tell of (a deleted layer, an inserted one) changes the
+    length of a module's dict of layers, or is a new dict.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._counts = count_registrations()
+        self._walk()
+
+    def buffers(self) -> dict[Place, torch.Tensor]:
+        """Return the buffers there are now, but for those of synchronised BatchNorm, in the order of the model."""
+        if self._may_have_changed():
+            self._walk()
+        found: dict[Place, torch.Tensor] = {}
+        for place in self._places:
+            module, name = place
+            own = module._buffers  # noqa: SLF001 - torch has no other way that leaves out submodules
+            buffer = own[name] if name in own else None  # noqa: SIM401 - torch.jit's has no `get`
+            if buffer is not None:
+                found[place] = buffer
+        return found
+
+    def _may_have_changed(self) -> bool:
+        # In C throughout: a model without buffers pays this on each forward, and nothing else.
+        return (
+            self._count_seen != self._counts.buffers
+            or not all(map(is_, map(_layers_of, self._parents), self._layers))
+            or list(map(len, self._layers)) != self._num_layers
+        )
+
+    def _walk(self) -> None:
+        self._count_seen = self._counts.buffers
+        modules = list(self._model.modules())
+        self._places: list[Place] = [
+            (module, name)
+            for module in modules
+            if not isinstance(module, SYNCHRONISED)
+            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
+        # Where nothing has buffers, no deletion matters, and only these two take layers without a word.
+        parents = [
+            module
+            for module in modules
+            if isinstance(module, nn.ModuleList | nn.Sequential) or (self._places and _layers_of(module))
+        ]
+        self._parents = parents
+        self._layers = [_layers_of(module) for module in parents]
+        self._num_layers = [len(layers) for layers in self._layers]
+
+
+_layers_of = attrgetter("_modules")

@@ -7,6 +7,7 @@ mean over all samples of all ranks. Used by replicate. Weights are counted in un
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -15,20 +16,21 @@ from torch.autograd import Variable
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.accumulation import Accumulation
-from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, plan
+from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, lane_size, plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
 
-    from rankwise.exchange.torch_group import Pending, TorchGroup
+    from rankwise.exchange.protocol import Exchange
 
 FIRST_BUCKET_BYTES = MEBIBYTE_BYTES
 BUCKET_BYTES = {"cpu": 8 * MEBIBYTE_BYTES}
 """Limit by device type. Gloo moves several buckets of this size at once; measured in benchmarks/train_step.py."""
 OTHER_BUCKET_BYTES = 25 * MEBIBYTE_BYTES
 
+_numbers = itertools.count()
 _round: list[GradientSync] = []
 """The syncs that take part in the backward under way: several where one loss crosses several models."""
 
@@ -36,7 +38,9 @@ _round: list[GradientSync] = []
 class GradientSync:
     """The gradients of one model, from ``replicate`` until the model is gone."""
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], group: TorchGroup | None) -> None:
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], group: Exchange | None) -> None:
+        self.number = next(_numbers)
+        """Ranks replicate their models in one order, so it is the same on each."""
         self.names = list(names)
         self.parameters = list(parameters)
         self._kind = (self.parameters[0].dtype, self.parameters[0].device)
@@ -54,7 +58,7 @@ class GradientSync:
         self._arrived: list[int] | None = []
         self._hooked: set[int] = set()
         self._buckets: list[Bucket] = []
-        self._pending: list[Pending] = []
+        self._num_sent = 0
         self._bucket_of: list[Bucket] = []
         self.hook_new_parameters()
 
@@ -69,15 +73,14 @@ class GradientSync:
             self.parameters[number].register_post_accumulate_grad_hook(self._arrival_hook(number))
         self._hooked.update(new)
         if self._group is not None:
-            self._build(sorted(self._hooked, reverse=True))
+            self._build(self._group, sorted(self._hooked, reverse=True))
             self._arrived = []
 
-    def _build(self, order: Sequence[int]) -> None:
+    def _build(self, group: Exchange, order: Sequence[int]) -> None:
         limit_bytes = BUCKET_BYTES.get(self.parameters[order[0]].device.type, OTHER_BUCKET_BYTES)
-        groups = plan(self.parameters, order, FIRST_BUCKET_BYTES, limit_bytes)
-        self._buckets = [Bucket(group, self.parameters) for group in groups]
-        if not any(bucket.carries_weight for bucket in self._buckets):
-            self._buckets.insert(0, Bucket([], self.parameters))
+        members = plan(self.parameters, order, FIRST_BUCKET_BYTES, limit_bytes)
+        lanes = group.lanes([lane_size(numbers, self.parameters) for numbers in members])
+        self._buckets = [Bucket(numbers, self.parameters, lane) for numbers, lane in zip(members, lanes, strict=True)]
         nowhere = self._buckets[0]
         self._bucket_of = [nowhere] * len(self.parameters)
         for bucket in self._buckets:
@@ -158,7 +161,7 @@ class GradientSync:
             if bucket.num_missing <= 0:
                 if bucket.num_missing < 0:
                     raise self._arrived_twice(number)
-                self._launch_ready()
+                self._send_ready()
 
         return arrived
 
@@ -179,36 +182,32 @@ class GradientSync:
             do="use torch.utils.checkpoint with use_reentrant=False",
         )
 
-    def _launch_ready(self) -> None:
-        while len(self._pending) < len(self._buckets):
-            bucket = self._buckets[len(self._pending)]
+    def _send_ready(self) -> None:
+        while self._num_sent < len(self._buckets):
+            bucket = self._buckets[self._num_sent]
             if bucket.num_missing > 0:
                 return
-            self._launch(bucket)
+            self._send(bucket)
 
-    def _launch(self, bucket: Bucket) -> None:
-        if self._group is None:
-            return
-        first = bucket.parameters[0].grad if bucket.parameters else None
+    def _send(self, bucket: Bucket) -> None:
+        first = bucket.parameters[0].grad
         if first is not None and first.requires_grad:
             raise ConfigurationError(
                 "backward(create_graph=True) through a replicated model cannot be differentiated again.",
                 do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
             )
-        # Divided by the number of ranks on the way in: with equal weights the sum is the mean already.
-        factor = (1.0 if self._accumulation.is_open else self._share()) / self._group.world_size
-        bucket.fill(factor, self._accumulation.carried + self._share())
-        what = f"gradients {len(self._pending) + 1}/{len(self._buckets)}"
-        self._pending.append(self._group.all_reduce_(bucket.flat, what=what))
+        share = self._share()
+        bucket.send(1.0 if self._accumulation.is_open else share, self._accumulation.carried + share)
+        self._num_sent += 1
 
     # -- when backward has run ---------------------------------------------------------------------
 
-    def launch_rest(self) -> None:
+    def send_rest(self) -> None:
         """Send the buckets whose parameters this rank did not all use."""
         if self._group is None or self.is_accumulating or not self._has_gradients:
             return
-        while len(self._pending) < len(self._buckets):
-            self._launch(self._buckets[len(self._pending)])
+        while self._num_sent < len(self._buckets):
+            self._send(self._buckets[self._num_sent])
 
     def collect(self) -> None:
         """Wait for the sums, divide them, and hand them to the parameters."""
@@ -224,19 +223,17 @@ class GradientSync:
         finally:
             self._in_backward = False
             self._has_gradients = False
-            self._pending.clear()
+            self._num_sent = 0
 
-    def _hand_back(self, group: TorchGroup) -> None:
-        for pending in self._pending:
-            pending.wait()
-        total = next(b for b in self._buckets if b.carries_weight).weight.item()
+    def _hand_back(self, group: Exchange) -> None:
         for bucket in self._buckets:
-            bucket.hand_back(group.world_size / total if total > 0 else 0.0)
+            bucket.take_back()
+        total = self._buckets[0].lane.total()
         self._accumulation.give_back_earlier()
         if total > 0:
             self._unit *= total / group.world_size
         if self._arrived is not None:
-            self._rebuild_in_arrival_order()
+            self._rebuild_in_arrival_order(group, self._arrived)
 
     def _divide_alone(self) -> None:
         if not self._accumulation.is_open:
@@ -247,16 +244,13 @@ class GradientSync:
             torch._foreach_div_(gradients, total)
         self._accumulation.give_back_earlier()
 
-    def _rebuild_in_arrival_order(self) -> None:
+    def _rebuild_in_arrival_order(self, group: Exchange, arrived: Sequence[int]) -> None:
         """Lay the buckets out anew, in the order in which rank zero's gradients arrived."""
-        if self._group is None or self._arrived is None:
-            return
-        seen = dict.fromkeys(self._arrived)
+        seen = dict.fromkeys(arrived)
         order = [*seen, *(i for i in sorted(self._hooked, reverse=True) if i not in seen)]
-        on_all = torch.tensor(order)
-        self._group.broadcast_(on_all, 0, what="order of gradients").wait()
+        of_rank_zero = group.broadcast(torch.tensor(order), 0, what="order of gradients")
         self._arrived = None
-        self._build(on_all.tolist())
+        self._build(group, of_rank_zero.tolist())
 
     def abandon(self) -> None:
         """Forget a backward that did not finish."""
@@ -265,18 +259,18 @@ class GradientSync:
         self._accumulation.abandon()
         self._in_backward = False
         self._has_gradients = False
-        self._pending.clear()
+        self._num_sent = 0
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.parameters)
 
 
 def _finish_round() -> None:
-    """Finish every model of this backward: send all before waiting for any."""
-    syncs = list(_round)
+    """Finish every model of this backward: send all before waiting for any, and in one order on all ranks."""
+    syncs = sorted(_round, key=lambda sync: sync.number)
     _round.clear()
     try:
         for sync in syncs:
-            sync.launch_rest()
+            sync.send_rest()
         for sync in syncs:
             sync.collect()
     except BaseException:

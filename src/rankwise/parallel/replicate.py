@@ -19,6 +19,7 @@ from rankwise.log import warn
 from rankwise.parallel.batchnorm import synchronise_batchnorm, unsynchronised_batchnorms
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.gradient_sync import GradientSync
+from rankwise.parallel.registrations import count_registrations
 from rankwise.parallel.same_model import broadcast_model, check_same_model
 from rankwise.session import current
 
@@ -98,7 +99,6 @@ def replicate(
         broadcast_model(model, exchange)
         group = exchange.twin()
     sync = GradientSync(names, parameters, group)
-    _follow_changes()
     _replicas[model] = sync
     if exchange is not None:
         if sync_batchnorm:
@@ -163,23 +163,6 @@ def weight(model: nn.Module, amount: float | torch.Tensor) -> Generator[None]:
         sync.given_weight = before
 
 
-_changes: list[int] = []
-"""How many parameters and layers any module has been given since the first ``replicate``; empty before."""
-
-
-def _follow_changes() -> None:
-    """Count registrations, so that a forward call knows at no cost whether to look for new parameters."""
-    if _changes:
-        return
-    _changes.append(0)
-
-    def count(*_: object) -> None:
-        _changes[0] += 1
-
-    torch.nn.modules.module.register_module_parameter_registration_hook(count)
-    torch.nn.modules.module.register_module_module_registration_hook(count)
-
-
 def _sync_of(model: nn.Module, caller: str) -> GradientSync:
     sync = _replicas.get(model)
     if sync is None:
@@ -231,16 +214,17 @@ class _AfterForward(_Hook):
     def __init__(self, sync: GradientSync, weight: Callable[..., float | torch.Tensor] | None) -> None:
         self._sync = sync
         self._weight = weight
-        self._changes_seen = _changes[0]
+        self._counts = count_registrations()
+        self._count_seen = self._counts.parameters
 
     @torch._disable_dynamo  # noqa: SLF001 - torch.compiler.disable without importing the compiler now
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         if not torch.is_grad_enabled():
             return
         sync = self._sync
-        if self._changes_seen != _changes[0]:
+        if self._count_seen != self._counts.parameters:
             sync.check_followed(module)
-            self._changes_seen = _changes[0]
+            self._count_seen = self._counts.parameters
         if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - not a recomputation inside backward
             sync.before_backward()
         if self._weight is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.exchange.torch_group import TorchGroup
+    from rankwise.exchange.protocol import Exchange
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -49,7 +49,7 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def broadcast_model(model: nn.Module, exchange: TorchGroup) -> None:
+def broadcast_model(model: nn.Module, exchange: Exchange) -> None:
     """Overwrite parameters and buffers with rank zero's.
 
     Called by: every rank.
@@ -59,7 +59,7 @@ def broadcast_model(model: nn.Module, exchange: TorchGroup) -> None:
         broadcast_tensors([t.detach() for t in tensors], exchange, what="parameters of rank 0")
 
 
-def broadcast_tensors(tensors: Iterable[torch.Tensor], exchange: TorchGroup, *, what: str) -> None:
+def broadcast_tensors(tensors: Iterable[torch.Tensor], exchange: Exchange, *, what: str) -> None:
     """Overwrite ``tensors`` with rank zero's, many at a time.
 
     Called by: every rank, with tensors of the same shapes and dtypes.
@@ -67,8 +67,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], exchange: TorchGroup, *, 
     for chunk in _chunks(tensors):
         # As bytes: a broadcast calculates nothing, and Gloo does not know every dtype.
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in chunk])
-        exchange.broadcast_(flat, 0, what=what).wait()
-        pieces = flat.split([tensor.nbytes for tensor in chunk])
+        pieces = exchange.broadcast(flat, 0, what=what).split([tensor.nbytes for tensor in chunk])
         for tensor, piece in zip(chunk, pieces, strict=True):
             # A copy is aligned for its dtype; a piece of bytes need not be.
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))

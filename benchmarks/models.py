@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that training steps are measured on, each with the shape of one rank's batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def many_small() -> tuple[nn.Module, tuple[int, ...]]:
+    """Return 60 linear layers of 64 by 64: 1 MB of gradients in 120 tensors."""
+    return nn.Sequential(*[m for _ in range(60) for m in (nn.Linear(64, 64), nn.ReLU())]), (32, 64)
+
+
+def wide() -> tuple[nn.Module, tuple[int, ...]]:
+    """Return 6 linear layers of 1024 by 1024: 25 MB of gradients."""
+    return nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(1024, 1024), nn.ReLU())]), (64, 1024)
+
+
+def transformer() -> tuple[nn.Module, tuple[int, ...]]:
+    """Return 4 encoder layers of width 256: 13 MB of gradients; a batch is [batch, seq, hidden]."""
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(layer, 4), (8, 64, 256)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
+    "60 small layers": many_small,
+    "wide MLP": wide,
+    "transformer": transformer,
+}

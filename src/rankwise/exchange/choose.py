@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which exchange a world uses, and why: the same decision on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankwise.errors import ConfigurationError, fold_values
+from rankwise.exchange import futex
+from rankwise.exchange.engine import Engine
+from rankwise.exchange.handshake import gather_texts
+from rankwise.exchange.peers import Peers
+from rankwise.exchange.shared_memory import Place, open_shared_memory
+
+if TYPE_CHECKING:
+    from rankwise.exchange.protocol import Exchange
+    from rankwise.exchange.torch_group import TorchGroup
+    from rankwise.world import World
+
+EXCHANGES = ("auto", "shared_memory", "gloo")
+
+
+def check_exchange(wanted: str) -> None:
+    """Raise unless there is an exchange of this name.
+
+    Raises:
+        ConfigurationError: names those there are.
+    """
+    if wanted not in EXCHANGES:
+        raise ConfigurationError(f"There is no exchange {wanted!r}.", do="use one of " + ", ".join(EXCHANGES))
+
+
+def open_exchange(wanted: str, group: TorchGroup, world: World) -> tuple[Exchange, str]:
+    """Open the exchange of a world, and say in a few words which one it is.
+
+    Called by: every rank.
+
+    Args:
+        wanted: one of ``EXCHANGES``.
+        group: torch's process group, over which the ranks agree.
+        world: this rank's.
+
+    Returns:
+        The exchange, and the words; empty where there was nothing to choose.
+
+    Raises:
+        ConfigurationError: ranks want different ones, or shared memory is wanted and cannot be had.
+    """
+    texts = gather_texts(group, json.dumps([wanted, world.device.partition(":")[0], _home(world), os.getpid()]))
+    facts = [json.loads(text) for text in texts]
+    if len({fact[0] for fact in facts}) > 1:
+        raise ConfigurationError(
+            "Ranks were given different exchanges.",
+            where=f"reported on {world}",
+            evidence=fold_values({rank: f"exchange={fact[0]!r}" for rank, fact in enumerate(facts)}),
+            do="pass the same exchange= to rankwise.join() on every rank",
+        )
+    if wanted == "gloo":
+        return group, ""
+    if any(fact[1] != "cpu" for fact in facts):
+        return _without(group, world, wanted, "a rank's device is a GPU", is_news=False)
+    homes = [fact[2] for fact in facts]
+    reason = _why_not(homes)
+    if reason:
+        return _without(group, world, wanted, reason)
+    place = Place([[r for r, home in enumerate(homes) if home == one] for one in dict.fromkeys(homes)], world.rank)
+    engine = Engine(group.watch, Peers(place.ranks, [facts[rank][3] for rank in place.ranks]))
+    try:
+        exchange = open_shared_memory(group, place, group, engine)
+    except ConfigurationError as error:
+        engine.peers.close()
+        return _without(group, world, wanted, error.evidence or "")
+    return exchange, f"shared memory between {_counts(place)}"
+
+
+def _home(world: World) -> str:
+    """Return what tells the processes that can share memory from others."""
+    if not futex.is_available():
+        return f"!{platform.machine()} on {platform.system()} does not order stores as shared memory needs it"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{world.hostname} {boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _why_not(homes: list[str]) -> str:
+    unfit = next((home for home in homes if home.startswith("!")), None)
+    if unfit is not None:
+        return unfit[1:]
+    if len(set(homes)) < len(homes):
+        return ""
+    if len({home.partition(" ")[0] for home in homes}) < len(homes):
+        return "ranks of one host are in different containers"
+    return "no two ranks are on one host"
+
+
+def _counts(place: Place) -> str:
+    if len(place.hosts) == 1:
+        return f"{len(place.ranks)} ranks"
+    counts = ", ".join(map(str, sorted({len(ranks) for ranks in place.hosts})))
+    return f"{counts} ranks on each of {len(place.hosts)} hosts, Gloo between hosts"
+
+
+def _without(
+    group: TorchGroup, world: World, wanted: str, reason: str, *, is_news: bool = True
+) -> tuple[Exchange, str]:
+    if wanted == "shared_memory":
+        raise ConfigurationError(
+            "The ranks cannot exchange through shared memory.",
+            where=f"reported on {world}",
+            evidence=reason,
+            do='use exchange="auto", which takes what there is',
+        )
+    return group, f"Gloo; not shared memory: {reason}" if is_news else ""

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this rank has under way in shared memory, moved on whenever it waits for any of it.
+
+Nobody moves tensors in the background here: an operation is a generator that yields what it waits for. While a
+rank waits for one, it moves all on, so that ranks may wait for them in different orders.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from rankwise.watch import PeerEnded
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from rankwise.exchange.marks import Marks
+    from rankwise.exchange.peers import Peers
+    from rankwise.watch import Ticket, Watch
+
+SPIN_SECONDS = 50e-6
+YIELD_SECONDS = 150e-6
+LOOK_SECONDS = 0.1
+"""How long a rank sleeps before it looks whether the one it waits for is alive."""
+OTHERS_SECONDS = 0.001
+"""The same, where it has other operations to move on meanwhile."""
+
+
+class Awaited(Protocol):
+    """What an operation waits for."""
+
+    def is_met(self) -> bool:
+        """Return whether it has come."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until it may have come, for at most ``seconds``."""
+        ...
+
+    def rank(self) -> int | None:
+        """Return a rank of this host that it depends on."""
+        ...
+
+
+class Until:
+    """Waits until every rank of this host has come to a value."""
+
+    __slots__ = ("_marks", "_value")
+
+    def __init__(self, marks: Marks, value: int) -> None:
+        self._marks = marks
+        self._value = value
+
+    def is_met(self) -> bool:
+        """Return whether all have."""
+        return self._marks.reach(self._value)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until one of the last ones moves."""
+        self._marks.sleep_until(self._value, seconds)
+
+    def rank(self) -> int | None:
+        """Return one of the last ones."""
+        return self._marks.last(self._value)
+
+
+class Operation:
+    """Something under way."""
+
+    __slots__ = ("awaited", "is_done", "steps")
+
+    def __init__(self, steps: Generator[Awaited]) -> None:
+        self.steps = steps
+        self.awaited: Awaited | None = None
+        self.is_done = False
+
+    def advance(self) -> None:
+        """Go on as far as it goes without waiting."""
+        while self.awaited is None or self.awaited.is_met():
+            self.awaited = next(self.steps, None)
+            if self.awaited is None:
+                self.is_done = True
+                return
+
+
+class Engine:
+    """All operations of this rank."""
+
+    def __init__(self, watch: Watch, peers: Peers) -> None:
+        self.peers = peers
+        self.watch = watch
+        self._active: list[Operation] = []
+        self._moving = threading.RLock()
+        # A rank that spins takes the core of one that works, where there are more ranks than cores.
+        crowded = len(peers) > len(os.sched_getaffinity(0))
+        self._spin_seconds = 0.0 if crowded else SPIN_SECONDS
+
+    def start(self, steps: Generator[Awaited]) -> Operation:
+        """Begin an operation, and go on with it as far as it goes without waiting."""
+        operation = Operation(steps)
+        self._active.append(operation)
+        self.advance()
+        return operation
+
+    def advance(self) -> None:
+        """Move everything on that can move."""
+        with self._moving:
+            for operation in tuple(self._active):
+                try:
+                    operation.advance()
+                except BaseException:
+                    self._active.remove(operation)
+                    raise
+                if operation.is_done:
+                    self._active.remove(operation)
+
+    def wait(self, operation: Operation, ticket: Ticket) -> None:
+        """Return when ``operation`` is done. Raises as :meth:`rankwise.watch.Watch.wait` does."""
+        if not operation.is_done:
+            self.watch.wait(ticket, lambda seconds: self._is_done(operation, seconds))
+
+    def _is_done(self, operation: Operation, seconds: float) -> bool:
+        start = time.monotonic()
+        while True:
+            self.advance()
+            if operation.is_done:
+                return True
+            spent = time.monotonic() - start
+            if spent >= seconds:
+                return False
+            if spent < self._spin_seconds:
+                continue
+            if spent < self._spin_seconds + YIELD_SECONDS:
+                os.sched_yield()
+                continue
+            self._sleep(operation, seconds - spent)
+
+    def _sleep(self, operation: Operation, seconds: float) -> None:
+        awaited = operation.awaited
+        if awaited is None:
+            return
+        limit = LOOK_SECONDS if len(self._active) == 1 else OTHERS_SECONDS
+        started = time.monotonic()
+        awaited.sleep(min(seconds, limit))
+        if time.monotonic() - started >= limit:
+            self._check_alive(awaited)
+
+    def _check_alive(self, awaited: Awaited) -> None:
+        rank = awaited.rank()
+        if rank is None or not self.peers.has_ended(rank):
+            return
+        # Its last word may have come between the two looks.
+        if not awaited.is_met():
+            raise PeerEnded(self.peers.world_rank(rank), self.peers.process(rank))

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that processes of one host share: without a name, so that nothing of it can be left behind.
+
+One process creates it (memfd_create) and tells the others its process number and descriptor; they open it
+under /proc. It is gone when the last of them is. Knows no ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LINE_BYTES = 64
+"""A cache line: what two processes write must not share one."""
+WORD_BYTES = 8
+PAGE_BYTES = mmap.PAGESIZE
+_TOKEN_BYTES = 16
+
+
+class Mapping:
+    """One piece of shared memory. Its first page holds a token that tells it from any other."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self._descriptor: int | None = descriptor
+        self._memory = mmap.mmap(descriptor, num_bytes)
+        self.words = memoryview(self._memory).cast("q")
+        """All of it as 64-bit integers."""
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    @classmethod
+    def create(cls, num_bytes: int) -> Self:
+        """Create memory of ``num_bytes``, all zero. It takes up no memory before it is reserved or written."""
+        descriptor = os.memfd_create("rankwise", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+            created = cls(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        created._memory[:_TOKEN_BYTES] = secrets.token_bytes(_TOKEN_BYTES)
+        return created
+
+    @classmethod
+    def open(cls, ticket: str, num_bytes: int) -> Self:
+        """Open what another process created.
+
+        Args:
+            ticket: its :attr:`ticket`.
+            num_bytes: as given to :meth:`create`.
+
+        Raises:
+            OSError: the other process cannot be seen from here, or what is there is another's.
+        """
+        process, number, token = ticket.split(":")
+        descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        if os.pread(descriptor, _TOKEN_BYTES, 0).hex() != token:
+            os.close(descriptor)
+            message = f"/proc/{process}/fd/{number} is another process's"
+            raise OSError(message)
+        return cls(descriptor, num_bytes)
+
+    @property
+    def ticket(self) -> str:
+        """What another process of this host needs to open it, until :meth:`settle`."""
+        return f"{os.getpid()}:{self._descriptor}:{self._memory[:_TOKEN_BYTES].hex()}"
+
+    def reserve(self, start: int, num_bytes: int) -> None:
+        """Take real memory for a part of it: by the process that will write there, so that it is near.
+
+        Raises:
+            OSError: there is not enough. Without this, the first write would end the process.
+        """
+        if self._descriptor is not None and num_bytes:
+            os.posix_fallocate(self._descriptor, start, num_bytes)
+
+    def settle(self) -> None:
+        """Close the descriptor; the memory stays for those that have opened it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that is the memory from byte ``start`` on."""
+        count = 1
+        for length in shape:
+            count *= length
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
+
+    def bytes_at(self, start: int, num_bytes: int) -> memoryview:
+        """Return a part of it as bytes."""
+        return memoryview(self._memory)[start : start + num_bytes]
+
+
+def rounded_up(num_bytes: int, unit_bytes: int) -> int:
+    """Return the smallest multiple of ``unit_bytes`` that is not less."""
+    return -(-num_bytes // unit_bytes) * unit_bytes

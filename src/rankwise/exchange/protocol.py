@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every exchange offers: the collectives that rankwise is built on, and lanes for gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from rankwise.watch import Watch
+
+
+class CallsDiffer(Exception):
+    """Ranks called different collectives; nothing was sent."""
+
+
+@dataclass(frozen=True)
+class LaneSize:
+    """What travels on a lane."""
+
+    num_elements: int
+    num_flags: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Lane(Protocol):
+    """A way for one bucket of gradients, used again in every step: sums with weights, divided once.
+
+    A step is: :meth:`claim`, write :attr:`body`, :meth:`start`, :meth:`finish`; the same steps on every rank.
+    """
+
+    body: torch.Tensor
+    """[num_elements], what this rank contributes. To be written between ``claim`` and ``start``."""
+    result: torch.Tensor
+    """[num_elements], the mean. It stays from ``finish`` to the next ``claim``."""
+
+    def claim(self) -> None:
+        """Wait until ``body`` may be written."""
+        ...
+
+    def factor(self, share: float) -> float:
+        """Return what the gradients are to be multiplied with on their way into ``body``."""
+        ...
+
+    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+        """Send ``body``.
+
+        Args:
+            share: what the body counts. With 0 nothing of it gets into the result, not even a NaN.
+            weight: this rank's part of what the sum over all ranks is divided by.
+            absent: numbers of the flags that this rank does not set.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Wait until ``result`` is there.
+
+        It is sum_r share_r g_r / sum_r weight_r, and zero where the weights sum to zero; the same bits on every
+        rank.
+        """
+        ...
+
+    def total(self) -> float:
+        """Return the sum of the weights, after ``finish``."""
+        ...
+
+    def is_flag_set(self, flag: int) -> bool:
+        """Return whether any rank has set a flag, after ``finish``."""
+        ...
+
+
+class Exchange(Protocol):
+    """How tensors travel between the ranks of a world. Results are new tensors, the same bits on every rank."""
+
+    rank: int
+    world_size: int
+    watch: Watch
+
+    def agree(self, what: str) -> None:
+        """Hold the collectives that follow to belong to the call that ``what`` says, on every rank.
+
+        Raises:
+            CallsDiffer: they do not; from here, or from the next collective. Nothing was sent.
+        """
+        ...
+
+    def meet(self, what: str) -> None:
+        """Return when every rank has come. Raises as :meth:`agree` does."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
+        """Return the reduction over all ranks of contiguous tensors of one shape and dtype."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        """Return [world_size, *tensor.shape], the tensors of all ranks in rank order."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
+        """Return the tensor of rank ``source``; ``tensor`` is of its shape and dtype."""
+        ...
+
+    def twin(self) -> Exchange:
+        """Return another exchange of the same ranks, whose collectives need no order towards this one's.
+
+        Called by: every rank, in the same order.
+        """
+        ...
+
+    def lanes(self, sizes: Sequence[LaneSize]) -> list[Lane]:
+        """Return a lane for each size, to be started in this order.
+
+        Called by: every rank, in the same order.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the other ranks. Nothing can be sent afterwards."""
+        ...

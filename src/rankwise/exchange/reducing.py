@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums and other reductions of tensors of several ranks, in rank order: values in, values out.
+
+Half-precision numbers are added up in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_IN_FLOAT32 = (torch.bfloat16, torch.float16)
+_PIECE_ELEMENTS = 2**18
+_REAL = (
+    torch.float64,
+    torch.float32,
+    *_IN_FLOAT32,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
+_COMPLEX = (torch.complex64, torch.complex128)
+_STEPS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def can_reduce(dtype: torch.dtype, op: str) -> bool:
+    """Return whether :func:`reduce_into` knows this."""
+    return dtype in _REAL or (dtype in _COMPLEX and op in {"sum", "product"})
+
+
+def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
+    """Reduce ``parts`` into ``out``; all of one shape [n] and dtype. ``out`` is none of them, or the first."""
+    step = _STEPS[op]
+    if out.dtype not in _IN_FLOAT32:
+        step(parts[0], parts[1], out=out) if len(parts) > 1 else out.copy_(parts[0])
+        for part in parts[2:]:
+            step(out, part, out=out)
+        return
+    for piece in _pieces(out, parts):
+        total = piece[1].float()
+        for part in piece[2:]:
+            step(total, part, out=total)
+        piece[0].copy_(total)
+
+
+def weighted_sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor], factors: Sequence[float]) -> None:
+    """Write sum_r factors[r] * parts[r] into ``out``. What has factor 0 does not count, not even a NaN.
+
+    ``out`` is none of the parts.
+    """
+    chosen = [(part, factor) for part, factor in zip(parts, factors, strict=True) if factor != 0.0]
+    if not chosen:
+        out.zero_()
+        return
+    counted = [part for part, _ in chosen]
+    factors = [factor for _, factor in chosen]
+    if out.dtype not in _IN_FLOAT32:
+        _weighted_sum(out, counted, factors)
+        return
+    for piece in _pieces(out, counted):
+        wide = [part.float() for part in piece[1:]]
+        _weighted_sum(wide[0], wide, factors)
+        piece[0].copy_(wide[0])
+
+
+def _weighted_sum(out: torch.Tensor, parts: Sequence[torch.Tensor], factors: Sequence[float]) -> None:
+    first = factors[0]
+    if all(factor == first for factor in factors):
+        if len(parts) > 1:
+            torch.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                out.add_(part)
+            if first != 1.0:
+                out.mul_(first)
+        else:
+            torch.mul(parts[0], first, out=out)
+        return
+    torch.mul(parts[0], first, out=out)
+    for part, factor in zip(parts[1:], factors[1:], strict=True):
+        out.add_(part, alpha=factor)
+
+
+def _pieces(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+    return list(zip(out.split(_PIECE_ELEMENTS), *(part.split(_PIECE_ELEMENTS) for part in parts), strict=True))

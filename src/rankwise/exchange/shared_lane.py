@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lane for gradients through the memory of one host.
+
+Every rank's body lies where all can read it. Two ranks each add both bodies up; more each add up a slice, and copy
+the slices of the others. Every element is added up in rank order. Legend: L ranks of the host, n elements.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.exchange.engine import Operation, Until
+from rankwise.exchange.mapping import LINE_BYTES, rounded_up
+from rankwise.exchange.marks import Marks
+from rankwise.exchange.reducing import weighted_sum_into
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from rankwise.exchange.engine import Awaited, Engine
+    from rankwise.exchange.mapping import Mapping
+    from rankwise.exchange.protocol import LaneSize
+    from rankwise.watch import Ticket
+
+SMALL_BYTES = 2**16
+"""Up to this size a rank adds everything up itself, rather than wait a second time."""
+HEADER = struct.Struct("=ddq")
+"""Share, weight, number of absent flags; the flags follow."""
+
+
+class Layout:
+    """Where the parts of a lane lie in its memory.
+
+    Args:
+        size: of the lane.
+        num_ranks: L.
+        start: the first byte.
+        num_slices: how many ranks add up a slice each; by default all, unless each adds up everything itself.
+    """
+
+    def __init__(self, size: LaneSize, num_ranks: int, start: int, num_slices: int | None = None) -> None:
+        self.size = size
+        self.num_ranks = num_ranks
+        marks_bytes = Marks.num_bytes(num_ranks)
+        self.published = start
+        self.reduced = start + marks_bytes
+        self.consumed = start + 2 * marks_bytes
+        self._headers = start + 3 * marks_bytes
+        self._header_bytes = rounded_up(HEADER.size + size.num_flags, LINE_BYTES)
+        self._bodies = self._headers + num_ranks * self._header_bytes
+        self._body_bytes = rounded_up(size.num_elements * size.dtype.itemsize, LINE_BYTES)
+        if num_slices is None:
+            alone = num_ranks == 2 or self._body_bytes <= SMALL_BYTES  # noqa: PLR2004 - a pair
+            num_slices = 0 if alone else num_ranks
+        self.num_slices = num_slices
+        self._slice_elements = -(-size.num_elements // max(num_slices, 1))
+        self._slices = self._bodies + num_ranks * self._body_bytes
+        self._slice_bytes = rounded_up(self._slice_elements * size.dtype.itemsize, LINE_BYTES)
+        self.tail = self._slices + num_slices * self._slice_bytes
+        """Weight and flags [1 + num_flags] in float64, of all hosts."""
+        self.end = self.tail + rounded_up((1 + size.num_flags) * 8, LINE_BYTES)
+
+    def header(self, rank: int) -> int:
+        """Return where the header of ``rank`` starts."""
+        return self._headers + rank * self._header_bytes
+
+    def body(self, rank: int) -> int:
+        """Return where the body of ``rank`` starts."""
+        return self._bodies + rank * self._body_bytes
+
+    def sum_of_slice(self, rank: int) -> int:
+        """Return where the sum of the slice of ``rank`` starts."""
+        return self._slices + rank * self._slice_bytes
+
+    def own_parts(self, rank: int) -> list[tuple[int, int]]:
+        """Return start and length of what ``rank`` writes much of."""
+        parts = [(self.body(rank), self._body_bytes)]
+        return [*parts, (self.sum_of_slice(rank), self._slice_bytes)] if rank < self.num_slices else parts
+
+    def bounds(self, slice_: int) -> tuple[int, int]:
+        """Return the first element of a slice, and the first behind it."""
+        length, end = self._slice_elements, self.size.num_elements
+        return min(slice_ * length, end), min((slice_ + 1) * length, end)
+
+
+class SharedLane:
+    """One bucket's way through shared memory. See :class:`rankwise.exchange.protocol.Lane`."""
+
+    def __init__(self, layout: Layout, mapping: Mapping, rank: int, engine: Engine, what: str) -> None:
+        size, num_ranks = layout.size, layout.num_ranks
+        self._rank = rank
+        self._engine = engine
+        self._what = what
+        self._published = Marks(mapping, layout.published, rank, num_ranks)
+        self._reduced = Marks(mapping, layout.reduced, rank, num_ranks)
+        self._consumed = Marks(mapping, layout.consumed, rank, num_ranks)
+        header_bytes = HEADER.size + size.num_flags
+        self._headers = [mapping.bytes_at(layout.header(other), header_bytes) for other in range(num_ranks)]
+        self._bodies = [
+            mapping.tensor(layout.body(other), [size.num_elements], size.dtype) for other in range(num_ranks)
+        ]
+        self.body = self._bodies[rank]
+        self.result = torch.zeros(size.num_elements, dtype=size.dtype)
+        bounds = [layout.bounds(slice_) for slice_ in range(layout.num_slices)]
+        self._result_slices = [self.result[low:high] for low, high in bounds]
+        self._sums = [
+            mapping.tensor(layout.sum_of_slice(slice_), [high - low], size.dtype)
+            for slice_, (low, high) in enumerate(bounds)
+        ]
+        self._own_slices = [body[slice(*bounds[rank])] for body in self._bodies] if rank < len(bounds) else []
+        self._all_flags = b"\1" * size.num_flags
+        self._flags = self._all_flags
+        self._round = 0
+        self._total = 0.0
+        self._operation: Operation | None = None
+        self._ticket: Ticket | None = None
+
+    def claim(self) -> None:
+        """Wait until the others have read what was sent last."""
+        self.finish()  # what an error broke off is under way still
+        if self._ticket is not None and not self._consumed.reach(self._round):
+            self._engine.wait(self._engine.start(self._wait_for_readers()), self._ticket)
+
+    def factor(self, share: float) -> float:  # noqa: ARG002 - whoever adds up multiplies
+        """Return 1."""
+        return 1.0
+
+    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+        """Publish the body, and go on as far as it goes without waiting."""
+        self._ticket = self._engine.watch.ticket(self._what)
+        header = self._headers[self._rank]
+        HEADER.pack_into(header, 0, share, weight, len(absent))
+        if self._all_flags:
+            header[HEADER.size :] = self._all_flags
+            for flag in absent:
+                header[HEADER.size + flag] = 0
+        self._round += 1
+        self._published.post(self._round)
+        self._operation = self._engine.start(self._steps(self._round))
+
+    def finish(self) -> None:
+        """Wait for the mean."""
+        if self._operation is not None and self._ticket is not None:
+            self._engine.wait(self._operation, self._ticket)
+
+    def total(self) -> float:
+        """Return the sum of the weights."""
+        return self._total
+
+    def is_flag_set(self, flag: int) -> bool:
+        """Return whether any rank has set a flag."""
+        return bool(self._flags[flag])
+
+    def _wait_for_readers(self) -> Generator[Awaited]:
+        yield Until(self._consumed, self._round)
+
+    def _steps(self, round_: int) -> Generator[Awaited]:
+        yield Until(self._published, round_)
+        yield from self._add_up(round_)
+        self._consumed.post(round_)
+
+    def _add_up(self, round_: int) -> Generator[Awaited]:
+        headers = [HEADER.unpack_from(header) for header in self._headers]
+        total = sum(weight for _, weight, _ in headers)
+        factors = [share / total if total > 0 else 0.0 for share, _, _ in headers]
+        self._flags = self._all_flags if not any(absent for _, _, absent in headers) else self._flags_of_host()
+        self._total = total
+        if not self._sums:
+            weighted_sum_into(self.result, self._bodies, factors)
+            return
+        weighted_sum_into(self._sums[self._rank], self._own_slices, factors)
+        self._reduced.post(round_)
+        yield Until(self._reduced, round_)
+        for target, reduced in zip(self._result_slices, self._sums, strict=True):
+            target.copy_(reduced)
+
+    def _flags_of_host(self) -> bytes:
+        flags = 0
+        for header in self._headers:
+            flags |= int.from_bytes(header[HEADER.size :], "little")
+        return flags.to_bytes(len(self._all_flags), "little")

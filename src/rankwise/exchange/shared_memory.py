@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors travel through memory that the ranks of a host share, and through Gloo between hosts.
+
+What it cannot carry (tensors of a GPU, dtypes it cannot add up) goes through torch's group of all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.errors import ConfigurationError, fold_values
+from rankwise.exchange.across import Across
+from rankwise.exchange.handshake import open_together
+from rankwise.exchange.mapping import PAGE_BYTES, rounded_up
+from rankwise.exchange.reducing import can_reduce
+from rankwise.exchange.shared_lane import Layout, SharedLane
+from rankwise.exchange.staging import Staging
+from rankwise.exchange.two_level_lane import TwoLevelLane
+from rankwise.log import warn
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from rankwise.exchange.engine import Awaited, Engine
+    from rankwise.exchange.handshake import Gathers
+    from rankwise.exchange.mapping import Mapping
+    from rankwise.exchange.protocol import Lane, LaneSize
+    from rankwise.exchange.torch_group import TorchGroup
+
+SLOT_BYTES = 2**20
+TWIN_SLOT_BYTES = 2**16
+FLAT_BYTES = 2**16
+"""Up to this size ranks of several hosts all talk to each other: two levels would take longer."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: the ranks of each host, and which of them this one is."""
+
+    hosts: list[list[int]]
+    rank: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of this host."""
+        return next(ranks for ranks in self.hosts if self.rank in ranks)
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its host."""
+        return self.ranks.index(self.rank)
+
+
+class SharedMemory:
+    """The exchange of ranks that share memory with others. See :class:`rankwise.exchange.protocol.Exchange`.
+
+    Args:
+        place: where this rank is.
+        torch_group: of the whole world.
+        engine: of this rank.
+        staging: in memory of this host.
+        across: to the other hosts, where there are any.
+    """
+
+    def __init__(
+        self, place: Place, torch_group: TorchGroup, engine: Engine, staging: Staging, across: Across | None
+    ) -> None:
+        self.rank = torch_group.rank
+        self.world_size = torch_group.world_size
+        self.watch = torch_group.watch
+        self._place = place
+        self._torch_group = torch_group
+        self._engine = engine
+        self._staging = staging
+        self._across = across
+        self._agreed = ""
+
+    def agree(self, what: str) -> None:
+        """Have the collectives that follow checked against ``what``: on one host, when they meet."""
+        if self._across is not None:
+            self._torch_group.agree(what)
+        self._agreed = what
+
+    def meet(self, what: str) -> None:
+        """Return when every rank has come to ``what``."""
+        if self._across is not None:
+            self._torch_group.meet(what)
+        else:
+            self._run(self._staging.meet(self._agreed + what), what)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
+        """Return the reduction over all ranks, within each host in rank order."""
+        if tensor.device.type != "cpu" or not can_reduce(tensor.dtype, op):
+            self.meet(what)
+            return self._torch_group.all_reduce(tensor, op, what=what)
+        if self._across is not None and tensor.nbytes <= FLAT_BYTES:
+            return self._torch_group.all_reduce(tensor, op, what=what)
+        out = torch.empty_like(tensor)
+        steps = self._staging.all_reduce(tensor.view(-1), out.view(-1), op, self._agreed + what, self._across)
+        self._run(steps, what)
+        return out
+
+    def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        """Return [world_size, *tensor.shape], in rank order."""
+        if tensor.device.type != "cpu" or self._across is not None:
+            return self._torch_group.all_gather(tensor, what=what)
+        out = tensor.new_empty((self.world_size, *tensor.shape))
+        rows = _as_bytes(out).view(self.world_size, -1)
+        self._run(self._staging.all_gather(_as_bytes(tensor), rows, self._agreed + what), what)
+        return out
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
+        """Return the tensor of rank ``source``."""
+        if tensor.device.type != "cpu" or self._across is not None:
+            return self._torch_group.broadcast(tensor, source, what=what)
+        out = torch.empty_like(tensor)
+        self._run(self._staging.broadcast(_as_bytes(tensor), _as_bytes(out), source, self._agreed + what), what)
+        return out
+
+    def twin(self) -> SharedMemory:
+        """Return another exchange of the same ranks."""
+        torch_group = self._torch_group if self._across is None else self._torch_group.twin()
+        return open_shared_memory(self, self._place, torch_group, self._engine, TWIN_SLOT_BYTES)
+
+    def lanes(self, sizes: Sequence[LaneSize]) -> list[Lane]:
+        """Return a lane for each size; through torch's group for a GPU, or where memory is short."""
+        if any(size.device.type != "cpu" for size in sizes):
+            return self._torch_group.twin().lanes(sizes)
+        place, across = self._place, self._across
+        layouts: list[Layout] = []
+        end = PAGE_BYTES
+        for size in sizes:
+            layouts.append(Layout(size, len(place.ranks), end, None if across is None else across.num_slices))
+            end = layouts[-1].end
+        own_parts = [part for layout in layouts for part in layout.own_parts(place.local_rank)]
+        mapping, reasons = open_together(self, rounded_up(end, PAGE_BYTES), own_parts, first=place.ranks[0])
+        if mapping is None:
+            warn(f"gradients go through Gloo: no shared memory of {end / 2**20:.0f} MiB\n{fold_values(reasons)}")
+            return self._torch_group.twin().lanes(sizes)
+        names = [f"gradients {number}/{len(layouts)}" for number in range(1, len(layouts) + 1)]
+        if across is None:
+            return [
+                SharedLane(layout, mapping, place.local_rank, self._engine, name)
+                for layout, name in zip(layouts, names, strict=True)
+            ]
+        return [
+            TwoLevelLane(
+                layout, mapping, place.local_rank, self._engine, name, across=across, world_size=self.world_size
+            )
+            for layout, name in zip(layouts, names, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Let go of the other ranks' processes."""
+        self._engine.peers.close()
+
+    def _run(self, steps: Generator[Awaited], what: str) -> None:
+        ticket = self.watch.ticket(what)
+        self._engine.wait(self._engine.start(steps), ticket)
+
+
+def open_shared_memory(
+    gathers: Gathers, place: Place, torch_group: TorchGroup, engine: Engine, slot_bytes: int = SLOT_BYTES
+) -> SharedMemory:
+    """Open an exchange of its own for all ranks of ``torch_group``.
+
+    Called by: every rank.
+
+    Raises:
+        ConfigurationError: some rank cannot share memory; with the reasons of all.
+    """
+    num_ranks = len(place.ranks)
+    own_part = Staging.own_part(PAGE_BYTES, slot_bytes, place.local_rank, num_ranks)
+    mapping = _open(gathers, place, PAGE_BYTES + Staging.num_bytes(slot_bytes, num_ranks), [own_part])
+    staging = Staging(mapping, PAGE_BYTES, slot_bytes, place.local_rank, num_ranks)
+    across = Across.open(place.hosts, place.rank) if len(place.hosts) > 1 else None
+    return SharedMemory(place, torch_group, engine, staging, across)
+
+
+def _open(gathers: Gathers, place: Place, num_bytes: int, own_parts: Sequence[tuple[int, int]]) -> Mapping:
+    mapping, reasons = open_together(gathers, rounded_up(num_bytes, PAGE_BYTES), own_parts, first=place.ranks[0])
+    if mapping is None:
+        raise ConfigurationError(
+            f"There is no shared memory of {num_bytes / 2**20:.0f} MiB for {len(place.ranks)} ranks.",
+            evidence=fold_values(reasons),
+            do='give the machine or container more memory, or rankwise.join(exchange="gloo")',
+        )
+    return mapping
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many parameters, layers and buffers any module has been given: tells at no cost whether to look again.
+
+Used by replicate and buffers. Torch tells of every registration in the process, but of no deletion, nor of
+``ModuleList.insert`` and ``Sequential.insert``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from torch.nn.modules import module as torch_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(slots=True)
+class Registrations:
+    """Two counts, to be compared with what they were."""
+
+    parameters: int = 0
+    """Parameters, and layers, which may hold some."""
+    buffers: int = 0
+    """Buffers where there was none, and layers. A buffer in another's place is not counted."""
+
+
+@cache
+def count_registrations() -> Registrations:
+    """Return the counts of this process; the first call starts them."""
+    counts = Registrations()
+
+    def count_parameter(*_: object) -> None:
+        counts.parameters += 1
+
+    def count_layer(*_: object) -> None:
+        counts.parameters += 1
+        counts.buffers += 1
+
+    def count_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        # Not `get`: what torch.jit has here is only like a dict.
+        before = module._buffers  # noqa: SLF001 - torch has no other way that leaves out submodules
+        if buffer is not None and (name not in before or before[name] is None):
+            counts.buffers += 1
+
+    torch_module.register_module_parameter_registration_hook(count_parameter)
+    torch_module.register_module_module_registration_hook(count_layer)
+    torch_module.register_module_buffer_registration_hook(count_buffer)
+    return counts

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hosts themselves: separate from each other and from the machine, and gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+
+import pytest
+from hosts import HOSTS_FILES, NAMESPACES, PORT, SHARED_MEMORY, Hosts, HostsError
+
+READ_WHERE_I_AM = """
+import json, os, pathlib, socket
+print(json.dumps({
+    "hostname": socket.gethostname(),
+    "addresses": [socket.gethostbyname(name) for name in ("host0", "host1", "localhost")],
+    "interfaces": sorted(name for _, name in socket.if_nameindex() if name in {"eth0", "lo"}),
+    "shared_memory": sorted(path.name for path in pathlib.Path("/dev/shm").iterdir()),
+}))
+"""
+LEAVE_A_PROCESS = """
+import subprocess
+print(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, start_new_session=True).pid)
+"""
+SERVE = f"""
+import socket
+with socket.create_server(("", {PORT})) as server:
+    print("ready", flush=True)
+    connection, (address, _) = server.accept()
+    print(address, connection.recv(9).decode())
+"""
+CALL = f"import socket; socket.create_connection(('host0', {PORT})).sendall(b'hello')"
+EXCHANGE_TENSORS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.zeros(250_000))
+dist.destroy_process_group()
+"""
+
+
+def traces(hosts: Hosts) -> list[str]:
+    """Return what the machine has of these hosts."""
+    folders = [folder for folder in (NAMESPACES, HOSTS_FILES, SHARED_MEMORY) if folder.exists()]
+    return [str(path) for folder in folders for path in folder.iterdir() if path.name.startswith(hosts.prefix)]
+
+
+def output_of(hosts: Hosts, host_index: int, *argv: str) -> str:
+    """Run a command on a host to its end and return what it said."""
+    stdout, _ = hosts.start(host_index, argv, stdout=subprocess.PIPE).communicate()
+    return stdout.strip()
+
+
+def test_each_host_has_its_own_name_network_and_shared_memory(hosts: Hosts) -> None:
+    assert output_of(hosts, 1, "touch", str(SHARED_MEMORY / "of_host1")) == ""
+    for index, shared_memory in enumerate([[], ["of_host1"]]):
+        found = json.loads(output_of(hosts, index, sys.executable, "-c", READ_WHERE_I_AM))
+        assert found == {
+            "hostname": f"host{index}",
+            "addresses": [*hosts.addresses, "127.0.0.1"],
+            "interfaces": ["eth0", "lo"],
+            "shared_memory": shared_memory,
+        }
+
+
+def test_hosts_reach_each_other_by_name(hosts: Hosts) -> None:
+    server = hosts.start(0, [sys.executable, "-c", SERVE], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    assert hosts.start(1, [sys.executable, "-c", CALL]).wait() == 0
+    assert server.stdout.readline() == f"{hosts.addresses[1]} hello\n"
+
+
+def test_two_rigs_at_a_time_do_not_meet(hosts: Hosts) -> None:
+    with Hosts(2) as others:
+        for each in (hosts, others):
+            server = each.start(0, [sys.executable, "-c", SERVE], stdout=subprocess.PIPE)
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n", "the port is free on each"
+
+
+def test_a_cut_link_carries_nothing_until_it_is_restored(hosts: Hosts) -> None:
+    carrier = ("cat", "/sys/class/net/eth0/carrier")
+    hosts.link(1, up=False)
+    assert [output_of(hosts, index, *carrier) for index in (0, 1)] == ["1", "0"]
+    hosts.link(1, up=True)
+    assert [output_of(hosts, index, *carrier) for index in (0, 1)] == ["1", "1"]
+
+
+def test_a_bandwidth_holds_packets_back() -> None:
+    with Hosts(2, mbit=100) as hosts:
+        for ended in hosts.run_ranks(EXCHANGE_TENSORS, 1):
+            assert ended.exit_code == 0, ended.stderr
+        for index in range(2):
+            (limit,) = json.loads(output_of(hosts, index, "tc", "-s", "-j", "qdisc", "show", "dev", "eth0"))
+            assert limit["kind"] == "tbf"
+            assert limit["overlimits"] > 0
+
+
+def test_ranks_are_numbered_host_by_host_and_say_how_they_end(hosts: Hosts) -> None:
+    code = "import os, sys; print(*[os.environ[n] for n in sys.argv[1:]]); sys.exit(os.environ['RANK'])"
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MORE"]
+    ended = hosts.run_ranks(code, [1, 2], *names, env={"MORE": "yes"})
+    assert [rank.stdout.split() for rank in ended] == [
+        ["0", "3", "0", "1", hosts.addresses[0], "yes"],
+        ["1", "3", "0", "2", hosts.addresses[0], "yes"],
+        ["2", "3", "1", "2", hosts.addresses[0], "yes"],
+    ]
+    assert [rank.stderr for rank in ended] == ["0\n", "1\n", "2\n"]
+    assert [rank.exit_code for rank in ended] == [1, 1, 1]
+
+
+def test_a_rank_past_the_limit_is_killed(hosts: Hosts) -> None:
+    code = "import os, time; print('here', flush=True); time.sleep(600 * int(os.environ['RANK']))"
+    stays = hosts.run_ranks(code, 1, timeout_seconds=2)
+    assert [(rank.exit_code, rank.stdout) for rank in stays] == [(0, "here\n"), (None, "here\n")]
+
+
+def test_nothing_is_left_of_hosts_with_processes_on_them() -> None:
+    with Hosts(2) as hosts:
+        running = hosts.start(0, ["sleep", "600"])
+        orphan = int(output_of(hosts, 1, sys.executable, "-c", LEAVE_A_PROCESS))
+        ended = os.pidfd_open(orphan)
+        assert len(traces(hosts)) == 7, "a switch, and for each host a namespace and two folders"
+    assert running.returncode is not None
+    with os.fdopen(ended):
+        assert select.select([ended], [], [], 0)[0], "the orphan has ended too"
+    assert traces(hosts) == []
+
+
+def test_nothing_is_left_of_hosts_half_made() -> None:
+    hosts = Hosts(2)
+    hosts.addresses[1] = "nowhere"
+    with pytest.raises(HostsError, match=r"ip .*address add nowhere/24 dev eth0 failed: .*nowhere"), hosts:
+        pass
+    assert traces(hosts) == []
+
+
+def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(HostsError, match=r"Missing: root.*, ip \(Debian's iproute2\), tc \(.*\)\.$"), Hosts(2):
+        pass

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks on several hosts: who is where, the promise, and a rank that is killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from training import CASES, Parameters, train_all
+
+from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from hosts import Hosts
+
+TRAINING = Path(__file__).with_name("training.py")
+TOLERANCE = 1e-10
+LIMIT_SECONDS = 5.0
+EVERY_JOIN = pytest.mark.parametrize("join", [{}])
+"""The keyword arguments of ``rankwise.join`` that are to come to the same."""
+SAY_WHAT_CAME = """
+import json, torch, rankwise as rw
+with rw.join() as world:
+    print(json.dumps({
+        "who": [world.rank, world.local_rank, world.local_world_size, world.node_rank, world.num_nodes],
+        "hostname": world.hostname,
+        "sum": rw.all_reduce(torch.tensor([2.0 ** world.rank, 1.0])).tolist(),
+        "all": [row.tolist() for row in rw.all_gather(torch.tensor([world.rank, world.node_rank]))],
+        "from each": [rw.broadcast(torch.tensor([world.rank]), source).item() for source in range(world.world_size)],
+    }))
+"""
+
+
+def largest_difference(left: Parameters, right: Parameters) -> float:
+    """Return the largest difference, relative to the largest element of each tensor."""
+    return max(((left[k] - right[k]).abs().max() / right[k].abs().max().clamp(min=1e-3)).item() for k in right)
+
+
+@pytest.mark.parametrize("ranks_per_host", [[2, 2], [1, 2]])
+def test_ranks_know_their_host_and_exchange_tensors_with_all(hosts: Hosts, ranks_per_host: list[int]) -> None:
+    places = [(host, local) for host, count in enumerate(ranks_per_host) for local in range(count)]
+    for rank, ended in enumerate(hosts.run_ranks(SAY_WHAT_CAME, ranks_per_host)):
+        assert ended.exit_code == 0, ended.stderr
+        host, local_rank = places[rank]
+        assert json.loads(ended.stdout) == {
+            "who": [rank, local_rank, ranks_per_host[host], host, 2],
+            "hostname": f"host{host}",
+            "sum": [2.0 ** len(places) - 1, len(places)],
+            "all": [[number, host] for number, (host, _) in enumerate(places)],
+            "from each": list(range(len(places))),
+        }
+
+
+@EVERY_JOIN
+@pytest.mark.parametrize("ranks_per_host", [[2, 2], [1, 2]])
+def test_ranks_on_hosts_train_to_the_one_rank_result(
+    hosts: Hosts, tmp_path: Path, ranks_per_host: list[int], join: dict[str, str]
+) -> None:
+    reference = run_ranks(train_all, 1)[0].get()
+    for rank, ended in enumerate(hosts.run_ranks(TRAINING, ranks_per_host, str(tmp_path), json.dumps(join))):
+        assert ended.exit_code == 0, ended.stderr
+        trained = torch.load(tmp_path / f"{rank}.pt")
+        for case, got, expected in zip(CASES, trained, reference, strict=True):
+            assert largest_difference(got, expected) < TOLERANCE, (rank, case)
+
+
+@EVERY_JOIN
+@pytest.mark.parametrize("killed", [2, 3])
+def test_a_rank_killed_on_another_host_is_named_within_five_seconds(
+    hosts: Hosts, tmp_path: Path, killed: int, join: dict[str, str]
+) -> None:
+    all_ended = hosts.run_ranks(TRAINING, 2, str(tmp_path), json.dumps(join), str(killed))
+    assert all_ended[killed].exit_code == -signal.SIGKILL, all_ended[killed].stderr
+    for rank in {0, 1, 2, 3} - {killed}:
+        assert all_ended[rank].exit_code == 1, all_ended[rank].stderr
+        found = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert found["ranks"] == [killed]
+        assert f"rank {killed}" in found["text"]
+        assert found["seconds"] < LIMIT_SECONDS

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tensors travel: the same bits on every rank whatever the sizes, chosen by itself, and said when not."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import rankwise as rw
+from rankwise.errors import ConfigurationError
+from rankwise.exchange.shared_memory import SLOT_BYTES, SharedMemory
+from rankwise.exchange.torch_group import TorchGroup
+from rankwise.log import logger
+from rankwise.session import current
+from rankwise.testing import run_ranks as run_ranks_auto
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from on_ranks import RunRanks
+
+    from rankwise.world import World
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+OTHERS = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64)
+
+
+def _of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 20, (numel,), generator=generator).to(dtype)
+
+
+def _sizes(itemsize: int) -> list[int]:
+    slot = SLOT_BYTES // itemsize
+    return [0, 1, 7, 4099, slot - 1, slot, slot + 1, 2 * slot + 5]
+
+
+def _everything_travels(world: World) -> None:
+    ranks = range(world.world_size)
+    for dtype in (*FLOATS, *OTHERS):
+        for numel in _sizes(dtype.itemsize):
+            own = _of_rank(world.rank, numel, dtype)
+            gathered = rw.all_gather(own)
+            for rank in ranks:
+                assert torch.equal(gathered[rank], _of_rank(rank, numel, dtype))
+            assert torch.equal(rw.broadcast(own, source=world.world_size - 1), gathered[-1])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_tensors_of_every_dtype_arrive_whole(world_size: int) -> None:
+    for result in run_ranks_auto(_everything_travels, world_size, exchange="shared_memory"):
+        result.get()
+
+
+def _reductions(world: World) -> None:
+    ranks = range(world.world_size)
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
+        for numel in _sizes(dtype.itemsize):
+            parts = [_of_rank(rank, numel, dtype) for rank in ranks]
+            total, product = parts[0].clone(), parts[0].clone()
+            smallest, largest = parts[0], parts[0]
+            for part in parts[1:]:
+                total, product = total + part, product * part
+                smallest, largest = torch.minimum(smallest, part), torch.maximum(largest, part)
+            expected = {"sum": total, "product": product, "min": smallest, "max": largest}
+            for op, value in expected.items():
+                # Equal to the last bit: added up in rank order.
+                assert torch.equal(rw.all_reduce(parts[world.rank], op), value), (dtype, numel, op)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_shared_memory_reduces_in_rank_order(world_size: int) -> None:
+    for result in run_ranks_auto(_reductions, world_size, exchange="shared_memory"):
+        result.get()
+
+
+class Net(nn.Module):
+    """Enough layers for several buckets; one is not used by every rank."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(300, 300) for _ in range(9)])
+        self.odd = nn.Linear(300, 300)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor, *, with_odd: bool) -> torch.Tensor:
+        x = self.layers(x)
+        return self.odd(x) if with_odd else x
+
+
+def _gradients(world: World) -> list[torch.Tensor | None]:
+    return [gradient for dtype in FLOATS for gradient in _gradients_of(world, dtype)]
+
+
+def _gradients_of(world: World, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    torch.manual_seed(0)
+    model = rw.replicate(Net(dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    torch.manual_seed(world.rank)
+    for step in range(4):
+        for micro in range(2):
+            x = torch.randn(2 + (world.rank + step) % 3, 300).to(dtype)
+            loss = model(x, with_odd=world.rank == 1 and step > 0).square().mean()
+            if micro == 0:
+                with rw.no_sync(model):
+                    loss.backward()
+            else:
+                loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        if step < 3:
+            optimizer.zero_grad()
+    return [None if p.grad is None else p.grad.float().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_gradients_are_the_same_bits_on_every_rank_and_in_every_run(world_size: int, run_ranks: RunRanks) -> None:
+    first, second = (run_ranks(_gradients, world_size) for _ in range(2))
+    reference = first[0].get()
+    assert all(gradient is not None for gradient in reference)
+    for result in (*first, *second):
+        for got, expected in zip(result.get(), reference, strict=True):
+            assert torch.equal(got, expected)
+
+
+def _two_models_in_either_order(world: World) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    first, second = (rw.replicate(nn.Linear(400, 400).double()) for _ in range(2))
+    x = torch.full((2, 400), world.rank + 1.0, dtype=torch.float64)
+    for step in range(3):
+        for model in (first, second):
+            model.zero_grad()
+        # Backward goes through what was computed last first: another order on every rank.
+        if (world.rank + step) % 2:
+            a = first(x).square().mean()
+            b = second(x).square().mean()
+        else:
+            b = second(x).square().mean()
+            a = first(x).square().mean()
+        (a + b).backward()
+    return [p.grad for model in (first, second) for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_models_may_come_in_another_order_on_every_rank(world_size: int, run_ranks: RunRanks) -> None:
+    reference, *others = (result.get() for result in run_ranks(_two_models_in_either_order, world_size))
+    assert len(reference) == 4
+    for other in others:
+        assert all(torch.equal(got, expected) for got, expected in zip(other, reference, strict=True))
+
+
+def _how(_: World) -> str:
+    return type(current().exchange).__name__
+
+
+@pytest.mark.parametrize(
+    ("exchange", "expected"),
+    [("auto", SharedMemory), ("shared_memory", SharedMemory), ("gloo", TorchGroup)],
+)
+def test_ranks_of_one_host_take_shared_memory_by_themselves(exchange: str, expected: type) -> None:
+    for result in run_ranks_auto(_how, 2, exchange=exchange):
+        assert result.get() == expected.__name__
+
+
+def test_an_unknown_exchange_names_the_known_ones() -> None:
+    (result,) = run_ranks_auto(_how, 1, exchange="sockets")
+    assert isinstance(result.error, ConfigurationError)
+    assert "auto, shared_memory, gloo" in str(result.error)
+
+
+class Said(logging.Handler):
+    """Keeps what rankwise says, while attached to its logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logger.removeHandler(self)
+
+
+def _join_again(world: World, folder: Path, wanted: str, *, short_of_memory: bool) -> tuple[str, list[str]]:
+    """Join a second world over the first one's store, with what this rank wants and may have."""
+    rw.leave()
+    if short_of_memory:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_BYTES, hard))
+    again = {"init_method": f"file://{folder}/again", "rank": world.rank, "world_size": world.world_size}
+    with Said() as lines:
+        try:
+            with rw.join(**again, exchange=wanted, timeout_seconds=20):
+                total = rw.all_reduce(1)
+                return f"{type(current().exchange).__name__} of {total}", lines
+        except ConfigurationError as error:
+            return str(error), lines
+
+
+def _without_memory(world: World, folder: Path, wanted: str) -> tuple[str, list[str]]:
+    return _join_again(world, folder, wanted, short_of_memory=world.rank == 0)
+
+
+def test_without_memory_it_is_gloo_and_rank_zero_says_why(tmp_path: Path) -> None:
+    results = [result.get() for result in run_ranks_auto(_without_memory, 3, tmp_path, "auto")]
+    assert [how for how, _ in results] == ["TorchGroup of 3"] * 3
+    said = [[line for line in lines if line.startswith("exchange: ")] for _, lines in results]
+    assert said[1:] == [[], []]
+    (line,) = said[0]
+    assert line.startswith("exchange: Gloo; not shared memory: rank 0: ")
+    assert "File too large" in line
+
+
+def test_without_memory_shared_memory_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    for result in run_ranks_auto(_without_memory, 2, tmp_path, "shared_memory"):
+        text, _ = result.get()
+        assert "cannot exchange through shared memory" in text
+        assert "File too large" in text
+
+
+def _different(world: World, folder: Path) -> tuple[str, list[str]]:
+    return _join_again(world, folder, "gloo" if world.rank else "auto", short_of_memory=False)
+
+
+def test_different_exchanges_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    for result in run_ranks_auto(_different, 3, tmp_path):
+        text, _ = result.get()
+        assert "different exchanges" in text
+        assert "ranks 1-2: exchange='gloo'" in text
+
+
+def _train_short_of_memory(world: World) -> tuple[float, list[str]]:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_BYTES, hard))
+    torch.manual_seed(0)
+    with Said() as lines:
+        model = rw.replicate(nn.Linear(1000, 1000))
+    model(torch.full((1, 1000), float(world.rank))).mean().backward()
+    assert model.weight.grad is not None
+    return model.weight.grad[0, 0].item(), lines
+
+
+def test_gradients_that_find_no_memory_go_through_gloo() -> None:
+    (gradient, lines), (other, _) = (
+        result.get() for result in run_ranks_auto(_train_short_of_memory, 2, exchange="shared_memory")
+    )
+    assert gradient == other == pytest.approx(0.5 / 1000)
+    assert "gradients go through Gloo: no shared memory" in lines[0]
+
+
+def _many_sums(world: World, number: int) -> list[int]:
+    totals = [rw.all_reduce(torch.full((50_000,), number)) for _ in range(100)]
+    assert world.world_size == 2
+    return [int(total.unique().item()) for total in totals]
+
+
+def test_two_jobs_of_one_host_never_meet() -> None:
+    results: dict[int, Any] = {}
+
+    def job(number: int) -> None:
+        results[number] = [result.get() for result in run_ranks_auto(_many_sums, 2, number)]
+
+    threads = [threading.Thread(target=job, args=[number]) for number in (1, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {1: [[2] * 100] * 2, 10: [[20] * 100] * 2}
+
+
+def _many_ranks(world: World) -> int:
+    total = 0
+    for number in range(200):
+        total += rw.all_reduce(number)
+    return total // world.world_size
+
+
+def test_more_ranks_than_cores(run_ranks: RunRanks) -> None:
+    assert [result.get() for result in run_ranks(_many_ranks, 8)] == [sum(range(200))] * 8

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`replicate` and `no_sync`: microsteps add up to the gradient of the whole batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from on_ranks import one_rank
+from replicas import TOLERANCE, Net, Parameters, batches, built, largest_difference, part
+from torch import nn
+
+import rankwise as rw
+from rankwise import testing
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from on_ranks import RunRanks
+
+    from rankwise.world import World
+
+
+def _accumulated_equals_whole(world: World, micro: int) -> Parameters:
+    model = rw.replicate(built(Net))
+    (x, y) = batches([17])[0]
+    mine = [part(t, world.rank, world.world_size) for t in (x, y)]
+    for index in range(micro):
+        x_part, y_part = (part(t, index, micro) for t in mine)
+        loss = lambda: nn.functional.mse_loss(model(x_part), y_part).backward()  # noqa: B023, E731
+        if index < micro - 1:
+            with rw.no_sync(model):
+                loss()
+        else:
+            loss()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_unequal_microsteps_give_the_gradient_of_the_whole_batch(run_ranks: RunRanks, world_size: int) -> None:
+    whole = one_rank(_accumulated_equals_whole, 1)
+    for result in run_ranks(_accumulated_equals_whole, world_size, 3):
+        assert largest_difference(result.get(), whole) < TOLERANCE
+
+
+def _mixed_accumulation(world: World) -> Parameters:
+    """A full backward, then an accumulated pair, without zero_grad in between."""
+    model = rw.replicate(built(Net))
+    for position, (x, y) in enumerate(batches([9, 4, 6])):
+        mine = [part(t, world.rank, world.world_size) for t in (x, y)]
+        if position == 1:
+            with rw.no_sync(model):
+                nn.functional.mse_loss(model(mine[0]), mine[1]).backward()
+        else:
+            nn.functional.mse_loss(model(mine[0]), mine[1]).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_from_before_an_accumulation_stay(run_ranks: RunRanks) -> None:
+    model = built(Net)
+    first, second, third = batches([9, 4, 6])
+    nn.functional.mse_loss(model(first[0]), first[1]).backward()
+    x, y = (torch.cat([a, b]) for a, b in zip(second, third, strict=True))
+    nn.functional.mse_loss(model(x), y).backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for world_size in (1, 2, 3):
+        for result in run_ranks(_mixed_accumulation, world_size):
+            assert largest_difference(result.get(), expected) < TOLERANCE
+
+
+def _accumulate_oddly(world: World, how: str) -> Parameters:
+    """Two microsteps of which something is odd, then what the odd thing leaves to be right."""
+    model = rw.replicate(built(Net))
+    first, second, third = batches([6, 6, 7])
+
+    def backward(x: torch.Tensor, y: torch.Tensor) -> None:
+        nn.functional.mse_loss(model(x), y).backward()
+
+    def mine(batch: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        return [part(t, world.rank, world.world_size) for t in batch]
+
+    if how == "nothing at first":
+        # The last rank has no samples in its first microstep.
+        last = world.rank == world.world_size - 1
+        whole = [torch.cat([a, b]) for a, b in zip(first, second, strict=True)]
+        x, y = (part(t, world.rank, world.world_size) for t in whole)
+        with rw.no_sync(model):
+            backward(x[:0] if last else x[:1], y[:0] if last else y[:1])
+        backward(x if last else x[1:], y if last else y[1:])
+    else:
+        with rw.no_sync(model):
+            if how == "broken":
+                hidden = model(mine(first)[0])
+                model.first.weight.register_hook(_explode_once())
+                with pytest.raises(FloatingPointError):
+                    hidden.sum().backward()
+            else:
+                backward(*mine(first))
+        model.zero_grad(set_to_none=how != "zeroed")
+        backward(*mine(third))
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+class _explode_once:  # noqa: N801 - called like a function
+    def __init__(self) -> None:
+        self.done = False
+
+    def __call__(self, _: torch.Tensor) -> None:
+        if not self.done:
+            self.done = True
+            raise FloatingPointError("boom")
+
+
+@pytest.mark.parametrize("how", ["nothing at first", "broken", "zeroed", "cleared"])
+def test_an_accumulation_that_starts_oddly_or_is_given_up(run_ranks: RunRanks, how: str) -> None:
+    model = built(Net)
+    first, second, third = batches([6, 6, 7])
+    x, y = [torch.cat([a, b]) for a, b in zip(first, second, strict=True)] if how == "nothing at first" else third
+    nn.functional.mse_loss(model(x), y).backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for world_size in (1, 2, 3):
+        for result in run_ranks(_accumulate_oddly, world_size, how):
+            got = {n: g for n, g in result.get().items() if n in expected}
+            assert largest_difference(got, expected) < TOLERANCE
+
+
+def _half_cleared(world: World) -> None:
+    del world
+    model = rw.replicate(built(Net))
+    x, y = batches([6])[0]
+    with rw.no_sync(model):
+        nn.functional.mse_loss(model(x), y).backward()
+    model.first.weight.grad = None
+    nn.functional.mse_loss(model(x), y).backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_changed_in_the_middle_of_an_accumulation_are_an_error(world_size: int) -> None:
+    for result in testing.run_ranks(_half_cleared, world_size):
+        assert isinstance(result.error, ConfigurationError)
+        assert "in the middle of an accumulation" in str(result.error)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`replicate`: what cannot be exact, or is called wrongly, is an error that says what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from replicas import Net, batches, built
+from torch import nn
+
+import rankwise as rw
+from rankwise import testing
+from rankwise.errors import ConfigurationError, ModelMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.world import World
+
+
+def _different(world: World, what: str) -> None:
+    layers: list[nn.Module] = [nn.Linear(3, 4), nn.Linear(4, 2)]
+    if world.rank == 2:
+        if what == "shape":
+            layers[1] = nn.Linear(4, 3)
+        elif what == "dtype":
+            layers[1] = nn.Linear(4, 2).double()
+        elif what == "number":
+            layers.append(nn.Linear(2, 2))
+        elif what == "name":
+            layers.insert(1, nn.ReLU())
+    rw.replicate(nn.Sequential(*layers))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("shape", ["1.weight", "float32[2, 4]", "float32[3, 4]"]),
+        ("dtype", ["1.weight", "float64[2, 4]"]),
+        ("number", ["nothing", "2.weight"]),
+        ("name", ["1.weight", "2.weight"]),
+    ],
+)
+def test_models_that_differ_are_an_error_naming_the_first_difference(what: str, words: list[str]) -> None:
+    for result in testing.run_ranks(_different, 3, what):
+        assert isinstance(result.error, ModelMismatch)
+        text = str(result.error)
+        assert "rank 2:" in text
+        assert "ranks 0-1:" in text
+        for word in words:
+            assert word in text
+
+
+def _wrong_calls(_: World) -> list[str]:
+    model = nn.Linear(2, 2)
+    errors = []
+
+    def attempt(call: Callable[[], object]) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            call()
+        errors.append(str(caught.value))
+
+    def sync_plain() -> None:
+        with rw.no_sync(model):
+            pass
+
+    def negative() -> None:
+        with rw.weight(model, -1):
+            model(torch.ones(2, 2)).sum().backward()
+
+    attempt(sync_plain)
+    attempt(lambda: rw.replicate(nn.ReLU()))
+    rw.replicate(model)
+    attempt(lambda: rw.replicate(model))
+    attempt(negative)
+    embedding = rw.replicate(nn.Embedding(4, 2, sparse=True))
+    if rw.all_reduce(1) > 1:
+        attempt(lambda: embedding(torch.tensor([1])).sum().backward())
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_wrong_calls_say_what_to_do(world_size: int) -> None:
+    for result in testing.run_ranks(_wrong_calls, world_size):
+        errors = result.get()
+        assert "not replicated" in errors[0]
+        assert "no parameter that needs a gradient" in errors[1]
+        assert "already" in errors[2]
+        assert "zero or more" in errors[3]
+        if world_size > 1:
+            assert "sparse=False" in errors[4]
+
+
+def _change_after(world: World, how: str) -> str:
+    del world
+    model = rw.replicate(built(Net))
+    x, y = batches([6])[0]
+    nn.functional.mse_loss(model(x), y).backward()
+    model.zero_grad()
+    if how == "a layer":
+        model.last = nn.Linear(8, 3).double()
+    elif how == "assign":
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    else:
+        model.float()
+        x = x.float()
+    with pytest.raises(ConfigurationError) as caught:
+        model(x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "name"), [("a layer", "last.weight"), ("assign", "first.weight"), ("dtype", "first.weight")]
+)
+def test_a_model_changed_after_replicate_is_an_error(how: str, name: str, world_size: int) -> None:
+    for result in testing.run_ranks(_change_after, world_size, how):
+        assert f"Parameter {name} " in result.get()
+        assert "then" in result.get()
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A subclass, which may do anything."""
+
+
+def _refused(world: World) -> list[str]:
+    del world
+    errors = []
+    whole = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    rw.replicate(whole[0])
+    with pytest.raises(ConfigurationError) as caught:
+        rw.replicate(whole)
+    errors.append(str(caught.value))
+    with pytest.raises(ConfigurationError) as caught:
+        rw.replicate(nn.Sequential(nn.Linear(3, 3), OwnNorm(3)), sync_batchnorm=True)
+    errors.append(str(caught.value))
+    return errors
+
+
+def test_models_that_cannot_be_exact_are_refused() -> None:
+    for result in testing.run_ranks(_refused, 2):
+        nested, subclass = result.get()
+        assert "replicated already" in nested
+        assert "OwnNorm" in subclass

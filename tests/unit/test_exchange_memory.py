@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of shared memory that are plain values: mappings, marks, layouts, sums in rank order."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankwise.exchange import futex
+from rankwise.exchange.mapping import PAGE_BYTES, Mapping, rounded_up
+from rankwise.exchange.marks import Marks
+from rankwise.exchange.protocol import LaneSize
+from rankwise.exchange.reducing import can_reduce, reduce_into, weighted_sum_into
+from rankwise.exchange.shared_lane import Layout
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_written_through_one_opening_is_read_through_another() -> None:
+    first = Mapping.create(2 * PAGE_BYTES)
+    second = Mapping.open(first.ticket, 2 * PAGE_BYTES)
+    first.tensor(PAGE_BYTES, [2, 3], torch.float64).fill_(2.5)
+    assert second.tensor(PAGE_BYTES, [6], torch.float64).tolist() == [2.5] * 6
+    first.settle()
+    second.settle()
+
+
+def _names(folder: str) -> set[str]:
+    return {entry.name for entry in Path(folder).iterdir()}
+
+
+def test_a_mapping_has_no_name_and_holds_no_descriptor_once_settled() -> None:
+    before = _names("/dev/shm"), _names("/proc/self/fd")  # noqa: S108 - only looked at
+    mapping = Mapping.create(PAGE_BYTES)
+    mapping.reserve(0, PAGE_BYTES)
+    mapping.settle()
+    # mmap keeps a descriptor of its own for as long as the memory is used.
+    assert len(_names("/proc/self/fd")) <= len(before[1]) + 1
+    assert _names("/dev/shm") == before[0]  # noqa: S108 - only looked at
+
+
+def test_another_file_under_the_same_descriptor_is_refused() -> None:
+    one, other = Mapping.create(PAGE_BYTES), Mapping.create(PAGE_BYTES)
+    process, _, token = one.ticket.split(":")
+    wrong = f"{process}:{other.ticket.split(':')[1]}:{token}"
+    with pytest.raises(OSError, match="another process's"):
+        Mapping.open(wrong, PAGE_BYTES)
+    one.settle()
+    other.settle()
+
+
+def test_memory_that_cannot_be_had_is_an_error() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            Mapping.create(4 * PAGE_BYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_sleeper_wakes_when_the_word_changes() -> None:
+    mapping = Mapping.create(PAGE_BYTES)
+    place = mapping.address + 512
+    woken: list[float] = []
+
+    def sleep() -> None:
+        while mapping.words[64] == 0:
+            futex.sleep_while(place, 0, 30.0)
+        woken.append(time.monotonic())
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    mapping.words[64] = 1
+    futex.wake(place)
+    thread.join(10)
+    assert woken
+    futex.sleep_while(place, 0, 30.0)  # returns at once: the word is another already
+    mapping.settle()
+
+
+def test_marks_tell_who_is_behind() -> None:
+    mapping = Mapping.create(PAGE_BYTES)
+    marks = [Marks(mapping, 256, rank, 3) for rank in range(3)]
+    marks[0].post(2)
+    marks[2].post(1)
+    assert not marks[0].reach(1)
+    assert marks[0].last(1) == 1
+    marks[1].post(1)
+    assert marks[0].reach(1)
+    assert marks[0].last(1) is None
+    assert marks[1].last(2) == 2
+    marks[0].sleep_until(1, 30.0)  # nobody is behind: returns at once
+    mapping.settle()
+
+
+@given(
+    num_elements=st.integers(0, 3000),
+    num_flags=st.integers(0, 200),
+    num_ranks=st.integers(1, 9),
+    slices=st.one_of(st.none(), st.integers(1, 9)),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    start=st.integers(0, 50),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_two_parts_of_a_lane_overlap(
+    *, num_elements: int, num_flags: int, num_ranks: int, slices: int | None, dtype: torch.dtype, start: int
+) -> None:
+    size = LaneSize(num_elements, num_flags, dtype, CPU)
+    num_slices = None if slices is None else min(slices, num_ranks)
+    layout = Layout(size, num_ranks, 64 * start, num_slices)
+    body_bytes = num_elements * dtype.itemsize
+    bounds = [layout.bounds(slice_) for slice_ in range(layout.num_slices)]
+    parts = [(layout.published, 64 * num_ranks), (layout.reduced, 64 * num_ranks), (layout.consumed, 64 * num_ranks)]
+    parts += [(layout.header(rank), 24 + num_flags) for rank in range(num_ranks)]
+    parts += [(layout.body(rank), body_bytes) for rank in range(num_ranks)]
+    parts += [(layout.sum_of_slice(slice_), (high - low) * dtype.itemsize) for slice_, (low, high) in enumerate(bounds)]
+    parts += [(layout.tail, 8 * (1 + num_flags))]
+    end = 64 * start
+    for place, length in parts:
+        assert place >= end, "parts come one after the other"
+        assert place % 64 == 0, "aligned"
+        end = place + length
+    assert layout.end >= end
+    if bounds:
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == num_elements
+        assert all(left[1] == right[0] for left, right in pairwise(bounds))
+
+
+def test_sums_are_taken_in_rank_order() -> None:
+    parts = [torch.tensor([1e16]), torch.tensor([1.0]), torch.tensor([-1e16])]
+    parts = [part.double() for part in parts]
+    out = torch.empty(1, dtype=torch.float64)
+    reduce_into(out, parts, "sum")
+    assert out.item() == (1e16 + 1.0) - 1e16 == 0.0
+    weighted_sum_into(out, parts, [1.0, 1.0, 1.0])
+    assert out.item() == 0.0
+    weighted_sum_into(out, parts, [0.5, 1.0, 0.5])
+    assert out.item() == (0.5e16 + 1.0) - 0.5e16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    parts = [torch.full((300_000,), value, dtype=dtype) for value in (256.0, 0.5, 0.5, 0.5, 0.5)]
+    out = torch.empty(300_000, dtype=dtype)
+    reduce_into(out, parts, "sum")
+    assert out.unique().tolist() == [258.0]
+    weighted_sum_into(out, parts, [1.0] * 5)
+    assert out.unique().tolist() == [258.0]
+    weighted_sum_into(out, parts[:2], [0.25, 4.0])
+    assert out.unique().tolist() == [66.0]
+
+
+def test_what_has_no_weight_does_not_count() -> None:
+    parts = [torch.tensor([float("nan"), 1.0]), torch.tensor([2.0, 4.0])]
+    out = torch.empty(2)
+    weighted_sum_into(out, parts, [0.0, 0.5])
+    assert out.tolist() == [1.0, 2.0]
+    weighted_sum_into(out, parts, [0.0, 0.0])
+    assert out.tolist() == [0.0, 0.0]
+
+
+def test_what_cannot_be_reduced_is_known() -> None:
+    assert can_reduce(torch.bfloat16, "max")
+    assert can_reduce(torch.complex64, "sum")
+    assert not can_reduce(torch.complex64, "max")
+    assert not can_reduce(torch.bool, "sum")
+
+
+def test_rounding_up() -> None:
+    assert [rounded_up(n, 64) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
