@@ -51,7 +51,7 @@ class Lane(Protocol):
         """Send ``body``.
 
         Args:
-            share: what the body counts. With 0 nothing of it gets into the result, not even a NaN.
+            share: what the gradients counted; with 0 nothing of the body gets into the result, not even a NaN.
             weight: this rank's part of what the sum over all ranks is divided by.
             absent: numbers of the flags that this rank does not set.
         """

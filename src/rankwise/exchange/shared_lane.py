@@ -124,9 +124,9 @@ class SharedLane:
         if self._ticket is not None and not self._consumed.reach(self._round):
             self._engine.wait(self._engine.start(self._wait_for_readers()), self._ticket)
 
-    def factor(self, share: float) -> float:  # noqa: ARG002 - whoever adds up multiplies
-        """Return 1."""
-        return 1.0
+    def factor(self, share: float) -> float:
+        """Divide by the number of ranks on the way in: with equal weights the sum is the mean already."""
+        return share / len(self._bodies)
 
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Publish the body, and go on as far as it goes without waiting."""
@@ -165,7 +165,8 @@ class SharedLane:
     def _add_up(self, round_: int) -> Generator[Awaited]:
         headers = [HEADER.unpack_from(header) for header in self._headers]
         total = sum(weight for _, weight, _ in headers)
-        factors = [share / total if total > 0 else 0.0 for share, _, _ in headers]
+        scale = len(headers) / total if total > 0 else 0.0
+        factors = [scale if share else 0.0 for share, _, _ in headers]
         self._flags = self._all_flags if not any(absent for _, _, absent in headers) else self._flags_of_host()
         self._total = total
         if not self._sums:

@@ -36,6 +36,10 @@ class TwoLevelLane(SharedLane):
         self._tail = mapping.tensor(layout.tail, [1 + layout.size.num_flags], torch.float64)
         self._turn = 0
 
+    def factor(self, share: float) -> float:
+        """Divide by the number of all ranks on the way in."""
+        return share / self._world_size
+
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Publish the body, and go on as far as it goes without waiting."""
         self._turn = self._across.take_turn()
@@ -45,8 +49,7 @@ class TwoLevelLane(SharedLane):
         headers = [HEADER.unpack_from(header) for header in self._headers]
         if self._own_slices:
             own = self._sums[self._rank]
-            # Divided by the number of ranks on the way: a sum of many half-precision numbers may overflow.
-            weighted_sum_into(own, self._own_slices, [share / self._world_size for share, _, _ in headers])
+            weighted_sum_into(own, self._own_slices, [1.0 if share else 0.0 for share, _, _ in headers])
             sent = [own]
             if self._rank == 0:
                 self._tail[0] = sum(weight for _, weight, _ in headers)

@@ -66,6 +66,7 @@ class Bucket:
         self._results = self._bodies if lane.result is lane.body else _views(lane.result, self.parameters)
         self._is_coarse = lane.body.nbytes >= COARSE_BYTES * max(len(self.parameters), 1)
         self.num_missing = len(self.parameters)
+        self._num_absent = 0
 
     @torch.no_grad()
     def send(self, share: float, weight: float) -> None:
@@ -82,22 +83,27 @@ class Bucket:
         absent = [index for index, gradient in enumerate(gradients) if gradient is None]
         if share != 0.0:
             for index in absent:
-                self._bodies[index].zero_()
+                (self._bodies if self._is_coarse else self._results)[index].zero_()
             self._take(gradients, self.lane.factor(share))
         self.lane.start(share, weight, absent)
+        self._num_absent = len(absent)
 
     def _take(self, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-        pairs = [(body, grad) for body, grad in zip(self._bodies, gradients, strict=True) if grad is not None]
-        if self._is_coarse and factor != 1.0:
+        if self._is_coarse:
             # One pass over memory, at the price of a call per gradient.
-            for body, gradient in pairs:
-                torch.mul(gradient, factor, out=body)
+            for body, gradient in zip(self._bodies, gradients, strict=True):
+                if gradient is not None:
+                    torch.mul(gradient, factor, out=body)
             return
-        moved = [(body, gradient) for body, gradient in pairs if gradient is not body]
-        if moved:
-            torch._foreach_copy_([body for body, _ in moved], [gradient for _, gradient in moved])
-        if factor != 1.0:
-            self.lane.body.mul_(factor)
+        # By way of the result: one large copy into memory that another core has read is much faster than many.
+        pairs = [
+            (place, gradient)
+            for place, gradient in zip(self._results, gradients, strict=True)
+            if gradient is not None and gradient is not place
+        ]
+        if pairs:
+            torch._foreach_copy_([place for place, _ in pairs], [gradient for _, gradient in pairs])
+        torch.mul(self.lane.result, factor, out=self.lane.body)
 
     def take_back(self) -> None:
         """Wait for the means, and make each parameter's gradient a view of them.
@@ -107,7 +113,7 @@ class Bucket:
         self.lane.finish()
         for index, (parameter, result) in enumerate(zip(self.parameters, self._results, strict=True)):
             # The flag is only read where this rank had nothing itself: reading one element is slow.
-            if parameter.grad is not None or self.lane.is_flag_set(index):
+            if not self._num_absent or parameter.grad is not None or self.lane.is_flag_set(index):
                 parameter.grad = result
         self.num_missing = len(self.parameters)
 

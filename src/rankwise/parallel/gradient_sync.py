@@ -57,6 +57,7 @@ class GradientSync:
         self._has_gradients = False
         self._arrived: list[int] | None = []
         self._hooked: set[int] = set()
+        self._unhooked = list(enumerate(self.parameters))
         self._buckets: list[Bucket] = []
         self._num_sent = 0
         self._bucket_of: list[Bucket] = []
@@ -66,12 +67,13 @@ class GradientSync:
 
     def hook_new_parameters(self) -> None:
         """Follow parameters that need gradients by now. A layer may be unfrozen after ``replicate``."""
-        new = [i for i, p in enumerate(self.parameters) if p.requires_grad and i not in self._hooked]
+        new = [number for number, parameter in self._unhooked if parameter.requires_grad]
         if not new:
             return
         for number in new:
             self.parameters[number].register_post_accumulate_grad_hook(self._arrival_hook(number))
         self._hooked.update(new)
+        self._unhooked = [(number, parameter) for number, parameter in self._unhooked if number not in self._hooked]
         if self._group is not None:
             self._build(self._group, sorted(self._hooked, reverse=True))
             self._arrived = []
@@ -148,22 +150,34 @@ class GradientSync:
         return float(chosen)
 
     def _arrival_hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        # Runs once per parameter and step: what can be looked up beforehand is.
         def arrived(_: torch.Tensor) -> None:
-            self._has_gradients = True
             if not self._in_backward:
                 self.begin(self.forward_weight)
+            self._has_gradients = True
             if self._group is None or self.is_accumulating:
                 return
+            bucket = self._bucket_of[number]
+            bucket.num_missing = missing = bucket.num_missing - 1
             if self._arrived is not None:
                 self._note_first_arrival(number)
-            bucket = self._bucket_of[number]
-            bucket.num_missing -= 1
-            if bucket.num_missing <= 0:
-                if bucket.num_missing < 0:
-                    raise self._arrived_twice(number)
-                self._send_ready()
+            if missing <= 0:
+                self._filled(number, missing)
 
         return arrived
+
+    def _filled(self, number: int, missing: int) -> None:
+        if missing < 0:
+            raise ConfigurationError(
+                f"Parameter {self.names[number]} received a gradient again after it was on its way.",
+                evidence="a part of the model runs backward several times within one backward()",
+                do="use torch.utils.checkpoint with use_reentrant=False",
+            )
+        while self._num_sent < len(self._buckets):
+            bucket = self._buckets[self._num_sent]
+            if bucket.num_missing > 0:
+                return
+            self._send(bucket)
 
     def _note_first_arrival(self, number: int) -> None:
         gradient = self.parameters[number].grad
@@ -174,20 +188,6 @@ class GradientSync:
             )
         if self._arrived is not None:
             self._arrived.append(number)
-
-    def _arrived_twice(self, number: int) -> ConfigurationError:
-        return ConfigurationError(
-            f"Parameter {self.names[number]} received a gradient again after it was on its way.",
-            evidence="a part of the model runs backward several times within one backward()",
-            do="use torch.utils.checkpoint with use_reentrant=False",
-        )
-
-    def _send_ready(self) -> None:
-        while self._num_sent < len(self._buckets):
-            bucket = self._buckets[self._num_sent]
-            if bucket.num_missing > 0:
-                return
-            self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
         first = bucket.parameters[0].grad
