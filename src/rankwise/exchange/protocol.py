@@ -112,6 +112,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def lane_bytes(self, device: torch.device) -> int:
+        """Return how much a lane carries best at a time."""
+        ...
+
     def lanes(self, sizes: Sequence[LaneSize]) -> list[Lane]:
         """Return a lane for each size, to be started in this order.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.exchange.engine import Operation, Until
-from rankwise.exchange.mapping import LINE_BYTES, rounded_up
+from rankwise.exchange.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
 from rankwise.exchange.marks import Marks
 from rankwise.exchange.reducing import weighted_sum_into
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rankwise.exchange.protocol import LaneSize
     from rankwise.watch import Ticket
 
+ARENA_BYTES = 2**23
 SMALL_BYTES = 2**16
 """Up to this size a rank adds everything up itself, rather than wait a second time."""
 HEADER = struct.Struct("=ddq")
@@ -32,58 +33,97 @@ HEADER = struct.Struct("=ddq")
 
 
 class Layout:
-    """Where the parts of a lane lie in its memory.
+    """Where the parts of a lane lie in the memory of its host.
 
     Args:
         size: of the lane.
         num_ranks: L.
-        start: the first byte.
         num_slices: how many ranks add up a slice each; by default all, unless each adds up everything itself.
     """
 
-    def __init__(self, size: LaneSize, num_ranks: int, start: int, num_slices: int | None = None) -> None:
+    def __init__(self, size: LaneSize, num_ranks: int, num_slices: int | None = None) -> None:
         self.size = size
         self.num_ranks = num_ranks
-        marks_bytes = Marks.num_bytes(num_ranks)
-        self.published = start
-        self.reduced = start + marks_bytes
-        self.consumed = start + 2 * marks_bytes
-        self._headers = start + 3 * marks_bytes
-        self._header_bytes = rounded_up(HEADER.size + size.num_flags, LINE_BYTES)
-        self._bodies = self._headers + num_ranks * self._header_bytes
-        self._body_bytes = rounded_up(size.num_elements * size.dtype.itemsize, LINE_BYTES)
+        self.body_bytes = rounded_up(size.num_elements * size.dtype.itemsize, LINE_BYTES)
         if num_slices is None:
-            alone = num_ranks == 2 or self._body_bytes <= SMALL_BYTES  # noqa: PLR2004 - a pair
+            alone = num_ranks == 2 or self.body_bytes <= SMALL_BYTES  # noqa: PLR2004 - a pair
             num_slices = 0 if alone else num_ranks
         self.num_slices = num_slices
         self._slice_elements = -(-size.num_elements // max(num_slices, 1))
-        self._slices = self._bodies + num_ranks * self._body_bytes
-        self._slice_bytes = rounded_up(self._slice_elements * size.dtype.itemsize, LINE_BYTES)
-        self.tail = self._slices + num_slices * self._slice_bytes
-        """Weight and flags [1 + num_flags] in float64, of all hosts."""
-        self.end = self.tail + rounded_up((1 + size.num_flags) * 8, LINE_BYTES)
+        slice_bytes = rounded_up(self._slice_elements * size.dtype.itemsize, LINE_BYTES) if num_slices else 0
+        self.bytes_per_rank = self.body_bytes + slice_bytes
+        """What a rank writes much of: its body, and the sum of its slice."""
+        self._header_bytes = rounded_up(HEADER.size + size.num_flags, LINE_BYTES)
+        self.control_bytes = num_ranks * (3 * LINE_BYTES + self._header_bytes) + rounded_up(
+            8 * (1 + size.num_flags), LINE_BYTES
+        )
+        self._control = 0
+        self._bodies: list[int] = []
+
+    def put(self, control: int, bodies: Sequence[int]) -> None:
+        """Say where the control part starts, and the body of each rank."""
+        self._control = control
+        self._bodies = list(bodies)
+
+    def marks(self, number: int) -> int:
+        """Return where one of the three kinds of marks starts."""
+        return self._control + number * Marks.num_bytes(self.num_ranks)
 
     def header(self, rank: int) -> int:
         """Return where the header of ``rank`` starts."""
-        return self._headers + rank * self._header_bytes
+        return self.marks(3) + rank * self._header_bytes
+
+    @property
+    def tail(self) -> int:
+        """Where weight and flags of all hosts start, [1 + num_flags] in float64."""
+        return self.header(self.num_ranks)
 
     def body(self, rank: int) -> int:
         """Return where the body of ``rank`` starts."""
-        return self._bodies + rank * self._body_bytes
+        return self._bodies[rank]
 
     def sum_of_slice(self, rank: int) -> int:
         """Return where the sum of the slice of ``rank`` starts."""
-        return self._slices + rank * self._slice_bytes
-
-    def own_parts(self, rank: int) -> list[tuple[int, int]]:
-        """Return start and length of what ``rank`` writes much of."""
-        parts = [(self.body(rank), self._body_bytes)]
-        return [*parts, (self.sum_of_slice(rank), self._slice_bytes)] if rank < self.num_slices else parts
+        return self._bodies[rank] + self.body_bytes
 
     def bounds(self, slice_: int) -> tuple[int, int]:
         """Return the first element of a slice, and the first behind it."""
         length, end = self._slice_elements, self.size.num_elements
         return min(slice_ * length, end), min((slice_ + 1) * length, end)
+
+    def overlaps(self, other: Layout) -> bool:
+        """Return whether the bodies share memory. A lane overlaps itself."""
+        if other is self:
+            return True
+        first, second = sorted((self, other), key=lambda layout: layout.body(0))
+        return second.body(0) < first.body(0) + first.bytes_per_rank
+
+
+def lay_out(layouts: Sequence[Layout], start: int) -> tuple[int, int]:
+    """Give lanes their places in one piece of memory.
+
+    The bodies of a rank go round in an arena that a cache holds, rather than lie side by side: lanes are used one
+    after the other.
+
+    Args:
+        layouts: in the order in which their lanes are started; all of as many ranks.
+        start: the first byte.
+
+    Returns:
+        Where the arenas start, and the size of one rank's.
+    """
+    largest = max(layout.bytes_per_rank for layout in layouts)
+    total = sum(layout.bytes_per_rank for layout in layouts)
+    arena_bytes = rounded_up(min(total, max(ARENA_BYTES, 2 * largest)), PAGE_BYTES)
+    arenas = rounded_up(start + sum(layout.control_bytes for layout in layouts), PAGE_BYTES)
+    control, offset = start, 0
+    for layout in layouts:
+        if offset + layout.bytes_per_rank > arena_bytes:
+            offset = 0
+        layout.put(control, [arenas + rank * arena_bytes + offset for rank in range(layout.num_ranks)])
+        control += layout.control_bytes
+        offset += layout.bytes_per_rank
+    return arenas, arena_bytes
 
 
 class SharedLane:
@@ -94,9 +134,9 @@ class SharedLane:
         self._rank = rank
         self._engine = engine
         self._what = what
-        self._published = Marks(mapping, layout.published, rank, num_ranks)
-        self._reduced = Marks(mapping, layout.reduced, rank, num_ranks)
-        self._consumed = Marks(mapping, layout.consumed, rank, num_ranks)
+        self._published, self._reduced, self._consumed = (
+            Marks(mapping, layout.marks(number), rank, num_ranks) for number in range(3)
+        )
         header_bytes = HEADER.size + size.num_flags
         self._headers = [mapping.bytes_at(layout.header(other), header_bytes) for other in range(num_ranks)]
         self._bodies = [
@@ -115,14 +155,26 @@ class SharedLane:
         self._flags = self._all_flags
         self._round = 0
         self._total = 0.0
+        self._sharers: list[SharedLane] = [self]
         self._operation: Operation | None = None
         self._ticket: Ticket | None = None
 
+    def follow(self, lanes: Sequence[SharedLane]) -> None:
+        """Name the lanes whose bodies share memory with this one's, itself among them."""
+        self._sharers = list(lanes)
+
     def claim(self) -> None:
-        """Wait until the others have read what was sent last."""
-        self.finish()  # what an error broke off is under way still
-        if self._ticket is not None and not self._consumed.reach(self._round):
-            self._engine.wait(self._engine.start(self._wait_for_readers()), self._ticket)
+        """Wait until every rank has read what was in the memory before."""
+        for lane in self._sharers:
+            lane.wait_for_readers()
+
+    def wait_for_readers(self) -> None:
+        """Wait until every rank has read what was sent last."""
+        if self._ticket is None:
+            return
+        self.finish()  # the others cannot go on without this rank
+        if not self._consumed.reach(self._round):
+            self._engine.wait(self._engine.start(self._consumption()), self._ticket)
 
     def factor(self, share: float) -> float:
         """Divide by the number of ranks on the way in: with equal weights the sum is the mean already."""
@@ -154,7 +206,7 @@ class SharedLane:
         """Return whether any rank has set a flag."""
         return bool(self._flags[flag])
 
-    def _wait_for_readers(self) -> Generator[Awaited]:
+    def _consumption(self) -> Generator[Awaited]:
         yield Until(self._consumed, self._round)
 
     def _steps(self, round_: int) -> Generator[Awaited]:

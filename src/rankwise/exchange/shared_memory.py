@@ -16,7 +16,7 @@ from rankwise.exchange.across import Across
 from rankwise.exchange.handshake import open_together
 from rankwise.exchange.mapping import PAGE_BYTES, rounded_up
 from rankwise.exchange.reducing import can_reduce
-from rankwise.exchange.shared_lane import Layout, SharedLane
+from rankwise.exchange.shared_lane import Layout, SharedLane, lay_out
 from rankwise.exchange.staging import Staging
 from rankwise.exchange.two_level_lane import TwoLevelLane
 from rankwise.log import warn
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SLOT_BYTES = 2**20
 TWIN_SLOT_BYTES = 2**16
+LANE_BYTES = 2**22
 FLAT_BYTES = 2**16
 """Up to this size ranks of several hosts all talk to each other: two levels would take longer."""
 
@@ -125,33 +126,37 @@ class SharedMemory:
         torch_group = self._torch_group if self._across is None else self._torch_group.twin()
         return open_shared_memory(self, self._place, torch_group, self._engine, TWIN_SLOT_BYTES)
 
+    def lane_bytes(self, device: torch.device) -> int:
+        """Return a size of which a core's cache holds a few."""
+        return LANE_BYTES if device.type == "cpu" else self._torch_group.lane_bytes(device)
+
     def lanes(self, sizes: Sequence[LaneSize]) -> list[Lane]:
         """Return a lane for each size; through torch's group for a GPU, or where memory is short."""
         if any(size.device.type != "cpu" for size in sizes):
             return self._torch_group.twin().lanes(sizes)
         place, across = self._place, self._across
-        layouts: list[Layout] = []
-        end = PAGE_BYTES
-        for size in sizes:
-            layouts.append(Layout(size, len(place.ranks), end, None if across is None else across.num_slices))
-            end = layouts[-1].end
-        own_parts = [part for layout in layouts for part in layout.own_parts(place.local_rank)]
-        mapping, reasons = open_together(self, rounded_up(end, PAGE_BYTES), own_parts, first=place.ranks[0])
+        num_slices = None if across is None else across.num_slices
+        layouts = [Layout(size, len(place.ranks), num_slices) for size in sizes]
+        arenas, arena_bytes = lay_out(layouts, PAGE_BYTES)
+        end = arenas + len(place.ranks) * arena_bytes
+        own_part = (arenas + place.local_rank * arena_bytes, arena_bytes)
+        mapping, reasons = open_together(self, rounded_up(end, PAGE_BYTES), [own_part], first=place.ranks[0])
         if mapping is None:
             warn(f"gradients go through Gloo: no shared memory of {end / 2**20:.0f} MiB\n{fold_values(reasons)}")
             return self._torch_group.twin().lanes(sizes)
         names = [f"gradients {number}/{len(layouts)}" for number in range(1, len(layouts) + 1)]
-        if across is None:
-            return [
-                SharedLane(layout, mapping, place.local_rank, self._engine, name)
-                for layout, name in zip(layouts, names, strict=True)
-            ]
-        return [
-            TwoLevelLane(
-                layout, mapping, place.local_rank, self._engine, name, across=across, world_size=self.world_size
-            )
-            for layout, name in zip(layouts, names, strict=True)
-        ]
+        lanes = [self._lane(layout, mapping, name) for layout, name in zip(layouts, names, strict=True)]
+        for layout, lane in zip(layouts, lanes, strict=True):
+            lane.follow([other for laid, other in zip(layouts, lanes, strict=True) if laid.overlaps(layout)])
+        return list(lanes)
+
+    def _lane(self, layout: Layout, mapping: Mapping, name: str) -> SharedLane:
+        local_rank = self._place.local_rank
+        if self._across is None:
+            return SharedLane(layout, mapping, local_rank, self._engine, name)
+        return TwoLevelLane(
+            layout, mapping, local_rank, self._engine, name, across=self._across, world_size=self.world_size
+        )
 
     def close(self) -> None:
         """Let go of the other ranks' processes."""

@@ -28,6 +28,8 @@ REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+CPU_LANE_BYTES = 8 * 2**20
+OTHER_LANE_BYTES = 25 * 2**20
 _WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 
@@ -117,6 +119,10 @@ class TorchGroup:
         """Start reducing ``tensor`` in place."""
         ticket = self.watch.ticket(what)
         return Pending(self.watch, ticket, dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True))
+
+    def lane_bytes(self, device: torch.device) -> int:
+        """Return a size of which Gloo moves several at once, and NCCL one after the other."""
+        return CPU_LANE_BYTES if device.type == "cpu" else OTHER_LANE_BYTES
 
     def lanes(self, sizes: Sequence[LaneSize]) -> list[Lane]:
         """Return a lane for each size."""

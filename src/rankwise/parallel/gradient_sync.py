@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
 
 FIRST_BUCKET_BYTES = MEBIBYTE_BYTES
-BUCKET_BYTES = {"cpu": 8 * MEBIBYTE_BYTES}
-"""Limit by device type. Gloo moves several buckets of this size at once; measured in benchmarks/train_step.py."""
-OTHER_BUCKET_BYTES = 25 * MEBIBYTE_BYTES
 
 _numbers = itertools.count()
 _round: list[GradientSync] = []
@@ -79,7 +76,7 @@ class GradientSync:
             self._arrived = []
 
     def _build(self, group: Exchange, order: Sequence[int]) -> None:
-        limit_bytes = BUCKET_BYTES.get(self.parameters[order[0]].device.type, OTHER_BUCKET_BYTES)
+        limit_bytes = group.lane_bytes(self.parameters[order[0]].device)
         members = plan(self.parameters, order, FIRST_BUCKET_BYTES, limit_bytes)
         lanes = group.lanes([lane_size(numbers, self.parameters) for numbers in members])
         self._buckets = [Bucket(numbers, self.parameters, lane) for numbers, lane in zip(members, lanes, strict=True)]
