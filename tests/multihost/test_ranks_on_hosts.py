@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TRAINING = Path(__file__).with_name("training.py")
 TOLERANCE = 1e-10
 LIMIT_SECONDS = 5.0
-EVERY_JOIN = pytest.mark.parametrize("join", [{}])
+EVERY_JOIN = pytest.mark.parametrize("join", [{"exchange": "shared_memory"}, {"exchange": "gloo"}])
 """The keyword arguments of ``rankwise.join`` that are to come to the same."""
 SAY_WHAT_CAME = """
 import json, torch, rankwise as rw

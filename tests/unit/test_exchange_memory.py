@@ -19,7 +19,8 @@ from rankwise.exchange.mapping import PAGE_BYTES, Mapping, rounded_up
 from rankwise.exchange.marks import Marks
 from rankwise.exchange.protocol import LaneSize
 from rankwise.exchange.reducing import can_reduce, reduce_into, weighted_sum_into
-from rankwise.exchange.shared_lane import Layout
+from rankwise.exchange.results import Results
+from rankwise.exchange.shared_lane import Layout, lay_out
 
 CPU = torch.device("cpu")
 
@@ -103,37 +104,76 @@ def test_marks_tell_who_is_behind() -> None:
 
 
 @given(
-    num_elements=st.integers(0, 3000),
-    num_flags=st.integers(0, 200),
+    sizes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 200)), min_size=1, max_size=8),
     num_ranks=st.integers(1, 9),
     slices=st.one_of(st.none(), st.integers(1, 9)),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
-    start=st.integers(0, 50),
 )
 @settings(max_examples=200, deadline=None)
-def test_no_two_parts_of_a_lane_overlap(
-    *, num_elements: int, num_flags: int, num_ranks: int, slices: int | None, dtype: torch.dtype, start: int
+def test_parts_of_lanes_overlap_only_where_it_is_known(
+    *, sizes: list[tuple[int, int]], num_ranks: int, slices: int | None, dtype: torch.dtype
 ) -> None:
-    size = LaneSize(num_elements, num_flags, dtype, CPU)
     num_slices = None if slices is None else min(slices, num_ranks)
-    layout = Layout(size, num_ranks, 64 * start, num_slices)
-    body_bytes = num_elements * dtype.itemsize
-    bounds = [layout.bounds(slice_) for slice_ in range(layout.num_slices)]
-    parts = [(layout.published, 64 * num_ranks), (layout.reduced, 64 * num_ranks), (layout.consumed, 64 * num_ranks)]
-    parts += [(layout.header(rank), 24 + num_flags) for rank in range(num_ranks)]
-    parts += [(layout.body(rank), body_bytes) for rank in range(num_ranks)]
-    parts += [(layout.sum_of_slice(slice_), (high - low) * dtype.itemsize) for slice_, (low, high) in enumerate(bounds)]
-    parts += [(layout.tail, 8 * (1 + num_flags))]
-    end = 64 * start
-    for place, length in parts:
-        assert place >= end, "parts come one after the other"
-        assert place % 64 == 0, "aligned"
-        end = place + length
-    assert layout.end >= end
-    if bounds:
-        assert bounds[0][0] == 0
-        assert bounds[-1][1] == num_elements
-        assert all(left[1] == right[0] for left, right in pairwise(bounds))
+    layouts = [Layout(LaneSize(numel, flags, dtype, CPU), num_ranks, num_slices) for numel, flags in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rankwise.exchange.shared_lane.ARENA_BYTES", 4096)
+        arenas, arena_bytes = lay_out(layouts, PAGE_BYTES)
+    end = PAGE_BYTES
+    for layout, (numel, flags) in zip(layouts, sizes, strict=True):
+        control = [(layout.marks(number), 64 * num_ranks) for number in range(3)]
+        control += [(layout.header(rank), 24 + flags) for rank in range(num_ranks)]
+        control += [(layout.tail, 8 * (1 + flags))]
+        end = _one_after_the_other(control, end)
+        for rank in range(num_ranks):
+            own = [(layout.body(rank), numel * dtype.itemsize)]
+            if rank < layout.num_slices:
+                low, high = layout.bounds(rank)
+                own += [(layout.sum_of_slice(rank), (high - low) * dtype.itemsize)]
+            assert _one_after_the_other(own, arenas + rank * arena_bytes) <= arenas + (rank + 1) * arena_bytes
+        for other in layouts:
+            used = [range(one.body(0), one.body(0) + one.bytes_per_rank) for one in (layout, other)]
+            shared = range(max(used[0].start, used[1].start), min(used[0].stop, used[1].stop))
+            assert layout.overlaps(other) == (bool(shared) or other is layout)
+        bounds = [layout.bounds(slice_) for slice_ in range(layout.num_slices)]
+        if bounds:
+            assert (bounds[0][0], bounds[-1][1]) == (0, numel)
+            assert all(left[1] == right[0] for left, right in pairwise(bounds))
+    assert end <= arenas
+
+
+def _one_after_the_other(parts: list[tuple[int, int]], start: int) -> int:
+    """Return the end of the last of ``parts``, each of which starts on a line of its own behind the one before."""
+    for place, num_bytes in parts:
+        assert place >= start
+        assert place % 64 == 0
+        start = place + num_bytes
+    return start
+
+
+def test_memory_of_a_large_result_is_used_again_when_its_tensor_is_gone() -> None:
+    results = Results()
+    like = torch.empty(0, dtype=torch.float32)
+    first = results.empty((2**20,), like)
+    place = first.data_ptr()
+    first.fill_(1.0)
+    part = first[5:7]
+    del first
+    second = results.empty((2**10, 2**10), like)
+    assert second.data_ptr() != place, "a view still looks at it"
+    second.fill_(2.0)
+    assert part.tolist() == [1.0, 1.0]
+    del part
+    third = results.empty((2**20,), like)
+    assert third.data_ptr() == place
+    assert second.unique().tolist() == [2.0]
+
+
+def test_no_more_memory_lies_idle_than_said() -> None:
+    results = Results()
+    like = torch.empty(0, dtype=torch.uint8)
+    for num_bytes in (2**20, 2**21, 2**22, 2**28):
+        results.empty((num_bytes,), like)
+    assert [len(kept) for kept in results._kept] == [2**21, 2**22]
 
 
 def test_sums_are_taken_in_rank_order() -> None:

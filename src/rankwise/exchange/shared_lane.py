@@ -95,8 +95,8 @@ class Layout:
         """Return whether the bodies share memory. A lane overlaps itself."""
         if other is self:
             return True
-        first, second = sorted((self, other), key=lambda layout: layout.body(0))
-        return second.body(0) < first.body(0) + first.bytes_per_rank
+        end = min(layout.body(0) + layout.bytes_per_rank for layout in (self, other))
+        return max(self.body(0), other.body(0)) < end
 
 
 def lay_out(layouts: Sequence[Layout], start: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from rankwise.exchange.across import Across
 from rankwise.exchange.handshake import open_together
 from rankwise.exchange.mapping import PAGE_BYTES, rounded_up
 from rankwise.exchange.reducing import can_reduce
+from rankwise.exchange.results import Results
 from rankwise.exchange.shared_lane import Layout, SharedLane, lay_out
 from rankwise.exchange.staging import Staging
 from rankwise.exchange.two_level_lane import TwoLevelLane
@@ -78,6 +79,7 @@ class SharedMemory:
         self._staging = staging
         self._across = across
         self._agreed = ""
+        self._results = Results()
 
     def agree(self, what: str) -> None:
         """Have the collectives that follow checked against ``what``: on one host, when they meet."""
@@ -99,7 +101,7 @@ class SharedMemory:
             return self._torch_group.all_reduce(tensor, op, what=what)
         if self._across is not None and tensor.nbytes <= FLAT_BYTES:
             return self._torch_group.all_reduce(tensor, op, what=what)
-        out = torch.empty_like(tensor)
+        out = self._results.empty(tuple(tensor.shape), tensor)
         steps = self._staging.all_reduce(tensor.view(-1), out.view(-1), op, self._agreed + what, self._across)
         self._run(steps, what)
         return out
@@ -108,7 +110,7 @@ class SharedMemory:
         """Return [world_size, *tensor.shape], in rank order."""
         if tensor.device.type != "cpu" or self._across is not None:
             return self._torch_group.all_gather(tensor, what=what)
-        out = tensor.new_empty((self.world_size, *tensor.shape))
+        out = self._results.empty((self.world_size, *tensor.shape), tensor)
         rows = _as_bytes(out).view(self.world_size, -1)
         self._run(self._staging.all_gather(_as_bytes(tensor), rows, self._agreed + what), what)
         return out
@@ -117,7 +119,7 @@ class SharedMemory:
         """Return the tensor of rank ``source``."""
         if tensor.device.type != "cpu" or self._across is not None:
             return self._torch_group.broadcast(tensor, source, what=what)
-        out = torch.empty_like(tensor)
+        out = self._results.empty(tuple(tensor.shape), tensor)
         self._run(self._staging.broadcast(_as_bytes(tensor), _as_bytes(out), source, self._agreed + what), what)
         return out
 

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank runs: sends large tensors and gradients of every float dtype, and prints a digest of what came."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import nn
+
+import rankwise as rw
+from rankwise.session import current
+
+NUM_ELEMENTS = 700_001
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+def _of_rank(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def _reductions(world: rw.World) -> list[torch.Tensor]:
+    found = []
+    for dtype, tolerance in CLOSE.items():
+        parts = torch.stack([_of_rank(rank, dtype) for rank in range(world.world_size)])
+        expected = {"sum": parts.double().sum(0), "min": parts.double().amin(0), "max": parts.double().amax(0)}
+        for op, value in expected.items():
+            got = rw.all_reduce(parts[world.rank], op)
+            torch.testing.assert_close(got.double(), value, rtol=tolerance, atol=tolerance)
+            found.append(got)
+    return found
+
+
+def _gradients(world: rw.World) -> list[torch.Tensor]:
+    found = []
+    for dtype in CLOSE:
+        torch.manual_seed(0)
+        used, odd = nn.Linear(700, 700).to(dtype), nn.Linear(700, 700).to(dtype)
+        model = rw.replicate(nn.ModuleList([used, odd]))
+        for step in range(3):
+            model.zero_grad()
+            x = torch.randn(1 + world.rank, 700).to(dtype)
+            y = odd(used(x)) if world.rank == 1 and step else used(x)
+            with rw.weight(model, len(x)):
+                y.square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+def main() -> None:
+    """Send everything, and say what came."""
+    with rw.join() as world:
+        digest = hashlib.sha256()
+        found = [*_reductions(world), *_gradients(world)]
+        for tensor in found:
+            digest.update(tensor.view(torch.uint8).numpy().tobytes())
+        how = type(current().exchange).__name__
+        print(json.dumps({"digest": digest.hexdigest(), "number": len(found), "how": how}))  # noqa: T201 - the result
+
+
+if __name__ == "__main__":
+    main()
