@@ -13,6 +13,9 @@ from measure import Row, machine, table
 BENCHMARKS = (
     "start_time.py",
     "train_step.py",
+    "exchange_step.py",
+    "all_reduce.py",
+    "two_hosts.py",
     "first_index.py",
     "shared_dataset.py",
     "save_blocking.py",
