@@ -12,6 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from rankwise.errors import RankwiseError
 from rankwise.watch import PeerEnded
 
 if TYPE_CHECKING:
@@ -111,11 +112,21 @@ class Engine:
             for operation in tuple(self._active):
                 try:
                     operation.advance()
-                except BaseException:
+                except BaseException as error:
+                    operation.is_done = True
                     self._active.remove(operation)
+                    if not isinstance(error, Exception):
+                        self._forbid_more()
                     raise
                 if operation.is_done:
                     self._active.remove(operation)
+
+    def _forbid_more(self) -> None:
+        # Half a step is done, and the others count on the whole of it.
+        self.watch.error = RankwiseError(
+            "This rank was interrupted in the middle of an exchange, and cannot take part in another.",
+            do="end the process; the other ranks are told",
+        )
 
     def wait(self, operation: Operation, ticket: Ticket) -> None:
         """Return when ``operation`` is done. Raises as :meth:`rankwise.watch.Watch.wait` does."""

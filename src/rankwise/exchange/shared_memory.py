@@ -25,7 +25,7 @@ from rankwise.log import warn
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from rankwise.exchange.engine import Awaited, Engine
+    from rankwise.exchange.engine import Awaited, Engine, Operation
     from rankwise.exchange.handshake import Gathers
     from rankwise.exchange.mapping import Mapping
     from rankwise.exchange.protocol import Lane, LaneSize
@@ -80,6 +80,7 @@ class SharedMemory:
         self._across = across
         self._agreed = ""
         self._results = Results()
+        self._latest: Operation | None = None
 
     def agree(self, what: str) -> None:
         """Have the collectives that follow checked against ``what``: on one host, when they meet."""
@@ -166,7 +167,11 @@ class SharedMemory:
 
     def _run(self, steps: Generator[Awaited], what: str) -> None:
         ticket = self.watch.ticket(what)
-        self._engine.wait(self._engine.start(steps), ticket)
+        if self._latest is not None:
+            # An interrupt may have left it under way. The slots are free when it is done.
+            self._engine.wait(self._latest, ticket)
+        self._latest = self._engine.start(steps)
+        self._engine.wait(self._latest, ticket)
 
 
 def open_shared_memory(
