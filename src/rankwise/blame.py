@@ -73,24 +73,24 @@ def verdict(world: World, event: Event) -> RankwiseError:
     )
 
 
-def broken(world: World, what: str, answers: Answers, departed: dict[int, Event], reason: str) -> Event:
+def broken(world: World, what: str, *, gone: list[int], table: str, departed: dict[int, Event], reason: str) -> Event:
     """Return the event that tells all ranks of a connection that broke without anybody saying why.
 
     Args:
         world: this rank's.
         what: the collective.
-        answers: of the ranks that are still there.
+        gone: the ranks that are not there any more.
+        table: what the others are doing.
         departed: the last event of each rank that is known to have ended.
-        reason: torch's words.
+        reason: torch's words, or the kernel's.
     """
-    gone = sorted(set(range(world.world_size)) - set(answers))
     return {
         "kind": "broken",
         "rank": world.rank,
         "what": what,
         "gone": gone,
         "have_left": bool(gone) and all(departed.get(rank, {}).get("kind") == "left" for rank in gone),
-        "table": situations(answers, world.world_size),
+        "table": table,
         "reason": reason.splitlines()[0],
     }
 
@@ -113,7 +113,7 @@ def connection_broke(world: World, event: Event) -> RankwiseError:
         f"{event['what']} broke: {who}.",
         ranks=gone,
         where=str(world),
-        evidence=f"{event['table']}\n{event['reason']}",
+        evidence=f"{event['table']}\n{event['reason']}".strip(),
         do="look at that rank's own output; a rank killed for memory leaves a line in dmesg",
     )
 

@@ -8,7 +8,6 @@ identity. Results never alias what was given.
 from __future__ import annotations
 
 import pickle
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,12 +15,12 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from rankwise.errors import CollectiveMismatch, ConfigurationError, fold_values
-from rankwise.exchange.protocol import CallsDiffer
+from rankwise.errors import ConfigurationError
+from rankwise.exchange.reducing import can_reduce
 from rankwise.session import current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from rankwise.exchange.protocol import Exchange
 
@@ -54,22 +53,19 @@ def all_reduce(value: T, op: str = "sum") -> T:
     if op not in OPS:
         raise ConfigurationError(f"all_reduce knows no op {op!r}.", do="use one of " + ", ".join(OPS))
     world_size = current().world.world_size
+    for leaf in pytree.tree_leaves(value):
+        _check_reducible(_tensor_of(leaf, "all_reduce").dtype, op)
 
     def reduce_leaf(tensor: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
-        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigurationError(
-                f"all_reduce cannot take the mean of {tensor.dtype}: it would be cut to an integer.",
-                do="pass a float, or use op='sum' and divide",
-            )
-        plain = tensor.detach()
+        plain = _plain(tensor)
         if exchange is None:
             return plain.clone(memory_format=torch.contiguous_format)
         what = f'all_reduce("{op}", {_kind(tensor)})'
-        result = exchange.all_reduce(plain.contiguous(), "sum" if op == "mean" else op, what=what)
+        result = exchange.all_reduce(plain, "sum" if op == "mean" else op, what=what)
         return result.div_(world_size) if op == "mean" else result
 
-    with _one_call(f'all_reduce("{op}", {_kinds(value, "all_reduce")})', sends=_has_leaves(value)) as exchange:
-        return _map(value, "all_reduce", partial(reduce_leaf, exchange=exchange))
+    exchange = _agreed(f'all_reduce("{op}", {_kinds(value, "all_reduce")})', sends=_has_leaves(value))
+    return _map(value, "all_reduce", partial(reduce_leaf, exchange=exchange))
 
 
 def broadcast(value: T, source: int = 0) -> T:
@@ -93,13 +89,13 @@ def broadcast(value: T, source: int = 0) -> T:
     _check_rank("broadcast", source)
 
     def broadcast_leaf(tensor: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
-        plain = tensor.detach()
+        plain = _plain(tensor)
         if exchange is None:
             return plain.clone(memory_format=torch.contiguous_format)
-        return exchange.broadcast(plain.contiguous(), source, what=f"broadcast({_kind(tensor)}, source={source})")
+        return exchange.broadcast(plain, source, what=f"broadcast({_kind(tensor)}, source={source})")
 
-    with _one_call(f"broadcast({_kinds(value, 'broadcast')}, source={source})", sends=_has_leaves(value)) as exchange:
-        return _map(value, "broadcast", partial(broadcast_leaf, exchange=exchange))
+    exchange = _agreed(f"broadcast({_kinds(value, 'broadcast')}, source={source})", sends=_has_leaves(value))
+    return _map(value, "broadcast", partial(broadcast_leaf, exchange=exchange))
 
 
 def all_gather(value: T) -> list[T]:
@@ -121,14 +117,14 @@ def all_gather(value: T) -> list[T]:
     world_size = current().world.world_size
 
     def gather_leaf(tensor: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
-        plain = tensor.detach().contiguous()
+        plain = _plain(tensor)
         if exchange is None:
             return plain.clone().unsqueeze(0)
         return exchange.all_gather(plain, what=f"all_gather({_kind(tensor)})")
 
-    with _one_call(f"all_gather({_kinds(value, 'all_gather')})", sends=_has_leaves(value)) as exchange:
-        leaves, spec = pytree.tree_flatten(value)
-        gathered = [_gather_leaf(leaf, partial(gather_leaf, exchange=exchange)) for leaf in leaves]
+    exchange = _agreed(f"all_gather({_kinds(value, 'all_gather')})", sends=_has_leaves(value))
+    leaves, spec = pytree.tree_flatten(value)
+    gathered = [_gather_leaf(leaf, partial(gather_leaf, exchange=exchange)) for leaf in leaves]
     return [pytree.tree_unflatten([parts[rank] for parts in gathered], spec) for rank in range(world_size)]
 
 
@@ -140,8 +136,7 @@ def barrier() -> None:
     Raises:
         PeerFailed, PeerMissing: as :func:`all_reduce`; the missing ranks are named.
     """
-    with _one_call("barrier()", sends=False):
-        pass
+    _agreed("barrier()", sends=False)
 
 
 def all_gather_object(value: T) -> list[T]:
@@ -154,10 +149,10 @@ def all_gather_object(value: T) -> list[T]:
     Raises:
         PeerFailed, PeerMissing: as :func:`all_reduce`.
     """
-    with _one_call("all_gather_object()") as exchange:
-        if exchange is None:
-            return [pickle.loads(pickle.dumps(value))]  # noqa: S301 - our own bytes
-        return _gather_objects(exchange, value)
+    exchange = _agreed("all_gather_object()")
+    if exchange is None:
+        return [pickle.loads(pickle.dumps(value))]  # noqa: S301 - our own bytes
+    return _gather_objects(exchange, value)
 
 
 def _gather_objects(exchange: Exchange, value: T) -> list[T]:
@@ -185,36 +180,42 @@ def broadcast_object(value: T, source: int = 0) -> T:
     _check_rank("broadcast_object", source)
     is_source = current().world.rank == source
     payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if is_source else b""
-    with _one_call(f"broadcast_object(source={source})") as exchange:
-        if exchange is None:
-            return pickle.loads(payload)  # type: ignore[no-any-return] # noqa: S301 - our own bytes
-        size = int(exchange.broadcast(torch.tensor([len(payload)]), source, what="broadcast_object(size)"))
-        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if is_source else torch.empty(size).byte()
-        received = exchange.broadcast(data, source, what="broadcast_object(value)")
-        return pickle.loads(received.numpy().tobytes())  # type: ignore[no-any-return] # noqa: S301 - from a rank of this job
-
-
-@contextmanager
-def _one_call(what: str, *, sends: bool = True) -> Generator[Exchange | None]:
-    """Hold the collectives inside to belong to one call, the same on every rank; give what carries them."""
-    exchange = current().exchange
+    exchange = _agreed(f"broadcast_object(source={source})")
     if exchange is None:
-        yield None
-        return
-    try:
+        return pickle.loads(payload)  # type: ignore[no-any-return] # noqa: S301 - our own bytes
+    size = int(exchange.broadcast(torch.tensor([len(payload)]), source, what="broadcast_object(size)"))
+    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if is_source else torch.empty(size).byte()
+    received = exchange.broadcast(data, source, what="broadcast_object(value)")
+    return pickle.loads(received.numpy().tobytes())  # type: ignore[no-any-return] # noqa: S301 - from a rank of this job
+
+
+def _agreed(what: str, *, sends: bool = True) -> Exchange | None:
+    """Hold what follows to be one call, the same on every rank; return what carries it."""
+    exchange = current().exchange
+    if exchange is not None:
         if sends:
             exchange.agree(what)
         else:
             exchange.meet(what)
-        yield exchange
-    except CallsDiffer:
-        exchange.agree("")
-        raise CollectiveMismatch(
-            "Ranks called different collectives, or one with different shapes or dtypes.",
-            where=f"reported on {current().world}",
-            evidence=fold_values(dict(enumerate(_gather_objects(exchange, what)))),
-            do="call the same on every rank; all_gather_object() takes values that differ in type and size",
-        ) from None
+    return exchange
+
+
+def _check_reducible(dtype: torch.dtype, op: str) -> None:
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigurationError(
+            f"all_reduce cannot take the mean of {dtype}: it would be cut to an integer.",
+            do="pass a float, or use op='sum' and divide",
+        )
+    if not can_reduce(dtype, "sum" if op == "mean" else op):
+        raise ConfigurationError(
+            f'all_reduce("{op}") does not know {dtype}.',
+            do="convert it first, integers to torch.int32 or int64, floats to torch.float32; all_gather takes any",
+        )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what lies in memory as it is to be sent."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _has_leaves(value: object) -> bool:

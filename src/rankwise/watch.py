@@ -275,7 +275,12 @@ class Watch:
             self._raise_if_pointless(ticket)
         if self.error is not None:
             return self.error
-        event: blame.Event = {"kind": "ended", "rank": ended.rank, "what": ticket.what, "process": ended.process}
+        if ended.rank in self._departed:
+            event = blame.broken(
+                self._world, ticket.what, gone=[ended.rank], table="", departed=self._departed, reason=str(ended)
+            )
+            return blame.connection_broke(self._world, event)
+        event = {"kind": "ended", "rank": ended.rank, "what": ticket.what, "process": ended.process}
         with contextlib.suppress(StoreLost):
             post(self._store, event, self._next_event)
         return blame.peer_ended(self._world, event)
@@ -289,7 +294,11 @@ class Watch:
         with contextlib.suppress(StoreLost):
             if self.error is None:
                 answers = self._roll_call()
-                event = blame.broken(self._world, ticket.what, answers, self._departed, str(error))
+                gone = sorted(set(range(self._world.world_size)) - set(answers))
+                table = blame.situations(answers, self._world.world_size)
+                event = blame.broken(
+                    self._world, ticket.what, gone=gone, table=table, departed=self._departed, reason=str(error)
+                )
                 # Others may wait for this rank only, and would name it instead.
                 post(self._store, event, self._next_event)
                 self.error = blame.connection_broke(self._world, event)

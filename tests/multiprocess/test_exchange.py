@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import resource
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from torch import nn
 
 import rankwise as rw
-from rankwise.errors import ConfigurationError
+from rankwise.errors import CollectiveMismatch, ConfigurationError
 from rankwise.exchange.shared_memory import SLOT_BYTES, SharedMemory
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import logger
@@ -21,14 +24,14 @@ from rankwise.session import current
 from rankwise.testing import run_ranks as run_ranks_auto
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
     from on_ranks import RunRanks
 
     from rankwise.world import World
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-OTHERS = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64)
+OTHERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64)
 
 
 def _of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -155,6 +158,113 @@ def test_models_may_come_in_another_order_on_every_rank(world_size: int, run_ran
     assert len(reference) == 4
     for other in others:
         assert all(torch.equal(got, expected) for got, expected in zip(other, reference, strict=True))
+
+
+class Branching(nn.Module):
+    """Synchronised BatchNorm in front of layers that fill an arena, and a layer that each rank has to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 1024), nn.BatchNorm1d(1024)
+        self.body = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])
+        self.own = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.own[rank](self.body(self.norm(self.first(x))))
+
+
+def _wait_elsewhere(world: World) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = rw.replicate(Branching(), sync_batchnorm=True)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.randn(4, 8), world.rank).mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _large_models_in_either_order(world: World) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    first, second = (rw.replicate(nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(5)])) for _ in range(2))
+    for _ in range(2):
+        for model in (first, second):
+            model.zero_grad()
+        x = torch.randn(4, 1024)
+        (first(second(x)) if world.rank else second(first(x))).mean().backward()
+    return [p.grad for model in (first, second) for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("train", [_wait_elsewhere, _large_models_in_either_order])
+def test_a_full_arena_does_not_hold_up_a_backward_that_others_wait_for(train: Any, run_ranks: RunRanks) -> None:
+    first, second = (result.get() for result in run_ranks(train, 2, join_timeout_seconds=15.0))
+    assert len(first) == len(second) > 9
+    assert all(torch.equal(left, right) for left, right in zip(first, second, strict=True))
+
+
+def _descriptors() -> Iterator[str]:
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            yield str(link.readlink())
+
+
+def _models_come_and_go(_: World) -> list[tuple[int, int]]:
+    held = []
+    for _number in range(4):
+        model = rw.replicate(nn.Linear(600, 600))
+        model(torch.randn(2, 600)).mean().backward()
+        del model
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:rankwise")
+        held.append((maps, sum("memfd:rankwise" in target for target in _descriptors())))
+    return held
+
+
+def test_memory_and_descriptors_of_models_that_are_gone_are_free() -> None:
+    for result in run_ranks_auto(_models_come_and_go, 2, exchange="shared_memory"):
+        held = result.get()
+        assert held[1:] == [held[0]] * 3
+
+
+def _ours_against_theirs(world: World) -> str:
+    model = rw.replicate(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(CollectiveMismatch) as caught:
+        model(torch.randn(3, 4)) if world.rank == 0 else rw.barrier()
+    assert rw.all_reduce(1) == world.world_size, "the ranks can go on"
+    return str(caught.value)
+
+
+def test_what_rankwise_sends_itself_is_told_from_what_the_user_sends() -> None:
+    for result in run_ranks_auto(_ours_against_theirs, 2, exchange="shared_memory"):
+        assert "rank 0: buffers of rank 0" in result.get()
+        assert "rank 1: barrier()" in result.get()
+
+
+def _refused_on_one_rank(world: World) -> int:
+    model = rw.replicate(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    if world.rank == 0:
+        for value, op in ((torch.tensor(3), "mean"), (torch.ones(2, dtype=torch.int16), "sum")):
+            with pytest.raises(ConfigurationError):
+                rw.all_reduce(value, op)
+    model(torch.randn(3, 4)).mean().backward()
+    return rw.all_reduce(1)
+
+
+def test_a_call_that_is_refused_sends_nothing(run_ranks: RunRanks) -> None:
+    assert [result.get() for result in run_ranks(_refused_on_one_rank, 2)] == [2, 2]
+
+
+def _odd_views(world: World) -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j]) * (world.rank + 1)
+    last = torch.tensor([1 + 2j, 3 - 1j]) * world.world_size
+    assert torch.equal(rw.broadcast(x.conj(), world.world_size - 1), last.conj().resolve_conj())
+    assert torch.equal(rw.all_gather(x.conj())[-1], last.conj().resolve_conj())
+    assert torch.equal(rw.broadcast(x[:1].conj().imag, world.world_size - 1), last[:1].conj().imag.clone())
+    small = torch.ones(3).to(torch.float8_e4m3fn)
+    assert rw.all_gather(small)[0].dtype == torch.float8_e4m3fn
+
+
+def test_lazy_views_and_rare_dtypes_travel(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_odd_views, 2):
+        result.get()
 
 
 def _how(_: World) -> str:

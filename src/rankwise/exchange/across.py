@@ -99,7 +99,9 @@ class Across:
     def all_reduce_(self, turn: int, tensors: Sequence[torch.Tensor], op: str = "sum") -> Generator[Awaited]:
         """Reduce tensors over the hosts, in place."""
         yield _Turn(self, turn)
-        works = [dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True) for tensor in tensors]
-        self.num_sent += 1
+        try:
+            works = [dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True) for tensor in tensors]
+        finally:
+            self.num_sent += 1
         for work in works:
             yield _Sent(work)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.exchange import futex
+from rankwise.exchange.agreeing import gather_texts
 from rankwise.exchange.engine import Engine
-from rankwise.exchange.handshake import gather_texts
 from rankwise.exchange.peers import Peers
 from rankwise.exchange.shared_memory import Place, open_shared_memory
 
@@ -50,7 +50,8 @@ def open_exchange(wanted: str, group: TorchGroup, world: World) -> tuple[Exchang
     Raises:
         ConfigurationError: ranks want different ones, or shared memory is wanted and cannot be had.
     """
-    texts = gather_texts(group, json.dumps([wanted, world.device.partition(":")[0], _home(world), os.getpid()]))
+    own = json.dumps([wanted, world.device.partition(":")[0], _home(world), os.getpid()])
+    texts = gather_texts(group, own, what="choosing an exchange")
     facts = [json.loads(text) for text in texts]
     if len({fact[0] for fact in facts}) > 1:
         raise ConfigurationError(
@@ -71,8 +72,10 @@ def open_exchange(wanted: str, group: TorchGroup, world: World) -> tuple[Exchang
     engine = Engine(group.watch, Peers(place.ranks, [facts[rank][3] for rank in place.ranks]))
     try:
         exchange = open_shared_memory(group, place, group, engine)
-    except ConfigurationError as error:
+    except BaseException as error:
         engine.peers.close()
+        if not isinstance(error, ConfigurationError):
+            raise
         return _without(group, world, wanted, error.evidence or "")
     return exchange, f"shared memory between {_counts(place)}"
 

@@ -3,36 +3,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import torch
-
+from rankwise.exchange.agreeing import gather_texts
 from rankwise.exchange.mapping import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TEXT_BYTES = 256
+    from rankwise.exchange.agreeing import Gathers
 
-
-class Gathers(Protocol):
-    """What carries small tensors between the ranks."""
-
-    rank: int
-
-    def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
-        """Return the tensors of all ranks in rank order."""
-        ...
-
-
-def gather_texts(exchange: Gathers, text: str) -> list[str]:
-    """Return the text of every rank, cut to ``TEXT_BYTES``.
-
-    Called by: every rank.
-    """
-    row = bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
-    rows = exchange.all_gather(torch.frombuffer(row, dtype=torch.uint8), what="opening shared memory")
-    return [bytes(other.tolist()).rstrip(b"\0").decode(errors="replace") for other in rows]
+WHAT = "opening shared memory"
 
 
 def open_together(
@@ -58,7 +39,7 @@ def open_together(
             ticket = mapping.ticket
         except OSError as error:
             reason = str(error)
-    ticket = gather_texts(exchange, ticket)[first]
+    ticket = gather_texts(exchange, ticket, what=WHAT)[first]
     if ticket:
         try:
             if mapping is None:
@@ -67,7 +48,7 @@ def open_together(
                 mapping.reserve(start, length)
         except OSError as error:
             reason = str(error)
-    texts = gather_texts(exchange, reason)
+    texts = gather_texts(exchange, reason, what=WHAT)
     if mapping is not None:
         mapping.settle()
     reasons = {rank: text for rank, text in enumerate(texts) if text}

@@ -82,7 +82,7 @@ class Mapping:
             os.posix_fallocate(self._descriptor, start, num_bytes)
 
     def settle(self) -> None:
-        """Close the descriptor; the memory stays for those that have opened it."""
+        """Close the descriptor: no other process can open it from now on. mmap keeps one of its own."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from rankwise.watch import Watch
 
 
-class CallsDiffer(Exception):
-    """Ranks called different collectives; nothing was sent."""
-
-
 @dataclass(frozen=True)
 class LaneSize:
     """What travels on a lane."""
@@ -39,8 +35,12 @@ class Lane(Protocol):
     result: torch.Tensor
     """[num_elements], the mean. It stays from ``finish`` to the next ``claim``."""
 
+    def can_claim(self) -> bool:
+        """Return whether ``claim`` would return at once."""
+        ...
+
     def claim(self) -> None:
-        """Wait until ``body`` may be written."""
+        """Wait until ``body`` may be written. Other ranks must be on their way to the end of the same step."""
         ...
 
     def factor(self, share: float) -> float:
@@ -82,10 +82,11 @@ class Exchange(Protocol):
     watch: Watch
 
     def agree(self, what: str) -> None:
-        """Hold the collectives that follow to belong to the call that ``what`` says, on every rank.
+        """Hold the next collective to belong to the call that ``what`` says, on every rank.
 
         Raises:
-            CallsDiffer: they do not; from here, or from the next collective. Nothing was sent.
+            CollectiveMismatch: it does not; from here, or from that collective. Nothing was sent, and the ranks can
+                go on.
         """
         ...
 

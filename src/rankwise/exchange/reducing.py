@@ -15,16 +15,7 @@ if TYPE_CHECKING:
 
 _IN_FLOAT32 = (torch.bfloat16, torch.float16)
 _PIECE_ELEMENTS = 2**18
-_REAL = (
-    torch.float64,
-    torch.float32,
-    *_IN_FLOAT32,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-)
+_REAL = (torch.float64, torch.float32, *_IN_FLOAT32, torch.int64, torch.int32, torch.int8, torch.uint8)
 _COMPLEX = (torch.complex64, torch.complex128)
 _STEPS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -35,8 +26,8 @@ _STEPS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def can_reduce(dtype: torch.dtype, op: str) -> bool:
-    """Return whether :func:`reduce_into` knows this."""
-    return dtype in _REAL or (dtype in _COMPLEX and op in {"sum", "product"})
+    """Return whether every exchange can: what Gloo cannot, no one should find out on several hosts only."""
+    return dtype in _REAL or dtype == torch.bool or (dtype in _COMPLEX and op == "sum")
 
 
 def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:

@@ -163,16 +163,27 @@ class SharedLane:
         """Name the lanes whose bodies share memory with this one's, itself among them."""
         self._sharers = list(lanes)
 
+    def can_claim(self) -> bool:
+        """Return whether every rank has read what was in the memory before."""
+        if all(lane.is_read() for lane in self._sharers):
+            return True
+        self._engine.advance()
+        return all(lane.is_read() for lane in self._sharers)
+
     def claim(self) -> None:
         """Wait until every rank has read what was in the memory before."""
         for lane in self._sharers:
             lane.wait_for_readers()
 
+    def is_read(self) -> bool:
+        """Return whether every rank has read what was sent last."""
+        return self._operation is None or (self._operation.is_done and self._consumed.reach(self._round))
+
     def wait_for_readers(self) -> None:
         """Wait until every rank has read what was sent last."""
         if self._ticket is None:
             return
-        self.finish()  # the others cannot go on without this rank
+        self.finish()  # this rank is one of the readers
         if not self._consumed.reach(self._round):
             self._engine.wait(self._engine.start(self._consumption()), self._ticket)
 

@@ -9,24 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.exchange.across import Across
+from rankwise.exchange.agreeing import calls_differ, packed, unpacked
+from rankwise.exchange.bytes_of import bytes_of
 from rankwise.exchange.handshake import open_together
 from rankwise.exchange.mapping import PAGE_BYTES, rounded_up
 from rankwise.exchange.reducing import can_reduce
 from rankwise.exchange.results import Results
 from rankwise.exchange.shared_lane import Layout, SharedLane, lay_out
-from rankwise.exchange.staging import Staging
+from rankwise.exchange.staging import CallsDiffer, Staging
 from rankwise.exchange.two_level_lane import TwoLevelLane
 from rankwise.log import warn
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
+    import torch
+
+    from rankwise.exchange.agreeing import Gathers
     from rankwise.exchange.engine import Awaited, Engine, Operation
-    from rankwise.exchange.handshake import Gathers
     from rankwise.exchange.mapping import Mapping
     from rankwise.exchange.protocol import Lane, LaneSize
     from rankwise.exchange.torch_group import TorchGroup
@@ -83,17 +85,19 @@ class SharedMemory:
         self._latest: Operation | None = None
 
     def agree(self, what: str) -> None:
-        """Have the collectives that follow checked against ``what``: on one host, when they meet."""
+        """Have the next collective checked against ``what``: on one host, when it meets the others."""
         if self._across is not None:
             self._torch_group.agree(what)
-        self._agreed = what
+        else:
+            self._agreed = what
 
     def meet(self, what: str) -> None:
         """Return when every rank has come to ``what``."""
         if self._across is not None:
             self._torch_group.meet(what)
         else:
-            self._run(self._staging.meet(self._agreed + what), what)
+            words = self._words(what)
+            self._run(self._staging.meet(words), words)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
         """Return the reduction over all ranks, within each host in rank order."""
@@ -103,8 +107,8 @@ class SharedMemory:
         if self._across is not None and tensor.nbytes <= FLAT_BYTES:
             return self._torch_group.all_reduce(tensor, op, what=what)
         out = self._results.empty(tuple(tensor.shape), tensor)
-        steps = self._staging.all_reduce(tensor.view(-1), out.view(-1), op, self._agreed + what, self._across)
-        self._run(steps, what)
+        words = self._words(what)
+        self._run(self._staging.all_reduce(tensor.view(-1), out.view(-1), op, words, self._across), words)
         return out
 
     def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
@@ -112,8 +116,9 @@ class SharedMemory:
         if tensor.device.type != "cpu" or self._across is not None:
             return self._torch_group.all_gather(tensor, what=what)
         out = self._results.empty((self.world_size, *tensor.shape), tensor)
-        rows = _as_bytes(out).view(self.world_size, -1)
-        self._run(self._staging.all_gather(_as_bytes(tensor), rows, self._agreed + what), what)
+        rows = bytes_of(out).view(self.world_size, -1)
+        words = self._words(what)
+        self._run(self._staging.all_gather(bytes_of(tensor), rows, words), words)
         return out
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
@@ -121,7 +126,8 @@ class SharedMemory:
         if tensor.device.type != "cpu" or self._across is not None:
             return self._torch_group.broadcast(tensor, source, what=what)
         out = self._results.empty(tuple(tensor.shape), tensor)
-        self._run(self._staging.broadcast(_as_bytes(tensor), _as_bytes(out), source, self._agreed + what), what)
+        words = self._words(what)
+        self._run(self._staging.broadcast(bytes_of(tensor), bytes_of(out), source, words), words)
         return out
 
     def twin(self) -> SharedMemory:
@@ -165,13 +171,26 @@ class SharedMemory:
         """Let go of the other ranks' processes."""
         self._engine.peers.close()
 
-    def _run(self, steps: Generator[Awaited], what: str) -> None:
-        ticket = self.watch.ticket(what)
+    def _words(self, what: str) -> str:
+        """Return what the collective that starts is to be on every rank."""
+        agreed, self._agreed = self._agreed, ""
+        return agreed or what
+
+    def _run(self, steps: Generator[Awaited], words: str) -> None:
+        ticket = self.watch.ticket(words)
         if self._latest is not None:
             # An interrupt may have left it under way. The slots are free when it is done.
             self._engine.wait(self._latest, ticket)
-        self._latest = self._engine.start(steps)
-        self._engine.wait(self._latest, ticket)
+        try:
+            self._latest = self._engine.start(steps)
+            self._engine.wait(self._latest, ticket)
+        except CallsDiffer:
+            self._latest = None
+            ranks = self._place.ranks
+            own, told = packed(words), "what each rank called"
+            rows = own.new_empty((len(ranks), own.numel()))
+            self._run(self._staging.all_gather(own, rows, told), told)
+            raise calls_differ(self.rank, self.world_size, ranks, unpacked(rows)) from None
 
 
 def open_shared_memory(
@@ -201,7 +220,3 @@ def _open(gathers: Gathers, place: Place, num_bytes: int, own_parts: Sequence[tu
             do='give the machine or container more memory, or rankwise.join(exchange="gloo")',
         )
     return mapping
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

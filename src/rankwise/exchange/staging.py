@@ -15,7 +15,6 @@ import torch
 from rankwise.exchange.engine import Until
 from rankwise.exchange.mapping import LINE_BYTES, WORD_BYTES
 from rankwise.exchange.marks import Marks
-from rankwise.exchange.protocol import CallsDiffer
 from rankwise.exchange.reducing import reduce_into
 
 if TYPE_CHECKING:
@@ -31,6 +30,10 @@ if TYPE_CHECKING:
 NUM_SLOTS = 2
 ALONE_BYTES = 2**15
 """Up to this size a rank reduces everything itself, rather than wait a second time."""
+
+
+class CallsDiffer(Exception):
+    """Ranks of this host have come to different calls; nothing was sent."""
 
 
 class Staging:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rankwise.exchange.protocol import CallsDiffer
+from rankwise.exchange.agreeing import calls_differ, gather_texts
+from rankwise.exchange.bytes_of import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +86,8 @@ class TorchGroup:
         """Find out whether every rank calls the same: Gloo takes tensors for one another, or ends the process."""
         digests = self.all_gather(torch.tensor([zlib.crc32(what.encode())]), what=what)
         if bool((digests != digests[0]).any()):
-            raise CallsDiffer(what)
+            texts = gather_texts(self, what, what="what each rank called")
+            raise calls_differ(self.rank, self.world_size, range(self.world_size), texts)
 
     def meet(self, what: str) -> None:
         """Return when every rank has come to ``what``."""
@@ -102,8 +104,8 @@ class TorchGroup:
         ticket = self.watch.ticket(what)
         out = tensor.new_empty((self.world_size, *tensor.shape))
         if tensor.numel():
-            parts = list(out.unbind(0))
-            work = dist.all_gather(parts, tensor, group=self._group, async_op=True)
+            parts = list(bytes_of(out).view(self.world_size, -1).unbind(0))
+            work = dist.all_gather(parts, bytes_of(tensor), group=self._group, async_op=True)
             Pending(self.watch, ticket, work).wait()
         return out
 
@@ -111,7 +113,7 @@ class TorchGroup:
         """Return the tensor of rank ``source``."""
         ticket = self.watch.ticket(what)
         result = tensor.clone(memory_format=torch.contiguous_format)
-        work = dist.broadcast(result, source, group=self._group, async_op=True)
+        work = dist.broadcast(bytes_of(result), source, group=self._group, async_op=True)
         Pending(self.watch, ticket, work).wait()
         return result
 
@@ -148,6 +150,10 @@ class TorchLane:
         self._beside = None if size.dtype in _WEIGHT_DTYPES else self._flat.new_zeros(1, dtype=torch.float64)
         self._weight = self._flat[-1:] if self._beside is None else self._beside
         self._pending: list[Pending] = []
+
+    def can_claim(self) -> bool:
+        """Return whether nothing is under way."""
+        return not self._pending
 
     def claim(self) -> None:
         """Wait for what an error broke off."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -147,21 +148,29 @@ class GradientSync:
         return float(chosen)
 
     def _arrival_hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        # Runs once per parameter and step: what can be looked up beforehand is.
+        # The parameter holds the hook: a hook that held the sync would keep the model's memory for ever.
+        followed = weakref.ref(self)
+
         def arrived(_: torch.Tensor) -> None:
-            if not self._in_backward:
-                self.begin(self.forward_weight)
-            self._has_gradients = True
-            if self._group is None or self.is_accumulating:
-                return
-            bucket = self._bucket_of[number]
-            bucket.num_missing = missing = bucket.num_missing - 1
-            if self._arrived is not None:
-                self._note_first_arrival(number)
-            if missing <= 0:
-                self._filled(number, missing)
+            sync = followed()
+            if sync is not None:
+                sync._take_note(number)  # noqa: SLF001 - its own
 
         return arrived
+
+    def _take_note(self, number: int) -> None:
+        """Note that the gradient of a parameter is there. Called once per parameter and step."""
+        if not self._in_backward:
+            self.begin(self.forward_weight)
+        self._has_gradients = True
+        if self._group is None or self.is_accumulating:
+            return
+        bucket = self._bucket_of[number]
+        bucket.num_missing = missing = bucket.num_missing - 1
+        if self._arrived is not None:
+            self._note_first_arrival(number)
+        if missing <= 0:
+            self._filled(number, missing)
 
     def _filled(self, number: int, missing: int) -> None:
         if missing < 0:
@@ -172,7 +181,8 @@ class GradientSync:
             )
         while self._num_sent < len(self._buckets):
             bucket = self._buckets[self._num_sent]
-            if bucket.num_missing > 0:
+            # To wait here could be for ever: another rank may wait for this one elsewhere in its backward.
+            if bucket.num_missing > 0 or not bucket.lane.can_claim():
                 return
             self._send(bucket)
 
