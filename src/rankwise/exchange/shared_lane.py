@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rankwise.exchange.protocol import LaneSize
     from rankwise.watch import Ticket
 
-ARENA_BYTES = 2**23
+ARENA_BYTES = 2**26
 SMALL_BYTES = 2**16
 """Up to this size a rank adds everything up itself, rather than wait a second time."""
 HEADER = struct.Struct("=ddq")
