@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rankwise.watch import Ticket
 
 ARENA_BYTES = 2**26
+"""Enough that lanes of most models need not wait for one another."""
 SMALL_BYTES = 2**16
 """Up to this size a rank adds everything up itself, rather than wait a second time."""
 HEADER = struct.Struct("=ddq")
@@ -102,8 +103,8 @@ class Layout:
 def lay_out(layouts: Sequence[Layout], start: int) -> tuple[int, int]:
     """Give lanes their places in one piece of memory.
 
-    The bodies of a rank go round in an arena that a cache holds, rather than lie side by side: lanes are used one
-    after the other.
+    The bodies of a rank go round in an arena, rather than lie side by side: lanes are used one after the other, and a
+    model of any size needs no more.
 
     Args:
         layouts: in the order in which their lanes are started; all of as many ranks.
