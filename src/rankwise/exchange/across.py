@@ -17,10 +17,23 @@ if TYPE_CHECKING:
 
     from rankwise.exchange.engine import Awaited
 
-TURN_SECONDS = 100e-6
+MOMENT_SECONDS = 100e-6
+"""A wait of torch's own, with a limit, ends in an exception that costs more."""
 
 
-class _Sent:
+class _Elsewhere:
+    """Waits for what no rank of this host posts: there is no word of memory to sleep on."""
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for a moment; everything else that is under way is moved on after it."""
+        time.sleep(min(seconds, MOMENT_SECONDS))
+
+    def rank(self) -> int | None:
+        """Return none."""
+        return None
+
+
+class _Sent(_Elsewhere):
     """Waits for a collective of torch's."""
 
     def __init__(self, work: dist.Work | None) -> None:
@@ -36,16 +49,8 @@ class _Sent:
         self._work.wait()  # raises what broke it
         return True
 
-    def sleep(self, seconds: float) -> None:
-        """Sleep for a moment: torch offers no wait that costs less than the moment."""
-        time.sleep(min(seconds, TURN_SECONDS))
 
-    def rank(self) -> int | None:
-        """Return none: whom it waits for is on another host."""
-        return None
-
-
-class _Turn:
+class _Turn(_Elsewhere):
     """Waits until everything before it has been sent."""
 
     def __init__(self, across: Across, number: int) -> None:
@@ -55,14 +60,6 @@ class _Turn:
     def is_met(self) -> bool:
         """Return whether it has."""
         return self._across.num_sent >= self._number
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep for a moment; what comes before is moved on meanwhile."""
-        time.sleep(min(seconds, TURN_SECONDS))
-
-    def rank(self) -> int | None:
-        """Return none: it waits for this rank itself."""
-        return None
 
 
 class Across:
