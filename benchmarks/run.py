@@ -12,8 +12,10 @@ from measure import Row, machine, table
 
 BENCHMARKS = (
     "start_time.py",
+    "launch_function.py",
     "train_step.py",
     "exchange_step.py",
+    "record.py",
     "all_reduce.py",
     "two_hosts.py",
     "first_index.py",

@@ -8,6 +8,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from rankwise.version import VERSION
+
 if TYPE_CHECKING:
     from rankwise.agreement import rank_zero_first
     from rankwise.checkpoint.checkpointer import Checkpointer
@@ -24,13 +26,14 @@ if TYPE_CHECKING:
     from rankwise.data.loader import DataLoader
     from rankwise.data.sampler import ShardedSampler
     from rankwise.data.shared import share
+    from rankwise.launch.function import launch, launcher
     from rankwise.log import log
     from rankwise.parallel.replicate import no_sync, replicate, weight
     from rankwise.process_group import join, leave
     from rankwise.progress import print, progress  # noqa: A004 - prints on rank zero
     from rankwise.world import World
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _ROOM_OF = {
     "Checkpointer": "checkpoint.checkpointer",
@@ -44,6 +47,8 @@ _ROOM_OF = {
     "broadcast": "collectives",
     "broadcast_object": "collectives",
     "join": "process_group",
+    "launch": "launch.function",
+    "launcher": "launch.function",
     "leave": "process_group",
     "load": "checkpoint.load",
     "log": "log",
@@ -69,6 +74,8 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "join",
+    "launch",
+    "launcher",
     "leave",
     "load",
     "log",
@@ -102,6 +109,10 @@ class _Package(ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _ROOM_OF and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a pickled function name this package, as it may name any other module."""
+        return importlib.import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -12,7 +12,7 @@ import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rankwise.collectives import all_gather_object
+from rankwise.collectives import gather_json
 from rankwise.errors import PeerFailed, RankwiseError, fold_values, rank_prefix
 from rankwise.session import current
 
@@ -53,7 +53,7 @@ def _share_failure(own: Exception | None) -> dict[int, dict[str, str]]:
     if own is not None:
         detail = str(own) if isinstance(own, RankwiseError) else "".join(traceback.format_exception(own))
         report = {"type": type(own).__name__, "text": detail}
-    reports = all_gather_object(report)
+    reports = gather_json(report)
     return {rank: report for rank, report in enumerate(reports) if report is not None}
 
 
@@ -101,7 +101,7 @@ def same_on_all_ranks(label: str, value: object, *, do: str, error: type[Rankwis
         do: what mends a difference.
         error: the class to raise.
     """
-    values = all_gather_object(json.dumps(value, sort_keys=True))
+    values = gather_json(json.dumps(value, sort_keys=True))
     if len(set(values)) > 1:
         raise error(
             f"{label} differs between ranks.",
@@ -112,7 +112,7 @@ def same_on_all_ranks(label: str, value: object, *, do: str, error: type[Rankwis
 
 
 def on_rank_zero(label: str, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever work returns
-    """Run ``work`` on rank zero and return its result on every rank; its error is everyone's.
+    """Run ``work`` on rank zero and return its result, JSON-able, on every rank; its error is everyone's.
 
     Called by: every rank, in the same order.
     """
@@ -120,4 +120,4 @@ def on_rank_zero(label: str, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - 
     with all_ranks_succeed(label):
         if current().world.rank == 0:
             result[0] = work()
-    return all_gather_object(result[0])[0]
+    return gather_json(result[0])[0]

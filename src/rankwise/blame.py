@@ -14,16 +14,24 @@ from rankwise.errors import (
     PeerMissing,
     RankwiseError,
     fold_ranks,
-    fold_values,
     rank_prefix,
 )
+from rankwise.mismatch import Call, calls_differ
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
     from rankwise.world import World
 
 Event = dict[str, Any]
 Answers = dict[int, dict[str, Any]]
-"""What each rank that answered a roll call is doing."""
+"""What each rank that answered a roll call is doing; ``silent`` where it is only seen from outside."""
+
+LONGEST_TABLE = 40
+MOST_STACKS = 8
+MOST_HOSTS = 3
+LONGEST_LINE = 160
+LONGEST_WORDS = 2000
 
 
 def peer_failed(world: World, event: Event) -> PeerFailed:
@@ -55,13 +63,13 @@ def peer_left(world: World, what: str, number: int, event: Event) -> PeerMissing
 
 def verdict(world: World, event: Event) -> RankwiseError:
     """Return the error for a wait that took too long, from what one rank found out for all."""
-    if event["mismatch"]:
-        return CollectiveMismatch(
-            "Ranks called different collectives.",
-            where=f"reported on {world}",
-            evidence=event["table"],
-            do="call the same collectives in the same order on every rank",
-        )
+    if event.get("calls"):
+        calls = {
+            rank: Call(words, place, hosts.get(str(rank), ""))
+            for words, place, ranks, hosts in event["calls"]
+            for rank in ranks
+        }
+        return calls_differ(calls, world.world_size)
     missing = event["missing"]
     who = fold_ranks(missing) if missing else "no rank; the network carries nothing"
     return PeerMissing(
@@ -71,6 +79,41 @@ def verdict(world: World, event: Event) -> RankwiseError:
         evidence=event["table"] or None,
         do="let the missing rank reach it too; where the wait is meant, join(timeout_seconds=...) is the limit",
     )
+
+
+def findings(answers: Answers, sequence: int, world_size: int) -> Event:
+    """Return what answers say about a wait: who is missing, whether all wait for different things, and the table.
+
+    Args:
+        answers: of a roll call that asked about the collective's channel and ``sequence``.
+        sequence: of the collective, within its channel.
+        world_size: number of ranks.
+    """
+    missing = missing_ranks(answers, sequence, world_size)
+    waiting = [answer for answer in answers.values() if answer.get("waiting")]
+    found: Event = {
+        "missing": missing,
+        "table": f"{table(answers, world_size)}\n{stacks(answers, missing)}".strip(),
+    }
+    if len(waiting) == world_size and len({answer["channel"] for answer in waiting}) > 1:
+        found["calls"] = calls_of({rank: [answer["what"], answer["at"]] for rank, answer in answers.items()}, answers)
+    return found
+
+
+def calls_of(entries: Mapping[int, Sequence[str]], answers: Answers) -> list[list[Any]]:
+    """Return what ranks called as an event carries it: words, place, the ranks, and the hosts of the first few.
+
+    Args:
+        entries: words and place of each rank.
+        answers: tell the hosts.
+    """
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank, entry in sorted(entries.items()):
+        ranks_of.setdefault(tuple(text[:LONGEST_WORDS] for text in entry), []).append(rank)
+    return [
+        [words, place, ranks, {str(rank): answers[rank].get("host", "") for rank in ranks[: MOST_HOSTS + 1]}]
+        for (words, place), ranks in list(ranks_of.items())[:LONGEST_TABLE]
+    ]
 
 
 def broken(world: World, what: str, *, gone: list[int], table: str, departed: dict[int, Event], reason: str) -> Event:
@@ -139,25 +182,88 @@ def store_lost(world: World) -> PeerMissing:
     )
 
 
-def missing_ranks(answers: Answers, number: int, world_size: int) -> list[int]:
-    """Return the ranks that have not come to the collective of this number."""
+def missing_ranks(answers: Answers, sequence: int, world_size: int) -> list[int]:
+    """Return the ranks that have not come to the collective of this number in its channel."""
     return [
-        rank
-        for rank in range(world_size)
-        if rank not in answers
-        or (answers[rank]["number"] is None and answers[rank]["last"] < number)
-        or (answers[rank]["number"] or number) < number
+        rank for rank in range(world_size) if rank not in answers or answers[rank].get("count", sequence - 1) < sequence
     ]
 
 
-def situations(answers: Answers, world_size: int) -> str:
-    """Return what every rank was doing, equal ranks folded."""
-    return fold_values({rank: _situation(answers.get(rank)) for rank in range(world_size)})
+def first_difference(answers: Answers) -> int | None:
+    """Return the number, within the channel that was asked about, of the first collective that ranks know otherwise."""
+    words: dict[str, set[int]] = {}
+    for answer in answers.values():
+        for sequence, digest in answer.get("digests", {}).items():
+            words.setdefault(str(sequence), set()).add(digest)
+    return min((int(sequence) for sequence, digests in words.items() if len(digests) > 1), default=None)
 
 
-def _situation(answer: dict[str, Any] | None) -> str:
+def table(answers: Answers, world_size: int) -> str:
+    """Return what every rank was doing: one line per rank, those that do the same on one line."""
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank in range(world_size):
+        ranks_of.setdefault(_doing(answers.get(rank)), []).append(rank)
+    rows = [("rank", "host", "step", "collective", "at", "for")]
+    for (step, doing, at, why), ranks in list(ranks_of.items())[:LONGEST_TABLE]:
+        known = [answers[rank] for rank in ranks if rank in answers]
+        rows.append((fold_ranks(ranks), _hosts(known), step, doing, at, why or _seconds(known)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(ranks_of) > LONGEST_TABLE:
+        lines.append(f"and {len(ranks_of) - LONGEST_TABLE} more lines")
+    return "\n".join(lines)
+
+
+def stacks(answers: Answers, ranks: Iterable[int], *, is_wanted_of_all: bool = False, most: int = MOST_STACKS) -> str:
+    """Return the Python stacks of ``ranks`` as far as they are known, innermost line last; equal ones once.
+
+    Args:
+        answers: of a roll call.
+        ranks: whose stacks.
+        is_wanted_of_all: also of ranks that wait in a collective.
+        most: how many different ones.
+    """
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank in ranks:
+        answer = answers.get(rank, {})
+        stack = answer.get("stack")
+        # What a rank waits for in a collective is in the table.
+        if stack and (is_wanted_of_all or not answer.get("waiting")):
+            ranks_of.setdefault(tuple(stack), []).append(rank)
+    lines: list[str] = []
+    for stack, holders in list(ranks_of.items())[:most]:
+        lines.append(f"stack of {fold_ranks(holders)}, innermost line last:")
+        lines += [f"  {frame[:LONGEST_LINE]}" for frame in stack]
+    if len(ranks_of) > most:
+        lines.append(f"and {len(ranks_of) - most} more stacks")
+    return "\n".join(lines)
+
+
+def _doing(answer: dict[str, Any] | None) -> tuple[str, str, str, str]:
+    """Return step, collective and place of a rank, and what is known where it does not answer."""
     if answer is None:
-        return "no answer (stopped, dead or cut off)"
-    if answer["number"] is not None:
-        return f"waiting in {answer['what']} (collective {answer['number']})"
-    return f"running {answer['at']} after collective {answer['last']}"
+        return "-", "no answer", "-", "stopped, dead or cut off"
+    if "silent" in answer:
+        return "-", "no answer", "-", answer["silent"]
+    what = str(answer["what"])[:LONGEST_LINE]
+    if answer["what"] is None:
+        doing = "none yet"
+    elif answer["waiting"]:
+        doing = f"waiting in {what}"
+    else:
+        doing = f"{'after' if answer['is_over'] else 'while sending'} {what}"
+    return str(answer["step"]), doing, answer["at"], ""
+
+
+def _hosts(answers: Sequence[dict[str, Any]]) -> str:
+    hosts = sorted({answer["host"] for answer in answers if answer.get("host")})
+    return ", ".join(hosts) if len(hosts) <= MOST_HOSTS else f"{len(hosts)} hosts"
+
+
+def _seconds(answers: Sequence[dict[str, Any]]) -> str:
+    """Return how long ranks have been at it; since their last collective ended, where they are in none."""
+    found = sorted(answer["seconds"] for answer in answers if "seconds" in answer)
+    if not found:
+        return "-"
+    low, high = (f"{seconds:.1f}" if found[-1] < 10 else f"{seconds:.0f}" for seconds in (found[0], found[-1]))  # noqa: PLR2004 - digits
+    return f"{high} s" if low == high else f"{low}-{high} s"

@@ -7,6 +7,8 @@ identity. Results never alias what was given.
 
 from __future__ import annotations
 
+import json
+import operator
 import pickle
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -149,29 +151,50 @@ def all_gather_object(value: T) -> list[T]:
     Raises:
         PeerFailed, PeerMissing: as :func:`all_reduce`.
     """
-    exchange = _agreed("all_gather_object()")
-    if exchange is None:
-        return [pickle.loads(pickle.dumps(value))]  # noqa: S301 - our own bytes
-    return _gather_objects(exchange, value)
-
-
-def _gather_objects(exchange: Exchange, value: T) -> list[T]:
     payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    exchange = _agreed("all_gather_object()")
+    return [
+        pickle.loads(one)  # noqa: S301 - from a rank of this job
+        for one in _gather_bytes(exchange, payload, "all_gather_object")
+    ]
+
+
+def gather_json(value: object) -> list[Any]:
+    """Collect what JSON can say from every rank, in rank order: what rankwise itself tells between ranks.
+
+    Called by: every rank, in the same order.
+
+    Unlike :func:`all_gather_object` it runs nothing that another rank has sent.
+
+    Args:
+        value: None, booleans, numbers, texts, lists and text-keyed dicts of them; tuples become lists.
+
+    Raises:
+        PeerFailed, PeerMissing: as :func:`all_reduce`.
+    """
+    # A seed or a length may be an integer of NumPy's.
+    payload = json.dumps(value, default=operator.index).encode()
+    return [json.loads(one) for one in _gather_bytes(_agreed("gather_json()"), payload, "gather_json")]
+
+
+def _gather_bytes(exchange: Exchange | None, payload: bytes, name: str) -> list[bytes]:
+    """Return the bytes of every rank, which may differ in length."""
+    if exchange is None:
+        return [payload]
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    sizes = exchange.all_gather(torch.tensor([data.numel()]), what="all_gather_object(sizes)").flatten()
+    sizes = exchange.all_gather(torch.tensor([data.numel()]), what=f"{name}(sizes)").flatten()
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
     padded[: data.numel()] = data
-    rows = exchange.all_gather(padded, what="all_gather_object(values)")
-    return [
-        pickle.loads(row[:size].numpy().tobytes())  # noqa: S301 - from a rank of this job
-        for row, size in zip(rows, sizes.tolist(), strict=True)
-    ]
+    rows = exchange.all_gather(padded, what=f"{name}(values)")
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
 def broadcast_object(value: T, source: int = 0) -> T:
     """Give every rank the picklable object of rank ``source``.
 
     Called by: every rank, in the same order. ``value`` counts on ``source`` only.
+
+    The ranks of a job trust each other: objects are pickled.
 
     Raises:
         ConfigurationError: there is no rank ``source``.

@@ -90,12 +90,28 @@ class EnvironmentConflict(ConfigurationError):
     """Two launchers' variables say different things about this process."""
 
 
+class SecretRefused(ConfigurationError):
+    """Two processes of a job do not hold the same secret."""
+
+
+class NotRankwise(ConfigurationError):
+    """Something else listens where a process of the job should."""
+
+
 class NotJoined(RankwiseError, RuntimeError):
     """Something that needs a world was called before ``rankwise.join()``."""
 
 
 class LaunchError(RankwiseError, RuntimeError):
     """The ranks could not be started."""
+
+
+class RankFailed(RankwiseError, RuntimeError):
+    """A rank of ``rankwise.launch`` left neither a value nor an exception to raise; ``rank`` says which."""
+
+    def __init__(self, what: str, *, rank: int, **fields: str | None) -> None:
+        super().__init__(what, **fields)
+        self.rank = rank
 
 
 class CollectiveMismatch(RankwiseError, RuntimeError):

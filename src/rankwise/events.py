@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's event log, kept in its store: failures, departures, roll calls and verdicts, in one order.
+"""The job's event log, kept in its store: failures, departures, stops, roll calls and verdicts, in one order.
 
 Writes and names events; who reads them is ``watch``. Imported by watch and by the launcher, which writes for
 ranks that no longer can.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rankwise.store import Store
@@ -22,7 +22,15 @@ def key_of(number: int) -> str:
     return _KEY.format(number)
 
 
-def post(store: Store, event: dict[str, Any], first: int = 1) -> int:
+class Log(Protocol):
+    """What an event can be appended to: a store, or the keys themselves in the process that serves them."""
+
+    def set_if_absent(self, key: str, value: str) -> bool:
+        """Set ``key`` unless it is there already; return whether it was set."""
+        ...
+
+
+def post(store: Log, event: dict[str, Any], first: int = 1) -> int:
     """Append an event to the job's log and return its number.
 
     Args:
@@ -60,3 +68,14 @@ def post_departure(store: Store, *, rank: int, exit_code: int | None = None, las
         last: number of the last collective it took part in; ``None`` where that is not known.
     """
     post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last})
+
+
+def post_stop(store: Store, *, reason: str, rank: int | None = None) -> None:
+    """Ask every rank to stop at the next step all can agree on. Called by a rank, or by the launcher.
+
+    Args:
+        store: any connection to the job's store.
+        reason: what ranks say about it: ``"SIGUSR2"``.
+        rank: who asks, where it is a rank.
+    """
+    post(store, {"kind": "stop", "rank": rank, "reason": reason})

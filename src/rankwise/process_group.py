@@ -22,12 +22,16 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from rankwise import environments, store
-from rankwise.errors import ConfigurationError, PeerMissing, RankwiseError, fold_ranks, rank_prefix
+from rankwise import environments, network, rendezvous, store
+from rankwise.environments.process import gloo_interfaces, in_kubernetes, set_interface, unset
+from rankwise.errors import ConfigurationError, rank_prefix
 from rankwise.exchange.choose import check_exchange, open_exchange
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, speak_as
 from rankwise.session import Session, current_or_none, set_current
+from rankwise.stop_signals import listen
+from rankwise.stopping import STOPPED_EXIT_CODE
+from rankwise.store.published import connect_published, forget_published, serve_published
 from rankwise.watch import Watch
 from rankwise.world import World
 
@@ -35,14 +39,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from rankwise.environments import Reading
+    from rankwise.rendezvous import Place
     from rankwise.store import Store
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 BACKENDS = ("gloo", "nccl")
-ABSENT = "-"
-"""Stands for the host name of a rank that never joined."""
-LINGER_SECONDS = 2.0
-"""How long the rank that serves the store stays for the others to read the last word."""
+_NOT_FAILED = {None, 0, STOPPED_EXIT_CODE}
 
 
 class JoinedWorld(World):
@@ -54,7 +56,8 @@ class JoinedWorld(World):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        # Not a failure: STOPPED_EXIT_CODE, with which every rank ends that has stopped early and saved.
+        if error is None or (isinstance(error, SystemExit) and error.code in _NOT_FAILED):
             leave()
         else:
             fail(error)
@@ -114,22 +117,22 @@ def join(
         world = _world(reading, device, backend, [socket.gethostname()])
         session = Session(world=world)
     else:
-        job_store, serves = _open_store(reading, timeout_seconds)
-        if _num_joins[0]:
-            job_store = job_store.prefixed(f"join/{_num_joins[0]}")  # the store may outlive the world that was left
-        hostnames = _exchange_hostnames(job_store, reading, timeout_seconds)
-        world = _world(reading, device, backend, hostnames)
+        job_store, serves, places = _meet(reading, timeout_seconds)
+        world = _world(reading, device, backend, [place.hostname for place in places])
+        _choose_interface(reading, places)
         session = _open_group(world, job_store, timeout_seconds, serves_store=serves)
     if world.device.startswith("cuda"):
         torch.cuda.set_device(world.device)
     set_current(session)
+    session.on_close = listen(session.stopping, reading.stop_signals)
     speak_as(str(world), is_rank_zero=world.rank == 0)
     _follow_exit()
     if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has said so
         log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
     if isinstance(session.exchange, TorchGroup):
         try:
-            session.exchange, words = open_exchange(exchange, session.exchange, world)
+            checks = environments.checks_collectives()
+            session.exchange, words = open_exchange(exchange, session.exchange, world, checks=checks)
         except BaseException as error:
             fail(error)
             raise
@@ -177,9 +180,20 @@ def fail(error: BaseException) -> None:
 
 def _close(session: Session, *, failed: bool) -> None:
     set_current(None)
+    _forget_interface()
+    # The process is about to end, and another signal must not make it look killed.
+    if not session.stopping.has_stopped:
+        session.on_close()
+    session.stopping.close()
     speak_as("", is_rank_zero=True)
     if session.exchange is not None:
         session.exchange.close()
+    _close_groups(session, failed=failed)
+    if session.store is not None:
+        session.store.close()
+
+
+def _close_groups(session: Session, *, failed: bool) -> None:
     if not dist.is_initialized():
         return
     if failed or (session.watch is not None and session.watch.error is not None):
@@ -209,6 +223,18 @@ def _read(init_method: str | None, rank: int | None, world_size: int | None) -> 
     return environments.read_process()
 
 
+def _meet(reading: Reading, timeout_seconds: float) -> tuple[Store, bool, list[Place]]:
+    """Return the job's store, whether this process serves it, and where every rank is."""
+    job_store, serves = _open_store(reading, timeout_seconds)
+    if _num_joins[0]:
+        job_store = job_store.prefixed(f"join/{_num_joins[0]}")  # the store may outlive the world that was left
+    try:
+        return job_store, serves, rendezvous.exchange_places(job_store, reading, timeout_seconds)
+    finally:
+        if serves and reading.address is None:
+            forget_published(_published_path(reading))
+
+
 def _open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
     """Return the job's store and whether this process serves it."""
     if reading.file is not None:
@@ -217,59 +243,31 @@ def _open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
         return _published_store(reading, timeout_seconds)
     host, port = reading.address
     if reading.rank == 0 and not reading.store_is_served:
-        one_machine = reading.local_world_size == reading.world_size or host in {"127.0.0.1", "localhost"}
-        opened, _ = store.serve(host if one_machine else "0.0.0.0", port)  # noqa: S104 - other machines come here
+        address, words = rendezvous.listening_address(reading, in_kubernetes=in_kubernetes())
+        opened, _ = store.serve(address, port, secret=_secret(reading))
+        if words:
+            log(words)
         return opened.prefixed(f"attempt/{reading.attempt}"), True
-    opened = store.connect(host, port, timeout_seconds)
+    rendezvous.wait_for_store(reading, timeout_seconds)
+    opened = store.connect(host, port, timeout_seconds, secret=_secret(reading))
     return opened.prefixed(f"attempt/{reading.attempt}"), False
 
 
 def _published_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
     """Ranks of one machine without an address: rank 0 serves and tells the port in a file of the job."""
-    note = Path(tempfile.gettempdir()) / f"rankwise-{os.getuid()}-{reading.job_key}"
-    file_store = store.open_file(str(note), reading.world_size)
+    path = _published_path(reading)
     if reading.rank == 0:
-        opened, port = store.serve()
-        file_store.set("port", str(port))
-        return opened, True
-    port = int(file_store.get("port", timeout_seconds))
-    return store.connect("127.0.0.1", port, timeout_seconds), False
+        return serve_published(path, _secret(reading)), True
+    return connect_published(path, timeout_seconds, _secret(reading)), False
 
 
-def _exchange_hostnames(job_store: Store, reading: Reading, timeout_seconds: float) -> list[str]:
-    """Return every rank's machine, by rank; the first place where a rank that never starts is noticed."""
-    keys = [f"rankwise/hostnames/{rank}" for rank in range(reading.world_size)]
-    job_store.set_if_absent(keys[reading.rank], socket.gethostname())
-    with contextlib.suppress(TimeoutError):
-        job_store.wait(keys, timeout_seconds)
-    # Whoever waited in vain writes the absent down, so that every rank ends with the same words.
-    for key in keys:
-        job_store.set_if_absent(key, ABSENT)
-    hostnames = [job_store.get(key, timeout_seconds).decode() for key in keys]
-    missing = [rank for rank, hostname in enumerate(hostnames) if hostname == ABSENT]
-    if missing:
-        _wait_for_readers(job_store, reading, len(hostnames) - len(missing))
-        raise _never_joined(reading, missing, timeout_seconds)
-    return hostnames
+def _published_path(reading: Reading) -> Path:
+    return Path(tempfile.gettempdir()) / f"rankwise-{os.getuid()}-{reading.job_key}"
 
 
-def _wait_for_readers(job_store: Store, reading: Reading, num_readers: int) -> None:
-    """Stay until the others have read why, where this process may be the one that serves the store."""
-    if job_store.add("rankwise/absence_read", 1) == num_readers:
-        job_store.set("rankwise/absence_read_by_all", "")
-    if reading.rank == 0:
-        with contextlib.suppress(TimeoutError):
-            job_store.wait(["rankwise/absence_read_by_all"], LINGER_SECONDS)
-
-
-def _never_joined(reading: Reading, missing: list[int], timeout_seconds: float) -> RankwiseError:
-    return PeerMissing(
-        f"join() waited {timeout_seconds:.0f} s for {fold_ranks(missing)} in vain.",
-        ranks=missing,
-        where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
-        evidence=reading.reason,
-        do="start every rank; where that takes longer, join(timeout_seconds=...)",
-    )
+def _secret(reading: Reading) -> bytes | None:
+    # A variable may hold bytes that are no text; they come back as they were.
+    return None if reading.secret is None else reading.secret.encode(errors="surrogateescape")
 
 
 def _world(
@@ -321,6 +319,28 @@ def _choose_backend(backend: str | None, device: str) -> str:
     return backend
 
 
+def _choose_interface(reading: Reading, places: list[Place]) -> None:
+    """Have Gloo and NCCL use the interface that the ranks reach each other through, unless the user named one."""
+    _forget_interface()  # of a join that failed
+    wrong = set(gloo_interfaces()) - {one.name for one in network.interfaces()}
+    if wrong:
+        raise ConfigurationError(
+            f"GLOO_SOCKET_IFNAME names {', '.join(sorted(wrong))}, which is no interface of this machine.",
+            where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
+            evidence="\n".join(network.told_interfaces()),
+            do="unset GLOO_SOCKET_IFNAME: rankwise takes the interface that leads to the other ranks",
+        )
+    found = rendezvous.common_interface(places, reading.rank, None if reading.address is None else reading.address[0])
+    if found is not None:
+        name, is_loopback = found
+        _interface_variables.extend(set_interface(name, is_loopback=is_loopback))
+
+
+def _forget_interface() -> None:
+    unset(_interface_variables)
+    _interface_variables.clear()
+
+
 def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool) -> Session:
     dist.init_process_group(
         # Control messages are CPU tensors on every machine; only GPU tensors go through NCCL.
@@ -331,11 +351,20 @@ def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *,
         # The watch speaks first; torch's own limit only ends what the watch could not.
         timeout=timedelta(seconds=timeout_seconds + 10),
     )
-    watch = Watch(job_store, world, timeout_seconds)
+    watch = Watch(job_store, world, timeout_seconds, environments.stack_file())
     exchange = TorchGroup(watch, world.rank, world.world_size)
-    return Session(world=world, store=job_store, exchange=exchange, watch=watch, serves_store=serves_store)
+    return Session(
+        world=world,
+        store=job_store,
+        exchange=exchange,
+        watch=watch,
+        serves_store=serves_store,
+        stopping=watch.stopping,
+    )
 
 
+_interface_variables: list[str] = []
+"""Variables that this module set for torch's transports, and removes with the world."""
 _num_joins = [-1]
 """How often this process has joined before; every rank of a job joins equally often."""
 _following_exit: list[bool] = []

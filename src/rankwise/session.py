@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rankwise.errors import NotJoined
+from rankwise.stopping import Stopping
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,10 @@ class Session:
     exchange: Exchange | None = None
     watch: Watch | None = None
     serves_store: bool = False
+    stopping: Stopping = field(default_factory=Stopping)
     leaving: list[Callable[[], None]] = field(default_factory=list)
+    on_close: Callable[[], None] = lambda: None
+    """Called last, however the process leaves the world."""
 
     def on_leave(self, action: Callable[[], None]) -> None:
         """Have ``action`` called, last one first, when the process leaves the world without an error."""

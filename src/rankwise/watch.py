@@ -9,31 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise import blame
+from rankwise import blame, roll_call, silent
 from rankwise.errors import RankwiseError, fold_ranks
 from rankwise.events import key_of, post, post_departure, post_failure
 from rankwise.log import warn
+from rankwise.record import Record
+from rankwise.stopping import Stopping
 from rankwise.store import StoreLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
+    from rankwise.record import Ticket
     from rankwise.store import Store
     from rankwise.world import World
 
 SLICE_SECONDS = 0.2
 """How long a rank waits for a collective before it looks at the log again."""
-ROLL_CALL_SECONDS = 2.0
-"""How long ranks have to answer a roll call."""
+END_SECONDS = 2.0
+"""How long a rank that ends waits for its thread, and after a failure for the others."""
 EXPLANATION_SECONDS = 1.0
 """How long a rank with a broken connection waits for the reason before it asks."""
+VERDICT_SECONDS = 10.0
+"""How long a rank waits for what another finds out: two roll calls, and a look at ranks that are silent."""
 NOTICE_SECONDS = 30.0
 """After how long a wait is mentioned, with who is missing."""
 NO_LIMIT_SECONDS = 10.0**8
@@ -48,38 +52,52 @@ class PeerEnded(RuntimeError):
         self.process = process
 
 
-@dataclass(slots=True)
-class Ticket:
-    """One collective this rank takes part in: its number, the same on every rank, and its words."""
-
-    number: int
-    what: str
-    since: float = field(default_factory=time.monotonic)
-
-
 class Watch:
     """Follows the event log for one rank, from join to leave."""
 
-    def __init__(self, store: Store, world: World, timeout_seconds: float) -> None:
+    def __init__(self, store: Store, world: World, timeout_seconds: float, stack_file: str = "") -> None:
         self.timeout_seconds = timeout_seconds
+        self.hostname = world.hostname
+        self.record = Record()
+        self.check: Callable[[str], None] | None = None
+        """Compares the words of a collective on all ranks before it begins, where that was asked for."""
         self.error: RankwiseError | None = None
+        self.stopping = Stopping(
+            rank=world.rank,
+            world_size=world.world_size,
+            store=store,
+            timeout_seconds=timeout_seconds,
+            error=lambda: self.error,
+        )
         self._world = world
         self._store = store.clone()
         self._departed: dict[int, dict[str, Any]] = {}
         self._changed = threading.Condition()
         self._waiting: Ticket | None = None
-        self._last = 0
+        self._is_checking = False
         self._next_event = 1
         self._main_thread_id = threading.get_ident()
+        roll_call.introduce(self._store, world.rank, silent.this_process(stack_file))
         self._thread = threading.Thread(target=self._follow, args=(store.clone(),), name="rankwise-watch", daemon=True)
         self._thread.start()
 
-    def ticket(self, what: str) -> Ticket:
-        """Count one more collective and return its ticket. Every rank counts the same ones."""
+    def ticket(self, what: str, channel: int = 0, tensor: torch.Tensor | None = None) -> Ticket:
+        """Note that one more collective begins, and return its ticket.
+
+        Args:
+            what: in words; the same on every rank.
+            channel: see :class:`rankwise.record.Ticket`.
+            tensor: what this rank sends, for ranks to compare where ``what`` does not say its shape and dtype.
+        """
         if self.error is not None:
             raise self.error
-        self._last += 1
-        return Ticket(self._last, what)
+        if self.check is not None and not self._is_checking:
+            self._is_checking = True
+            try:
+                self.check(what if tensor is None else _with_kind(what, tensor))
+            finally:
+                self._is_checking = False
+        return self.record.begin(what, channel)
 
     def wait(self, ticket: Ticket, is_done: Callable[[float], bool]) -> None:
         """Wait until ``is_done(seconds)`` returns true, unless a peer fails, leaves or stays away.
@@ -104,6 +122,7 @@ class Watch:
                 elif waited > notice:
                     notice *= 2
                     self._say_who_is_missing(ticket, waited)
+            ticket.ended = time.monotonic()
         except PeerEnded as ended:
             raise self._tell_who_ended(ticket, ended) from None
         except RuntimeError as error:
@@ -123,13 +142,15 @@ class Watch:
                 store must be the last to go.
         """
         with contextlib.suppress(StoreLost):
-            post_departure(self._store, rank=self._world.rank, last=self._last)
-            limit = self.timeout_seconds if self.error is None else ROLL_CALL_SECONDS
+            roll_call.take_leave(self._store, self._world.rank)
+            post_departure(self._store, rank=self._world.rank, last=self.record.last)
+            limit = self.timeout_seconds if self.error is None else END_SECONDS
             self._end(limit if wait_for_peers else 0.0)
 
     def fail(self, error_type: str, text: str, *, wait_for_peers: bool) -> None:
         """Tell every rank that this one failed, and stop the thread; else as :meth:`leave`."""
         with contextlib.suppress(StoreLost):
+            roll_call.take_leave(self._store, self._world.rank)
             post_failure(
                 self._store,
                 rank=self._world.rank,
@@ -137,7 +158,7 @@ class Watch:
                 text=text,
                 hostname=self._world.hostname,
             )
-            self._end(ROLL_CALL_SECONDS if wait_for_peers else 0.0)
+            self._end(END_SECONDS if wait_for_peers else 0.0)
 
     def _end(self, limit_seconds: float) -> None:
         """Wait for the others to go, then have the thread read its own end."""
@@ -146,7 +167,7 @@ class Watch:
                 self._changed.wait_for(lambda: self._gone() >= self._world.world_size - 1, limit_seconds)
         post(self._store, {"kind": "end", "rank": self._world.rank}, self._next_event)
         # A thread inside torch while the interpreter ends would abort the process.
-        self._thread.join(ROLL_CALL_SECONDS)
+        self._thread.join(END_SECONDS)
 
     def _gone(self) -> int:
         return len(self._departed.keys() - {self._world.rank})
@@ -172,6 +193,7 @@ class Watch:
     def _read(self, store: Store, event: dict[str, Any]) -> bool:
         """Take one event in; return whether it is this rank's own end."""
         kind, rank = event["kind"], event["rank"]
+        self.stopping.read(store, event, self._next_event)
         if kind == "failed":
             self._departed.setdefault(rank, event)
             if rank != self._world.rank and self.error is None:
@@ -181,8 +203,8 @@ class Watch:
         elif kind == "end":
             return bool(rank == self._world.rank)
         elif kind == "roll_call":
-            answer = json.dumps(self._situation())
-            store.set(f"rankwise/roll_calls/{event['call']}/{self._world.rank}", answer)
+            situation = self.record.situation(self._waiting, self._main_thread_id, event)
+            roll_call.answer(store, event, self._world.rank, {"host": self.hostname, **situation})
         elif kind == "verdict" and self.error is None:
             self.error = blame.verdict(self._world, event)
         elif kind == "broken" and self.error is None:
@@ -190,13 +212,6 @@ class Watch:
         elif kind == "ended" and self.error is None:
             self.error = blame.peer_ended(self._world, event)
         return False
-
-    def _situation(self) -> dict[str, Any]:
-        ticket = self._waiting
-        if ticket is not None:
-            seconds = time.monotonic() - ticket.since
-            return {"number": ticket.number, "what": ticket.what, "seconds": seconds}
-        return {"number": None, "last": self._last, "at": _user_line(self._main_thread_id)}
 
     # -- who is missing ----------------------------------------------------------------------------
 
@@ -211,61 +226,46 @@ class Watch:
                 self.error = blame.peer_left(self._world, ticket.what, ticket.number, event)
                 raise self.error
 
-    def _roll_call(self) -> dict[int, dict[str, Any]]:
-        """Ask every rank what it is doing; ranks that do not answer are absent from the result."""
-        call = self._store.add("rankwise/roll_calls", 1)
-        post(self._store, {"kind": "roll_call", "rank": self._world.rank, "call": call}, self._next_event)
-        deadline = time.monotonic() + ROLL_CALL_SECONDS
-        answers: dict[int, dict[str, Any]] = {}
-        pending = set(range(self._world.world_size))
-        while pending and time.monotonic() < deadline:
-            for rank in sorted(pending):
-                key = f"rankwise/roll_calls/{call}/{rank}"
-                if self._store.check(key):
-                    answers[rank] = json.loads(self._store.get(key, ROLL_CALL_SECONDS))
-                    pending.discard(rank)
-            # The store's own wait would print a line to stderr for each rank that does not answer.
-            time.sleep(0.01)
-        return answers
+    def _roll_call(self, channel: int = 0, sequence: int = 0) -> blame.Answers:
+        """Ask every rank what it is doing, and look at those of this host that do not answer."""
+        world = self._world
+        asked = {"channel": channel, "sequence": sequence, "stacks": "missing"}
+        answers = roll_call.call(
+            self._store, rank=world.rank, world_size=world.world_size, asked=asked, first=self._next_event
+        )
+        silent_ranks = sorted(set(range(world.world_size)) - set(answers))
+        seen = roll_call.look_at(self._store, silent_ranks)
+        return {**answers, **{rank: {"host": self.hostname, **what} for rank, what in seen.items()}}
 
     def _claim(self, purpose: str) -> bool:
         """Return true on the one rank that speaks for all."""
         return self._store.add(f"rankwise/claims/{purpose}", 1) == 1
 
     def _say_who_is_missing(self, ticket: Ticket, waited: float) -> None:
-        if not self._claim(f"notice/{ticket.number}/{int(waited / NOTICE_SECONDS)}"):
+        if not self._claim(f"notice/{ticket.channel}/{ticket.sequence}/{int(waited / NOTICE_SECONDS)}"):
             return
-        world_size = self._world.world_size
-        answers = self._roll_call()
-        missing = blame.missing_ranks(answers, ticket.number, world_size)
-        who = fold_ranks(missing) if missing else "the network"
-        warn(
-            f"{ticket.what} has been waiting for {waited:.0f} s, for {who}:\n" + blame.situations(answers, world_size),
-            all_ranks=True,
+        found = blame.findings(
+            self._roll_call(ticket.channel, ticket.sequence), ticket.sequence, self._world.world_size
         )
+        who = fold_ranks(found["missing"]) if found["missing"] else "the network"
+        warn(f"{ticket.what} has been waiting for {waited:.0f} s, for {who}:\n{found['table']}", all_ranks=True)
 
     def _post_verdict(self, ticket: Ticket, waited: float) -> None:
         """Let one waiting rank find out who is missing, for all; then wait for what it found."""
-        found: blame.Event = {
-            "kind": "verdict",
-            "rank": self._world.rank,
-            "what": ticket.what,
-            "waited": waited,
-            "missing": [],
-            "mismatch": False,
-            "table": "",
-        }
-        if self._claim(f"verdict/{ticket.number}"):
-            world_size = self._world.world_size
-            answers = self._roll_call()
-            words = {a["what"] for a in answers.values() if a["number"] == ticket.number}
-            found["missing"] = blame.missing_ranks(answers, ticket.number, world_size)
-            found["mismatch"] = len(words) > 1
-            found["table"] = blame.situations(answers, world_size)
+        world = self._world
+        found: blame.Event = {"kind": "verdict", "rank": world.rank, "what": ticket.what, "waited": waited}
+        if self._claim(f"verdict/{ticket.channel}/{ticket.sequence}"):
+            answers = self._roll_call(ticket.channel, ticket.sequence)
+            found |= blame.findings(answers, ticket.sequence, world.world_size)
+            difference = blame.first_difference(answers)
+            if difference is not None:
+                answers = self._roll_call(ticket.channel, difference)
+                entries = {rank: answer["entry"] for rank, answer in answers.items() if "entry" in answer}
+                found["calls"] = blame.calls_of(entries, answers)
             post(self._store, found, self._next_event)
         with self._changed:
-            self._changed.wait_for(lambda: self.error is not None, 2 * ROLL_CALL_SECONDS)
-        raise self.error or blame.verdict(self._world, found)
+            self._changed.wait_for(lambda: self.error is not None, VERDICT_SECONDS)
+        raise self.error or blame.verdict(world, {"missing": [], "table": "", **found})
 
     def _tell_who_ended(self, ticket: Ticket, ended: PeerEnded) -> RankwiseError:
         """Say for all ranks which process is gone, unless it or its launcher has said why."""
@@ -294,8 +294,8 @@ class Watch:
         with contextlib.suppress(StoreLost):
             if self.error is None:
                 answers = self._roll_call()
-                gone = sorted(set(range(self._world.world_size)) - set(answers))
-                table = blame.situations(answers, self._world.world_size)
+                gone = [r for r in range(self._world.world_size) if "count" not in answers.get(r, {})]
+                table = blame.table(answers, self._world.world_size)
                 event = blame.broken(
                     self._world, ticket.what, gone=gone, table=table, departed=self._departed, reason=str(error)
                 )
@@ -305,16 +305,6 @@ class Watch:
         return self.error or blame.store_lost(self._world)
 
 
-def _user_line(thread_id: int) -> str:
-    """Return where a thread is, as ``train.py:33 in load``: the innermost line of the user's own."""
-    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - the only way to see another thread
-    own = str(Path(__file__).parent)
-    innermost = None
-    while frame is not None:
-        name = frame.f_code.co_filename
-        place = f"{Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        innermost = innermost or place
-        if not name.startswith(("<", own, sys.prefix, sys.base_prefix)):
-            return place
-        frame = frame.f_back
-    return innermost or "nothing any more"
+def _with_kind(what: str, tensor: torch.Tensor) -> str:
+    """Add dtype and shape to words that do not tell them."""
+    return what if "[" in what else f"{what}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -58,11 +58,14 @@ class Hosts:
     Args:
         number: how many hosts.
         mbit: bandwidth of each link, in each direction; unlimited by default.
+        own_name_is_loopback: whether each host's ``/etc/hosts`` has its own name as 127.0.1.1, as Debian's installer
+            writes it, and its address only on the others.
     """
 
-    def __init__(self, number: int, *, mbit: float | None = None) -> None:
+    def __init__(self, number: int, *, mbit: float | None = None, own_name_is_loopback: bool = False) -> None:
         self.number = number
         self.mbit = mbit
+        self.own_name_is_loopback = own_name_is_loopback
         self.prefix = f"rankwise-{uuid.uuid4().hex[:8]}"
         self.hostnames = [f"host{index}" for index in range(number)]
         self.addresses = [f"{NETWORK}.{index + 1}" for index in range(number)]
@@ -156,7 +159,6 @@ class Hosts:
                     "WORLD_SIZE": str(len(places)),
                     "LOCAL_RANK": str(local),
                     "LOCAL_WORLD_SIZE": str(counts[host]),
-                    "GLOO_SOCKET_IFNAME": "eth0",
                     "OMP_NUM_THREADS": "1",
                     **(env or {}),
                 }
@@ -176,7 +178,10 @@ class Hosts:
         for folder in (HOSTS_FILES / namespace, SHARED_MEMORY / namespace):
             self._made.callback(shutil.rmtree, folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        lines = [f"{address} {name}\n" for address, name in zip(self.addresses, self.hostnames, strict=True)]
+        known = list(self.addresses)
+        if self.own_name_is_loopback:
+            known[index] = "127.0.1.1"
+        lines = [f"{address} {name}\n" for address, name in zip(known, self.hostnames, strict=True)]
         hosts_file = HOSTS_FILES / namespace / "hosts"
         hosts_file.write_text("".join(["127.0.0.1 localhost\n", *lines]), encoding="utf-8")
         self._make_namespace(namespace)

@@ -47,6 +47,30 @@ def test_ranks_alone_on_their_hosts_go_through_gloo_and_the_reason_is_said(hosts
     assert "exchange: Gloo; not shared memory: no two ranks are on one host" in first.stderr
 
 
+@pytest.mark.parametrize("ranks_per_host", [[2, 2], [1, 1]])
+def test_with_checking_gradients_that_meet_another_collective_are_told_before_they_are_sent(
+    hosts: Hosts, ranks_per_host: list[int]
+) -> None:
+    code = (
+        "import torch, rankwise as rw\n"
+        "with rw.join() as world:\n"
+        "    model = rw.replicate(torch.nn.Linear(5, 3))\n"
+        "    for step in range(3):\n"
+        "        if step == 2 and world.rank == world.world_size - 1:\n"
+        "            rw.all_reduce(torch.ones(2))\n"
+        "        else:\n"
+        "            model(torch.ones(2, 5)).sum().backward()\n"
+    )
+    num_ranks = sum(ranks_per_host)
+    for ended in hosts.run_ranks(code, ranks_per_host, env={"RANKWISE_CHECK": "1"}):
+        assert ended.exit_code == 1
+        assert "CollectiveMismatch: Ranks called different collectives." in ended.stderr
+        assert ": gradients of Linear, bucket 0: float32[18] at <string>:8 in <module>" in ended.stderr
+        assert f'rank {num_ranks - 1}: all_reduce("sum", float32[2]) at <string>:6 in <module>' in ended.stderr
+        if num_ranks > 2:
+            assert "on        rank 3/4 on host1, reported on every rank" in ended.stderr
+
+
 def test_ranks_in_different_containers_go_through_gloo_and_the_reason_is_said(tmp_path: Path) -> None:
     code = (
         "import sys, rankwise as rw\n"

@@ -208,7 +208,7 @@ def _other_file(world: World) -> str:
     file = os.memfd_create("another")
     os.write(file, b"x" * 100)
     try:
-        shared._found(shared._Published(0, os.getpid(), file, (0, 10), b"y" * 16))
+        shared._found(shared._Published(0, os.getpid(), file, (0, 10), (b"y" * 16).hex()))
     except OSError as error:
         return str(error)
     finally:

@@ -18,28 +18,49 @@ HELP = """\
 usage: rankwise run [options] script.py [arguments]
        rankwise run [options] -m module [arguments]
 
-Run a training script, or a module, on several ranks of this machine.
+Run a training script, or a module, on several ranks of this machine, or of several machines.
 
 Each rank is a process of its own, which behaves as under `python script.py arguments`.
 The exit code is that of the first rank to fail; its traceback is shown last.
 
 positional arguments:
-  script.py | module   what every rank runs
-  arguments            passed on to it
+  script.py | module    what every rank runs
+  arguments             passed on to it
 
 options:
-  -h, --help           show this help message and exit
-  -n N                 how many ranks (default: one per GPU, else one)
-  --device {auto,cpu}  cpu hides the GPUs from the ranks (default: auto, a GPU each where there
-                       are GPUs)
-  --log-dir DIR        write DIR/rank-0.out, DIR/rank-0.err and so on
-  --max-restarts R     start all ranks anew after a failure, at most R times (default: 0)
-  -m                   what follows is a module
+  -h, --help            show this help message and exit
+  -n N                  how many ranks (default: one per GPU, else one)
+  --device {auto,cpu}   cpu hides the GPUs from the ranks (default: auto, a GPU each where there
+                        are GPUs)
+  --log-dir DIR         write DIR/rank-0.out, DIR/rank-0.err and so on
+  --max-restarts R      start all ranks anew after a failure, at most R times (default: 0)
+  --check               have ranks compare their collectives, gradients included, before they send
+                        (RANKWISE_CHECK=1)
+  -m                    what follows is a module
+
+several machines:
+  --nodes N | MIN:MAX   how many machines; with MIN:MAX the job goes on when some are lost and
+                        grows when they come back
+  --rendezvous HOST:PORT
+                        where the machines meet: an address of the first of them, the same on all
+  --node-rank R         number of this machine (default: as the machines come)
+  --hosts A,B:RANKS,...
+                        start all machines from here, over ssh; the first of them serves the job
+  --ssh COMMAND         the ssh command for --hosts, with its options (default: ssh)
+  --interface NAME      network interface for what ranks send (default: the one that leads to the
+                        rendezvous)
+  --rendezvous-timeout SECONDS
+                        how long the machines wait for one another at the start (default: 600)
 
 examples:
   rankwise run train.py                  every GPU here, or one rank on a machine without GPUs
   rankwise run -n 4 train.py --epochs 3  four ranks; what follows the script is the script's
   rankwise run -n 2 -m pkg.train         a module, as `python -m pkg.train` runs it
+  rankwise run --nodes 2 --rendezvous gpu-01:29400 train.py
+                                         the same command on each of two machines
+  rankwise run --hosts gpu-01,gpu-02 -n 4 train.py
+                                         once, for both: started over ssh
+  srun rankwise run -n 4 train.py        under Slurm: one launcher per node, four ranks each
 
 what ranks write:
   Lines on stdout come through as they are, lines on stderr with the rank in front.

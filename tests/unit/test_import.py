@@ -14,12 +14,17 @@ import pytest
 # Slow to import, or with effects of their own, and needed by some users only.
 LATER = (
     "IPython",
+    "cloudpickle",
     "matplotlib",
     "monai",
     "multiprocessing.forkserver",
     "multiprocessing.popen_spawn_posix",
     "rankwise.cli",
-    "rankwise.launch",
+    "rankwise.launch.agent",
+    "rankwise.launch.output",
+    "rankwise.launch.server",
+    "rankwise.launch.start",
+    "rankwise.launch.worker",
     "rankwise.testing",
     "scipy",
     "sklearn",

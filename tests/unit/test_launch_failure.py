@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING
 
@@ -66,8 +67,12 @@ def test_the_report_ends_with_the_first_traceback() -> None:
             3: "had to be killed by the launcher",
             4: "left",
         },
+        hostname="gpu-01",
+        stderr_tail=("unused",),
+        log_path="l.err",
     )
-    assert failure.report(attempt, hostname="gpu-01", stderr_tail=["unused"], log_path="l.err") == (
+    assert failure.from_dict(json.loads(json.dumps(failure.to_dict(attempt)))) == attempt
+    assert failure.report(attempt) == (
         "[rankwise] rank 0 then failed too: PeerFailed\n"
         "[rankwise] ranks 2-3 had to be killed by the launcher\n"
         "[rankwise] rank 4 left\n"
@@ -79,8 +84,10 @@ def test_the_report_ends_with_the_first_traceback() -> None:
 
 def test_the_report_of_a_signal_shows_the_last_lines() -> None:
     killed = failure.from_exit(0, -9, 0.0)
-    attempt = FailedAttempt(attempt=0, world_size=1, failures=(killed,), ends={})
-    assert failure.report(attempt, hostname="here", stderr_tail=["one", "two"]) == (
+    attempt = FailedAttempt(
+        attempt=0, world_size=1, failures=(killed,), ends={}, hostname="here", stderr_tail=("one", "two")
+    )
+    assert failure.report(attempt) == (
         "[rankwise] [rank 0/1 on here] failed: killed by SIGKILL, exit code 137; "
         "where nobody killed it, the machine was out of memory (see `dmesg`)\n"
         "[rankwise] the last lines it wrote to stderr:\n"

@@ -40,7 +40,7 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]:
 
 
 def _write(carrier: Output, pieces: list[tuple[int, int, bytes]], world_size: int) -> None:
-    opened = {rank: carrier.open_rank(rank) for rank in range(world_size)}
+    opened = {rank: carrier.open_rank(rank, world_size) for rank in range(world_size)}
     for rank, number, data in pieces:
         os.write(opened[rank][number], data)
     for descriptors in opened.values():
@@ -50,28 +50,28 @@ def _write(carrier: Output, pieces: list[tuple[int, int, bytes]], world_size: in
 
 
 def test_a_line_in_pieces_is_shown_whole(shown: Shown) -> None:
-    carrier = Output(2)
+    carrier = Output()
     _write(carrier, [(0, 1, b"one "), (1, 1, b"other\n"), (0, 1, b"line\n")], 2)
     assert sorted(shown[1].splitlines()) == [b"one line", b"other"]
     carrier.close()
 
 
 def test_stderr_has_the_rank_in_front_of_every_line(shown: Shown) -> None:
-    carrier = Output(3)
+    carrier = Output()
     _write(carrier, [(2, 2, b"a\n\nb\r\nc")], 3)
     assert shown[2] == b"[rank 2/3] a\n[rank 2/3] \n[rank 2/3] b\r\n[rank 2/3] c"
     carrier.close()
 
 
 def test_a_progress_bar_stays_in_its_line(shown: Shown) -> None:
-    carrier = Output(2)
+    carrier = Output()
     _write(carrier, [(0, 2, b"\r 10%\r 20%\n")], 2)
     assert shown[2] == b"\r[rank 0/2]  10%\r[rank 0/2]  20%\n"
     carrier.close()
 
 
 def test_the_last_lines_are_kept(shown: Shown) -> None:
-    carrier = Output(2)
+    carrier = Output()
     _write(carrier, [(1, 2, b"".join(b"%d\n" % number for number in range(100)))], 2)
     assert carrier.stderr_tail(1) == [str(number) for number in range(80, 100)]
     assert carrier.stderr_tail(0) == []
@@ -80,7 +80,7 @@ def test_the_last_lines_are_kept(shown: Shown) -> None:
 
 
 def test_bytes_that_are_no_text_come_through(shown: Shown) -> None:
-    carrier = Output(2)
+    carrier = Output()
     _write(carrier, [(0, 1, b"\xff\x00\n"), (1, 2, b"\xfe\n")], 2)
     assert shown[1] == b"\xff\x00\n"
     assert carrier.stderr_tail(1) == ["\ufffd"]
@@ -98,7 +98,7 @@ def test_an_unfinished_line_is_ended_before_anothers(shown: Shown) -> None:
 
 def test_log_files_are_added_to(shown: Shown, tmp_path: Path) -> None:
     (tmp_path / "rank-1.err").write_text("of an earlier run\n")
-    carrier = Output(2, str(tmp_path))
+    carrier = Output(str(tmp_path))
     _write(carrier, [(1, 2, b"now\n"), (0, 2, b"zero\n")], 2)
     carrier.append_to_log(1, 0, "Traceback\n")
     assert (tmp_path / "rank-1.err").read_text() == "of an earlier run\nnow\nTraceback\n"

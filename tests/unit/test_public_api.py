@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import subprocess
 import sys
 
@@ -23,6 +24,8 @@ PUBLIC = [
     "broadcast",
     "broadcast_object",
     "join",
+    "launch",
+    "launcher",
     "leave",
     "load",
     "log",
@@ -75,8 +78,18 @@ def test_the_star_brings_the_public_names_only() -> None:
 
 
 def test_a_module_does_not_hide_the_public_name_it_shares() -> None:
-    program = "import rankwise.log, rankwise.progress, rankwise as rw; print(callable(rw.log), callable(rw.progress))"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "True True\n"
+    program = (
+        "import rankwise.launch.start, rankwise.log, rankwise.progress, rankwise as rw; from rankwise import launch; "
+        "print(callable(rw.launch), launch is rw.launch, callable(rw.log), callable(rw.progress))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "True True True True\n"
+
+
+def test_the_package_can_be_named_in_a_pickled_function() -> None:
+    """A pickler by value knows plain modules only; other kinds have to say themselves how they are pickled."""
+    import cloudpickle
+
+    assert pickle.loads(cloudpickle.dumps(rankwise)) is rankwise  # noqa: S301 - our own
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -21,7 +22,8 @@ from rankwise.checkpoint.load import load_into, looks_complete, verify
 from rankwise.checkpoint.save import agree_on_target, make_job, write
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.log import log, warn
-from rankwise.session import current
+from rankwise.session import current, current_or_none
+from rankwise.stopping import StepSource
 
 if TYPE_CHECKING:
     import os
@@ -39,6 +41,11 @@ class Checkpointer:
 
     Each is a directory ``checkpoint-000012`` that is complete or absent, whatever dies while it is
     written. All methods but :meth:`latest` communicate: every rank calls them, in the same order.
+
+    **Stopping early.** A job may be told to stop: by Slurm ahead of its time limit, when it is preempted. All
+    ranks then end before the same step: the loader that :meth:`restore` or :meth:`save` was given saves
+    what it was given with, and raises ``SystemExit(75)``. A resumed job goes on with that very step. With no
+    loader of rankwise, or several, call :meth:`stop_if_asked` between steps.
 
     Example::
 
@@ -100,16 +107,8 @@ class Checkpointer:
         """
         if step is not None and (type(step) is not int or step < 0):
             raise ConfigurationError(f"A checkpoint cannot have the number {step!r}.", do="pass step >= 0")
-        session = current()
-        self.wait()
-        ranks = Together(session)
-        content = contents.read(ranks, objects)
-        target, token = agree_on_target(ranks, lambda: self._choose(step))
-        if self.asynchronous:
-            self._save_in_background(session, content, target, token)
-        else:
-            job = make_job(ranks, content, target, token, sweep=None, retire=lambda: self._retire(target))
-            write(ranks, job)
+        target = self._save(current(), step, objects, asynchronous=self.asynchronous)
+        self._save_at_stop(objects)
         return target
 
     def restore(self, **objects: object) -> Path | None:
@@ -129,7 +128,29 @@ class Checkpointer:
         """
         _refuse_immutable(objects)
         self.wait()
-        ranks = Together(current())
+        path = self._restore(Together(current()), objects)
+        self._save_at_stop(objects)
+        return path
+
+    def stop_if_asked(self, **objects: object) -> None:
+        """Save and end the process, if the job has been told to stop and this is the step all agreed on.
+
+        Called by: every rank, between steps, with the same objects. Returns at once while nobody has asked. A
+        loader given to :meth:`restore` or :meth:`save` does the same before each step; do not do both.
+
+        Args:
+            objects: what to save, as for :meth:`save`.
+
+        Raises:
+            SystemExit: with 75, after saving. ``with rankwise.join()`` is left as after an ordinary end.
+            CheckpointError, PeerFailed: as :meth:`save`.
+        """
+        session = current()
+        if session.stopping.is_here():
+            self._save(session, None, objects, asynchronous=False)
+            session.stopping.stop()
+
+    def _restore(self, ranks: Ranks, objects: dict[str, object]) -> Path | None:
         found, unfinished = ranks.confirm(f"looking into {self.directory}", self._look)[0]
         for name in unfinished:
             warn(f"{self.directory / name} is an unfinished save; it is passed over")
@@ -189,6 +210,9 @@ class Checkpointer:
             self.wait()
         finally:
             self._memory.release()
+            session = current_or_none()
+            if session is not None:
+                session.stopping.forget(str(self.directory))
 
     def __enter__(self) -> Self:
         return self
@@ -202,6 +226,29 @@ class Checkpointer:
         # After an error other ranks may not come here; the save goes on by itself.
         if error is None:
             self.close()
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def _save(self, session: Session, step: int | None, objects: dict[str, object], *, asynchronous: bool) -> Path:
+        self.wait()
+        ranks = Together(session)
+        content = contents.read(ranks, objects)
+        target, token = agree_on_target(ranks, lambda: self._choose(step))
+        if asynchronous:
+            self._save_in_background(session, content, target, token)
+        else:
+            job = make_job(ranks, content, target, token, sweep=None, retire=lambda: self._retire(target))
+            write(ranks, job)
+        return target
+
+    def _save_at_stop(self, objects: dict[str, object]) -> None:
+        """Have these objects saved when the job stops before a step of the loader among them."""
+        loaders = [thing for thing in objects.values() if isinstance(thing, StepSource)]
+        # Of several, nobody knows which hands out its batch first: the others' positions would be one ahead.
+        if len(loaders) == 1:
+            session = current()
+            save = partial(self._save, session, None, objects, asynchronous=False)
+            session.stopping.save_with(str(self.directory), loaders[0], save)
 
     # -- saving in the background ------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rankwise.agreement import all_ranks_succeed
-from rankwise.collectives import all_gather_object
+from rankwise.collectives import gather_json
 from rankwise.errors import PeerFailed, PeerMissing, RankwiseError, fold_ranks, rank_prefix
 from rankwise.session import current_or_none
 
@@ -82,7 +82,7 @@ class Together:
         """Do ``work`` on every rank. As :meth:`Ranks.confirm`."""
         with all_ranks_succeed(label):
             result = work()
-        return all_gather_object(result)
+        return gather_json(result)
 
 
 class ThroughStore:

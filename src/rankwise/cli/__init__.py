@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rankwise.cli import run
+from rankwise.cli import doctor, env, run, stacks, submit
 from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
@@ -42,4 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     run.add_to(commands.add_parser)
+    doctor.add_to(commands.add_parser)
+    env.add_to(commands.add_parser)
+    stacks.add_to(commands.add_parser)
+    submit.add_to(commands.add_parser)
     return parser

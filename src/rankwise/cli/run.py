@@ -7,7 +7,12 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rankwise.launch.start import LaunchOptions, launch
+from rankwise.environments.reading import parse_address
+from rankwise.errors import ConfigurationError
+from rankwise.launch.hosts import parse_hosts
+from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
+from rankwise.launch.ssh import Command, launch_on_hosts, split_command
+from rankwise.launch.start import launch
 from rankwise.launch.target import find_module, find_script
 
 if TYPE_CHECKING:
@@ -16,7 +21,7 @@ if TYPE_CHECKING:
     from rankwise.launch.target import Target
 
 DESCRIPTION = """\
-Run a training script, or a module, on several ranks of this machine.
+Run a training script, or a module, on several ranks of this machine, or of several machines.
 
 Each rank is a process of its own, which behaves as under `python script.py arguments`.
 The exit code is that of the first rank to fail; its traceback is shown last."""
@@ -26,6 +31,11 @@ examples:
   rankwise run train.py                  every GPU here, or one rank on a machine without GPUs
   rankwise run -n 4 train.py --epochs 3  four ranks; what follows the script is the script's
   rankwise run -n 2 -m pkg.train         a module, as `python -m pkg.train` runs it
+  rankwise run --nodes 2 --rendezvous gpu-01:29400 train.py
+                                         the same command on each of two machines
+  rankwise run --hosts gpu-01,gpu-02 -n 4 train.py
+                                         once, for both: started over ssh
+  srun rankwise run -n 4 train.py        under Slurm: one launcher per node, four ranks each
 
 what ranks write:
   Lines on stdout come through as they are, lines on stderr with the rank in front.
@@ -34,7 +44,7 @@ what ranks write:
   stdin is empty when there are several ranks."""
 
 
-HELP = "run a script on several ranks of this machine"
+HELP = "run a script on several ranks"
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -69,6 +79,50 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="R",
         help="start all ranks anew after a failure, at most R times (default: 0)",
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="have ranks compare their collectives, gradients included, before they send (RANKWISE_CHECK=1)",
+    )
+    machines = parser.add_argument_group("several machines")
+    machines.add_argument(
+        "--nodes",
+        type=_nodes,
+        metavar="N | MIN:MAX",
+        help="how many machines; with MIN:MAX the job goes on when some are lost and grows when they come back",
+    )
+    machines.add_argument(
+        "--rendezvous",
+        type=_address,
+        metavar="HOST:PORT",
+        help="where the machines meet: an address of the first of them, the same on all",
+    )
+    machines.add_argument(
+        "--node-rank", type=int, metavar="R", help="number of this machine (default: as the machines come)"
+    )
+    machines.add_argument(
+        "--hosts",
+        metavar="A,B:RANKS,...",
+        help="start all machines from here, over ssh; the first of them serves the job",
+    )
+    machines.add_argument(
+        "--ssh",
+        default="ssh",
+        metavar="COMMAND",
+        help="the ssh command for --hosts, with its options (default: ssh)",
+    )
+    machines.add_argument(
+        "--interface",
+        metavar="NAME",
+        help="network interface for what ranks send (default: the one that leads to the rendezvous)",
+    )
+    machines.add_argument(
+        "--rendezvous-timeout",
+        type=float,
+        default=RENDEZVOUS_TIMEOUT_SECONDS,
+        metavar="SECONDS",
+        help="how long the machines wait for one another at the start (default: 600)",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
     parser.add_argument("target", metavar="script.py | module", help="what every rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to it")
@@ -77,11 +131,19 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Check the command, run it, and return the exit code."""
+    if options.hosts is not None:
+        return _execute_on_hosts(options)
     launch_options = LaunchOptions(
         num_ranks=options.num_ranks,
         device=options.device,
         log_dir=options.log_dir,
         max_restarts=options.max_restarts,
+        nodes=options.nodes or (1, 1),
+        node_rank=options.node_rank,
+        rendezvous=options.rendezvous,
+        rendezvous_timeout_seconds=options.rendezvous_timeout,
+        interface=options.interface,
+        check=options.check,
     )
     target: Target
     if options.module:
@@ -89,6 +151,41 @@ def execute(options: argparse.Namespace) -> int:
     else:
         target = find_script(options.target, options.arguments)
     return launch(target, launch_options, _say)
+
+
+def _execute_on_hosts(options: argparse.Namespace) -> int:
+    for name, value in (("--rendezvous", options.rendezvous), ("--node-rank", options.node_rank)):
+        if value is not None:
+            raise ConfigurationError(
+                f"{name} is for a command on each machine, and --hosts for one command for all.",
+                do=f"leave {name} out: the hosts meet at the first of them, and are numbered as they are named",
+            )
+    host_options = LaunchOptions(
+        num_ranks=options.num_ranks,
+        device=options.device,
+        log_dir=options.log_dir,
+        max_restarts=options.max_restarts,
+        rendezvous_timeout_seconds=options.rendezvous_timeout,
+        interface=options.interface,
+        check=options.check,
+    )
+    command = Command(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
+    hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
+    return launch_on_hosts(command, hosts, host_options, nodes=options.nodes, ssh=ssh, say=_say)
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    fewest, colon, most = text.partition(":")
+    if not fewest.isdecimal() or not (most.isdecimal() or not colon):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor MIN:MAX, as 2 or 1:4")
+    return int(fewest), int(most or fewest)
+
+
+def _address(text: str) -> tuple[str, int]:
+    try:
+        return parse_address(text, "--rendezvous")
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error.what)) from error
 
 
 def _say(text: str) -> None:

@@ -29,7 +29,8 @@ from rankwise.data.sources import (
 )
 from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.errors import ConfigurationError
-from rankwise.session import current
+from rankwise.session import current, current_or_none
+from rankwise.stopping import StepSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +50,7 @@ _TORCH_WORDS = {
 }
 
 
-class DataLoader:
+class DataLoader(StepSource):
     """Yield this rank's part of each global batch, on this rank's device.
 
     An epoch shows every sample exactly once, over all ranks, whatever their number; which samples
@@ -168,7 +169,7 @@ class DataLoader:
         check_with_peers(self._facts() | sizes)
         self._source = self._source_of(columns, collate_fn or default_collate, str(world))
         in_process = num_workers == 0 or columns is not None
-        self._workers = None if in_process else Workers(self._source, options, str(world))
+        self._workers = None if in_process else Workers(self._source, options, str(world), current().stopping.signals)
 
     @property
     def epoch(self) -> int:
@@ -193,8 +194,16 @@ class DataLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's batches, from where ``load_state_dict`` pointed to, else from 0."""
         iteration = self._cursor.begin()
-        fetched = self._fetched(self._cursor.epoch, self._cursor.start)
-        for stop, batch in to_device(fetched, self.device):
+        batches = to_device(self._fetched(self._cursor.epoch, self._cursor.start), self.device)
+        while True:
+            # Here the step before is done and the next one not begun; the end of an epoch is such a place too.
+            session = current_or_none()
+            if session is not None:
+                session.stopping.before_step(self)
+            fetched = next(batches, None)
+            if fetched is None:
+                break
+            stop, batch = fetched
             self._cursor.take(iteration, stop)
             yield batch
         self._cursor.finish(iteration)

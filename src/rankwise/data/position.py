@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rankwise.collectives import all_gather_object
+from rankwise.collectives import gather_json
 from rankwise.errors import ConfigurationError, DatasetError, fold_values
 from rankwise.session import current
 
@@ -122,14 +122,14 @@ def check_with_peers(settings: Mapping[str, object]) -> None:
 
     Args:
         settings: ``dataset_length`` (``None`` where it is not known) and what else must be the
-            same. Picklable.
+            same. JSON-able.
 
     Raises:
         DatasetError: the dataset is empty, or its length differs between ranks.
         ConfigurationError: another setting differs.
     """
     where = f"reported on {current().world}"
-    reports = all_gather_object(dict(settings))
+    reports = gather_json(dict(settings))
     for name in settings:
         values = {rank: report.get(name) for rank, report in enumerate(reports)}
         if len(set(map(repr, values.values()))) > 1:

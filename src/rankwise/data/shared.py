@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from rankwise.agreement import all_ranks_succeed
-from rankwise.collectives import all_gather_object
+from rankwise.collectives import gather_json
 from rankwise.data.packed import pack, unpack
 from rankwise.errors import DatasetError
 from rankwise.log import warn
@@ -30,8 +30,8 @@ class _Published(NamedTuple):
     pid: int
     file_descriptor: int
     place: tuple[int, int]
-    token: bytes
-    """The last bytes of the file: who reads them has found the right one."""
+    token: str
+    """The last bytes of the file, in hexadecimal digits: who reads them has found the right one."""
 
 
 def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
@@ -77,7 +77,9 @@ def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
                     published = _publish(value, world.node_rank)
                     until_all_have_mapped.callback(os.close, published.file_descriptor)
         on_this_node = [
-            other for other in all_gather_object(published) if other is not None and other.node_rank == world.node_rank
+            _Published(**told)
+            for told in gather_json(published and published._asdict())
+            if told is not None and told["node_rank"] == world.node_rank
         ]
         with all_ranks_succeed("share: mapping the dataset"):
             if on_this_node:
@@ -114,7 +116,7 @@ def _publish(value: object, node_rank: int) -> _Published:
         raise
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return _Published(node_rank, os.getpid(), descriptor, place, token)
+    return _Published(node_rank, os.getpid(), descriptor, place, token.hex())
 
 
 def _mapped(published: _Published, dataset: Any) -> Any:  # noqa: ANN401 - any dataset
@@ -144,7 +146,7 @@ def _found(published: _Published) -> int:
     path = f"/proc/{published.pid}/fd/{published.file_descriptor}"
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     size = os.fstat(descriptor).st_size
-    if size < _TOKEN_BYTES or os.pread(descriptor, _TOKEN_BYTES, size - _TOKEN_BYTES) != published.token:
+    if size < _TOKEN_BYTES or os.pread(descriptor, _TOKEN_BYTES, size - _TOKEN_BYTES) != bytes.fromhex(published.token):
         os.close(descriptor)
         message = f"{path} is not the file that the first rank of the node wrote"
         raise OSError(message)

@@ -8,10 +8,13 @@ rank, with its cause. Imported by ``loader``.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import signal
+import threading
 import traceback
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +26,7 @@ from rankwise.data.sources import Fetched, MapSource, Request, Stream
 from rankwise.errors import DatasetError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 _END_SECONDS = 5.0
 """How long a worker that was told to end may take; torch waits as long before it ends it itself."""
@@ -123,7 +126,9 @@ class _Requests:
 class Workers:
     """The worker processes of one loader. They start with the first batch asked for."""
 
-    def __init__(self, source: MapSource | Stream, options: WorkerOptions, where: str) -> None:
+    def __init__(
+        self, source: MapSource | Stream, options: WorkerOptions, where: str, stop_signals: Sequence[str] = ()
+    ) -> None:
         self._where = where
         self._requests = _Requests()
         self._stream = _ReadsStream(source) if isinstance(source, Stream) else None
@@ -136,7 +141,7 @@ class Workers:
             collate_fn=_as_it_is,
             pin_memory=options.pin_memory,
             timeout=options.timeout_seconds,
-            worker_init_fn=options.worker_init_fn,
+            worker_init_fn=partial(_begin, stop_signals, options.worker_init_fn),
             multiprocessing_context=options.multiprocessing_context or _default_start(),
             # Its own, so that starting workers draws nothing from the training loop's generator.
             generator=torch.Generator(),
@@ -205,6 +210,28 @@ def _end_workers(answers: Iterator[Any]) -> str:
 def _signal_name(exit_code: int) -> str:
     names = [f" ({name.name})" for name in signal.Signals if name == -exit_code]
     return names[0] if names else ""
+
+
+def _begin(stop_signals: Sequence[str], users: Callable[[int], None] | None, number: int) -> None:
+    """Begin a worker. What asks a job to stop, Slurm sends to every process, and this one still has to read.
+
+    SIGTERM from its rank ends it, as torch means it to.
+    """
+    for name in stop_signals:
+        if name == "SIGTERM":
+            # Only a waiting thread is told who has sent it. A worker that was spawned has others too, and ends.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_end_at_rank_s_word, name="rankwise-worker", daemon=True).start()
+        else:
+            signal.signal(signal.Signals[name], signal.SIG_IGN)
+    if users is not None:
+        users(number)
+
+
+def _end_at_rank_s_word() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _default_start() -> str | None:

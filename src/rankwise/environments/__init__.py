@@ -7,10 +7,33 @@ launcher.
 
 from __future__ import annotations
 
-from rankwise.environments.process import explicit, read_process
+from rankwise.environments.process import (
+    checks_collectives,
+    explain_process,
+    explicit,
+    in_kubernetes,
+    nodes_of_job,
+    read_launcher,
+    read_process,
+    stack_file,
+)
 from rankwise.environments.rankwise import variables_for
 from rankwise.environments.reading import Reading
 from rankwise.environments.slurm import hosts
 from rankwise.environments.table import TABLE, read
 
-__all__ = ["TABLE", "Reading", "explicit", "hosts", "read", "read_process", "variables_for"]
+__all__ = [
+    "TABLE",
+    "Reading",
+    "checks_collectives",
+    "explain_process",
+    "explicit",
+    "hosts",
+    "in_kubernetes",
+    "nodes_of_job",
+    "read",
+    "read_launcher",
+    "read_process",
+    "stack_file",
+    "variables_for",
+]

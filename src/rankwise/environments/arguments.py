@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from rankwise.environments import env, rankwise, torchrun
-from rankwise.environments.reading import Missing, Reading, Surroundings, checked_port, told
+from rankwise.environments.reading import Missing, Reading, Surroundings, checked_port, job_secret, told
 from rankwise.environments.table import incomplete, reachable
 from rankwise.errors import ConfigurationError
 
@@ -36,7 +36,7 @@ def explicit(
         init_method: ``tcp://host:port``, ``file:///path`` or ``env://``.
         rank: number of this process; with ``env://`` the variable ``RANK`` by default.
         world_size: number of processes; with ``env://`` the variable ``WORLD_SIZE`` by default.
-        variables: the process's environment variables, for ``env://``.
+        variables: the process's environment variables, for ``env://``; the job's secret is there for ``tcp://`` too.
         argv: the process's ``sys.argv``, for ``env://``.
 
     Raises:
@@ -52,7 +52,7 @@ def explicit(
     reason = f"explicit: init_method={init_method!r} {numbers}, because join() got them"
     reading = Reading(rank=checked_rank, world_size=checked_size, source=SOURCE, reason=reason)
     if parts.scheme == "tcp":
-        return replace(reading, address=_tcp_address(init_method))
+        return replace(reading, address=_tcp_address(init_method), secret=job_secret(variables))
     if parts.netloc or not parts.path.strip("/"):
         raise _bad(init_method, "file:// needs an absolute path, which begins with a third slash")
     return replace(reading, file=unquote(parts.path))

@@ -17,6 +17,7 @@ from rankwise.environments.reading import (
     address,
     given,
     integer,
+    job_secret,
     parse_integer,
     required,
 )
@@ -74,6 +75,7 @@ def _read(around: Surroundings) -> Reading | Missing | None:
         local_rank=local_rank_of(variables, around.argv),
         local_world_size=integer(variables, "LOCAL_WORLD_SIZE"),
         address=address(variables),
+        secret=job_secret(variables),
         source="env",
     )
 

@@ -16,6 +16,7 @@ from rankwise.environments.reading import (
     file_name,
     given,
     integer,
+    job_secret,
     required,
 )
 
@@ -68,6 +69,7 @@ def _reading(around: Surroundings, local_rank: int | None, local_world_size: int
         node_rank=0 if one_machine else None,
         num_nodes=1 if one_machine else None,
         address=address(around.variables),
+        secret=job_secret(around.variables),
         job_key=file_name(f"{source}-{job}") if job else None,
         source=source,
     )

@@ -15,6 +15,7 @@ from rankwise.environments.reading import (
     address,
     file_name,
     given,
+    job_secret,
     required,
 )
 
@@ -48,6 +49,7 @@ def _read(around: Surroundings) -> Reading | Missing | None:
         node_rank=0 if one_machine else None,
         num_nodes=1 if one_machine else None,
         address=address(variables),
+        secret=job_secret(variables),
         job_key=file_name(f"openmpi-{job}") if job else None,
         source="openmpi",
     )

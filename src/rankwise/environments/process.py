@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.environments import arguments, table
+from rankwise.environments import arguments, env, explanation, rankwise, slurm, table, torchrun
+from rankwise.environments.reading import Missing, Surroundings, told
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rankwise.environments.explanation import Explanation
     from rankwise.environments.reading import Reading
 
 HYDRA_PROXY = "hydra_pmi_proxy"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+RPC_INTERFACE = "TP_SOCKET_IFNAME"
+STOP_SIGNAL = "SIGUSR2"
+"""What rankwise's own batch scripts have Slurm send ahead of the time limit."""
 
 
 def read_process(environment: str | None = None) -> Reading:
@@ -33,11 +43,17 @@ def read_process(environment: str | None = None) -> Reading:
             reached.
     """
     launcher = _ancestor(HYDRA_PROXY) if "PMI_RANK" in os.environ else None
-    return table.read(dict(os.environ), sys.argv, environment, launcher_process=launcher)
+    return _with_signals(table.read(dict(os.environ), sys.argv, environment, launcher_process=launcher))
+
+
+def explain_process() -> Explanation:
+    """Return who started this process, and what was looked at to tell. Raises nothing for what it finds."""
+    launcher = _ancestor(HYDRA_PROXY) if "PMI_RANK" in os.environ else None
+    return explanation.explain(dict(os.environ), sys.argv, launcher)
 
 
 def explicit(init_method: str, rank: int | None, world_size: int | None) -> Reading:
-    """Return what the user said outright; only ``env://`` looks at this process's variables.
+    """Return what the user said outright; only ``env://`` looks at the variables of launchers.
 
     Args:
         init_method: ``tcp://host:port``, ``file:///path`` or ``env://``.
@@ -47,7 +63,99 @@ def explicit(init_method: str, rank: int | None, world_size: int | None) -> Read
     Raises:
         ConfigurationError: an argument is bad or missing.
     """
-    return arguments.explicit(init_method, rank, world_size, variables=dict(os.environ), argv=sys.argv)
+    return _with_signals(arguments.explicit(init_method, rank, world_size, variables=dict(os.environ), argv=sys.argv))
+
+
+def _with_signals(reading: Reading) -> Reading:
+    """Return ``reading`` with the signals that this process may be asked to stop by."""
+    below_agent = reading.source == rankwise.ROW.name
+    # Torchrun's agent ends its ranks by SIGTERM.
+    if reading.source != torchrun.ROW.name:
+        # Slurm sends its signals to every process of a step, also below an agent; Kubernetes to a pod's first.
+        if os.environ.get(slurm.ROW.sign) or (in_kubernetes() and not below_agent):
+            return replace(reading, stop_signals=(STOP_SIGNAL, "SIGTERM"))
+        if below_agent:
+            return replace(reading, stop_signals=(STOP_SIGNAL,))
+    return reading
+
+
+def read_launcher() -> Reading | None:
+    """Return which of several launchers this process is, where a scheduler started one on each machine.
+
+    Only Slurm's steps and plain ``RANK`` and ``WORLD_SIZE`` count: a launcher inside a rank of another launcher
+    starts a job of its own.
+
+    Raises:
+        ConfigurationError: a set of variables is incomplete or bad, or the first machine's address is missing.
+    """
+    around = Surroundings(variables=dict(os.environ))
+    if rankwise.ROW.read(around) is not None or torchrun.ROW.read(around) is not None:
+        return None
+    for row in (env.ROW, slurm.ROW):
+        said = row.read(around)
+        if isinstance(said, Missing):
+            # People export WORLD_SIZE alone for other libraries.
+            if row is not env.ROW:
+                raise table.incomplete(row, said, around.variables)
+        elif said is not None and said.world_size > 1:
+            return table.reachable(replace(said, reason=f"{row.title}: {told(around.variables, row.names)}"))
+    return None
+
+
+def nodes_of_job() -> int:
+    """Return how many nodes a Slurm job has that this process is in, outside any step of it; 1 elsewhere."""
+    variables = os.environ
+    if not variables.get(slurm.ROW.sign) or (variables.get("SLURM_STEP_ID") and not slurm.is_leftover(variables)):
+        return 1
+    number = variables.get("SLURM_JOB_NUM_NODES", "1")
+    return int(number) if number.isdecimal() else 1
+
+
+def in_kubernetes() -> bool:
+    """Return whether this process runs in a pod of Kubernetes, which says so in every pod."""
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST"))
+
+
+def set_interface(name: str, *, is_loopback: bool) -> tuple[str, ...]:
+    """Tell torch's transports which network interface to use, where the user has not; return what was set.
+
+    The variables stay for as long as groups may be opened: the user's own ``new_group()`` and device meshes read
+    them too.
+
+    Args:
+        name: the interface.
+        is_loopback: whether all ranks are on one machine, within which NCCL finds its own way.
+
+    Source: torch 2.13's ``init_process_group`` takes no device for Gloo; ``ProcessGroupGloo`` looks up
+        GLOO_SOCKET_IFNAME for every group it opens. NCCL matches a name exactly after ``=``, else as a beginning.
+    """
+    wanted = {GLOO_INTERFACE: name, RPC_INTERFACE: name}
+    if not is_loopback:
+        wanted[NCCL_INTERFACE] = f"={name}"
+    unset = {variable: value for variable, value in wanted.items() if not os.environ.get(variable)}
+    os.environ.update(unset)
+    return tuple(unset)
+
+
+def gloo_interfaces() -> list[str]:
+    """Return the interfaces that the user has Gloo use, by name; none where the user has not said."""
+    return [name for name in os.environ.get(GLOO_INTERFACE, "").split(",") if name]
+
+
+def unset(names: Iterable[str]) -> None:
+    """Remove variables that :func:`set_interface` set."""
+    for name in names:
+        os.environ.pop(name, None)
+
+
+def checks_collectives() -> bool:
+    """Return whether ranks are to compare every collective before it begins: ``RANKWISE_CHECK=1``."""
+    return os.environ.get("RANKWISE_CHECK", "0").strip() not in {"", "0"}
+
+
+def stack_file() -> str:
+    """Return what this rank writes its stack into when rankwise's launcher asks for it; empty without one."""
+    return os.environ.get("RANKWISE_STACK_FILE", "")
 
 
 def _ancestor(name: str) -> str | None:

@@ -7,11 +7,13 @@ Starts nothing. Imported by the table of this package; the launcher calls ``vari
 from __future__ import annotations
 
 from rankwise.environments.reading import (
+    SECRET_NAME,
     Environment,
     Missing,
     Reading,
     Surroundings,
     given,
+    job_secret,
     parse_address,
     required,
 )
@@ -41,6 +43,10 @@ def variables_for(
     run_id: str,
     attempt: str,
     error_file: str,
+    stack_file: str = "",
+    secret: str | None = None,
+    interface: str | None = None,
+    check: bool = False,
 ) -> dict[str, str]:
     """Return the variables the launcher gives one rank; ``read`` turns them back into the facts.
 
@@ -57,6 +63,10 @@ def variables_for(
         run_id: name of the job.
         attempt: number of the restart, ``"0"`` at first, the same on every rank.
         error_file: path the rank writes its failure to.
+        stack_file: path the rank writes its stack to when it is asked for it.
+        secret: what the store asks for, where it asks for something.
+        interface: network interface that leads to the other machines, where there are some.
+        check: whether ranks compare their collectives before they send.
     """
     host, port = store
     return {
@@ -73,6 +83,12 @@ def variables_for(
         "RANKWISE_STORE": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "RANKWISE_ATTEMPT": attempt,
         "RANKWISE_ERROR_FILE": error_file,
+        **({"RANKWISE_STACK_FILE": stack_file} if stack_file else {}),
+        **({SECRET_NAME: secret} if secret else {}),
+        **({"RANKWISE_CHECK": "1"} if check else {}),
+        **({"GLOO_SOCKET_IFNAME": interface, "TP_SOCKET_IFNAME": interface} if interface else {}),
+        # NCCL takes a bare name for the beginning of one.
+        **({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}),
     }
 
 
@@ -91,6 +107,7 @@ def _read(around: Surroundings) -> Reading | Missing | None:
         node_rank=given(variables, "GROUP_RANK"),
         num_nodes=given(variables, "GROUP_WORLD_SIZE"),
         address=parse_address(variables["RANKWISE_STORE"], "RANKWISE_STORE"),
+        secret=job_secret(variables),
         store_is_served=True,
         source="rankwise",
         attempt=variables["RANKWISE_ATTEMPT"],

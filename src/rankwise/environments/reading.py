@@ -7,7 +7,7 @@ package.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 LARGEST_PORT = 65535
+SECRET_NAME = "RANKWISE_SECRET"  # noqa: S105 - its name
+"""The variable of the job's secret. It stands in no row's names, so that no text about variables shows it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,8 @@ class Reading:
     """Path of the file the job's store is kept in, where the user named one."""
     job_key: str | None = None
     """Text of this job alone, fit for a file name: ranks of one machine meet by it."""
+    secret: str | None = field(default=None, repr=False)
+    """What a process must hold to be let into the job's store; never to be shown."""
     store_is_served: bool = False
     """Whether the launcher serves the store at ``address``; otherwise rank 0 does."""
     source: str
@@ -48,6 +52,8 @@ class Reading:
     """Tells the restarts of one job apart, the same on every rank."""
     reason: str = ""
     """One line for a person: what was decided, from which variables, and why."""
+    stop_signals: tuple[str, ...] = ()
+    """Names of the signals by which somebody asks this process itself to stop soon."""
     warns: bool = False
     """Whether ``reason`` is worth saying for a world of one: the user likely wants more."""
 
@@ -151,6 +157,11 @@ def address(variables: Mapping[str, str]) -> tuple[str, int] | None:
     if not host or port is None:
         return None
     return host, checked_port(port, "MASTER_PORT")
+
+
+def job_secret(variables: Mapping[str, str]) -> str | None:
+    """Return the secret of the job, or ``None`` where nobody set one."""
+    return variables.get(SECRET_NAME) or None
 
 
 def parse_address(text: str, name: str) -> tuple[str, int]:

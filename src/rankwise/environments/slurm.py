@@ -19,6 +19,7 @@ from rankwise.environments.reading import (
     file_name,
     given,
     integer,
+    job_secret,
     required,
 )
 from rankwise.errors import ConfigurationError
@@ -141,6 +142,7 @@ def _read(around: Surroundings) -> Reading | Missing | None:
         node_rank=node_rank,
         num_nodes=len(counts),
         address=_address(variables, num_nodes=len(counts)),
+        secret=job_secret(variables),
         # The number of a job comes back when the controller is set up anew; the name of its cluster
         # does not.
         job_key=file_name(f"slurm-{variables.get('SLURM_CLUSTER_NAME', '')}-{job_id}.{step_id}.{attempt}"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said when ranks call different collectives: the words of each."""
+"""Small texts that ranks tell each other: what each has, or what each has called."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rankwise.errors import CollectiveMismatch, fold_values, rank_prefix
+from rankwise import mismatch, places
+from rankwise.mismatch import Call
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from rankwise.errors import CollectiveMismatch
 
 TEXT_BYTES = 512
+LONGEST_CALL_BYTES = 2**16
+WHAT_EACH_CALLED = "what each rank called"
 
 
 class Gathers(Protocol):
@@ -43,11 +48,27 @@ def unpacked(rows: torch.Tensor) -> list[str]:
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def calls_differ(rank: int, world_size: int, ranks: Sequence[int], texts: Sequence[str]) -> CollectiveMismatch:
-    """Return the error for ranks that called different things; ``texts`` are the words of ``ranks``."""
-    return CollectiveMismatch(
-        "Ranks called different collectives, or one with different shapes or dtypes.",
-        where=f"reported on {rank_prefix(rank, world_size)}",
-        evidence=fold_values(dict(zip(ranks, texts, strict=True))),
-        do="call the same on every rank; all_gather_object() takes values that differ in type and size",
-    )
+def calls_differ(
+    gather: Callable[[torch.Tensor], torch.Tensor], words: str, hostname: str, ranks: Sequence[int], world_size: int
+) -> CollectiveMismatch:
+    """Return the error for ranks that called different things.
+
+    Called by: every rank of ``ranks``, from what it called.
+
+    Args:
+        gather: returns the tensors of ``ranks``, [len(ranks), ...], all of one shape.
+        words: what this rank called.
+        hostname: of this rank.
+        ranks: who compared what they called.
+        world_size: number of ranks of the world.
+    """
+    text = "\0".join((hostname, places.words(places.user_place()), words))
+    data = torch.frombuffer(bytearray(text.encode()[:LONGEST_CALL_BYTES]), dtype=torch.uint8)
+    lengths = gather(torch.tensor([data.numel()])).flatten().tolist()
+    padded = data.new_zeros(max(lengths))
+    padded[: data.numel()] = data
+    calls: dict[int, Call] = {}
+    for rank, row, length in zip(ranks, gather(padded), lengths, strict=True):
+        host, place, called = bytes(row[:length].tolist()).decode(errors="replace").split("\0", 2)
+        calls[rank] = Call(called, place, host)
+    return mismatch.calls_differ(calls, world_size)

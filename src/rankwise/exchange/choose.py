@@ -34,7 +34,7 @@ def check_exchange(wanted: str) -> None:
         raise ConfigurationError(f"There is no exchange {wanted!r}.", do="use one of " + ", ".join(EXCHANGES))
 
 
-def open_exchange(wanted: str, group: TorchGroup, world: World) -> tuple[Exchange, str]:
+def open_exchange(wanted: str, group: TorchGroup, world: World, *, checks: bool = False) -> tuple[Exchange, str]:
     """Open the exchange of a world, and say in a few words which one it is.
 
     Called by: every rank.
@@ -43,14 +43,16 @@ def open_exchange(wanted: str, group: TorchGroup, world: World) -> tuple[Exchang
         wanted: one of ``EXCHANGES``.
         group: torch's process group, over which the ranks agree.
         world: this rank's.
+        checks: whether every collective is to be compared on all ranks before it begins.
 
     Returns:
         The exchange, and the words; empty where there was nothing to choose.
 
     Raises:
-        ConfigurationError: ranks want different ones, or shared memory is wanted and cannot be had.
+        ConfigurationError: ranks want different ones, or shared memory is wanted and cannot be had; or only some are
+            to compare.
     """
-    own = json.dumps([wanted, world.device.partition(":")[0], _home(world), os.getpid()])
+    own = json.dumps([wanted, world.device.partition(":")[0], _home(world), os.getpid(), checks])
     texts = gather_texts(group, own, what="choosing an exchange")
     facts = [json.loads(text) for text in texts]
     if len({fact[0] for fact in facts}) > 1:
@@ -60,6 +62,17 @@ def open_exchange(wanted: str, group: TorchGroup, world: World) -> tuple[Exchang
             evidence=fold_values({rank: f"exchange={fact[0]!r}" for rank, fact in enumerate(facts)}),
             do="pass the same exchange= to rankwise.join() on every rank",
         )
+    if len({fact[4] for fact in facts}) > 1:
+        raise ConfigurationError(
+            "Some ranks are to compare what they call, and some are not.",
+            where=f"reported on {world}",
+            evidence=fold_values(
+                {rank: f"RANKWISE_CHECK is {'' if fact[4] else 'not '}set" for rank, fact in enumerate(facts)}
+            ),
+            do="set RANKWISE_CHECK=1 for every rank, or for none",
+        )
+    if checks:
+        group.compare_everything()
     if wanted == "gloo":
         return group, ""
     if any(fact[1] != "cpu" for fact in facts):

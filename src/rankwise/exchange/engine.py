@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from rankwise.exchange.marks import Marks
     from rankwise.exchange.peers import Peers
-    from rankwise.watch import Ticket, Watch
+    from rankwise.record import Ticket
+    from rankwise.watch import Watch
 
 SPIN_SECONDS = 50e-6
 YIELD_SECONDS = 150e-6
@@ -132,6 +133,8 @@ class Engine:
         """Return when ``operation`` is done. Raises as :meth:`rankwise.watch.Watch.wait` does."""
         if not operation.is_done:
             self.watch.wait(ticket, lambda seconds: self._is_done(operation, seconds))
+        elif ticket.ended is None:
+            ticket.ended = time.monotonic()
 
     def _is_done(self, operation: Operation, seconds: float) -> bool:
         start = time.monotonic()

@@ -24,6 +24,14 @@ class LaneSize:
     device: torch.device
 
 
+def words_of_lanes(sizes: Sequence[LaneSize], what: str) -> list[str]:
+    """Return what travels on each lane, as ``gradients of Net, bucket 0: float32[1234]``."""
+    return [
+        f"{what}, bucket {number}: {str(size.dtype).removeprefix('torch.')}[{size.num_elements}]"
+        for number, size in enumerate(sizes)
+    ]
+
+
 class Lane(Protocol):
     """A way for one bucket of gradients, used again in every step: sums with weights, divided once.
 
@@ -36,7 +44,7 @@ class Lane(Protocol):
     """[num_elements], the mean. It stays from ``finish`` to the next ``claim``."""
 
     def can_claim(self) -> bool:
-        """Return whether ``claim`` would return at once."""
+        """Return whether ``claim`` and ``start`` would return at once."""
         ...
 
     def claim(self) -> None:
@@ -117,10 +125,17 @@ class Exchange(Protocol):
         """Return how much a lane carries best at a time."""
         ...
 
-    def lanes(self, sizes: Sequence[LaneSize]) -> list[Lane]:
+    def lanes(self, sizes: Sequence[LaneSize], what: str = "gradients") -> list[Lane]:
         """Return a lane for each size, to be started in this order.
 
         Called by: every rank, in the same order.
+
+        Args:
+            sizes: the same on every rank.
+            what: travels on them, in words.
+
+        Raises:
+            CollectiveMismatch: the sizes are not the same on every rank.
         """
         ...
 

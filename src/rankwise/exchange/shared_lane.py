@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rankwise.exchange.engine import Awaited, Engine
     from rankwise.exchange.mapping import Mapping
     from rankwise.exchange.protocol import LaneSize
-    from rankwise.watch import Ticket
+    from rankwise.record import Ticket
 
 ARENA_BYTES = 2**26
 """Enough that lanes of most models need not wait for one another."""
@@ -130,11 +130,12 @@ def lay_out(layouts: Sequence[Layout], start: int) -> tuple[int, int]:
 class SharedLane:
     """One bucket's way through shared memory. See :class:`rankwise.exchange.protocol.Lane`."""
 
-    def __init__(self, layout: Layout, mapping: Mapping, rank: int, engine: Engine, what: str) -> None:
+    def __init__(self, layout: Layout, mapping: Mapping, rank: int, engine: Engine, *, what: str, channel: int) -> None:
         size, num_ranks = layout.size, layout.num_ranks
         self._rank = rank
         self._engine = engine
         self._what = what
+        self._channel = channel
         self._published, self._reduced, self._consumed = (
             Marks(mapping, layout.marks(number), rank, num_ranks) for number in range(3)
         )
@@ -165,7 +166,9 @@ class SharedLane:
         self._sharers = list(lanes)
 
     def can_claim(self) -> bool:
-        """Return whether every rank has read what was in the memory before."""
+        """Return whether every rank has read what was in the memory before, and nothing is to be compared first."""
+        if self._engine.watch.check is not None:
+            return False
         if all(lane.is_read() for lane in self._sharers):
             return True
         self._engine.advance()
@@ -194,7 +197,7 @@ class SharedLane:
 
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Publish the body, and go on as far as it goes without waiting."""
-        self._ticket = self._engine.watch.ticket(self._what)
+        self._ticket = self._engine.watch.ticket(self._what, self._channel)
         header = self._headers[self._rank]
         HEADER.pack_into(header, 0, share, weight, len(absent))
         if self._all_flags:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.exchange.across import Across
-from rankwise.exchange.agreeing import calls_differ, packed, unpacked
+from rankwise.exchange.agreeing import WHAT_EACH_CALLED, calls_differ
 from rankwise.exchange.bytes_of import bytes_of
 from rankwise.exchange.handshake import open_together
 from rankwise.exchange.mapping import PAGE_BYTES, rounded_up
+from rankwise.exchange.protocol import words_of_lanes
 from rankwise.exchange.reducing import can_reduce
 from rankwise.exchange.results import Results
 from rankwise.exchange.shared_lane import Layout, SharedLane, lay_out
@@ -67,10 +68,18 @@ class SharedMemory:
         engine: of this rank.
         staging: in memory of this host.
         across: to the other hosts, where there are any.
+        channel: see :class:`rankwise.record.Ticket`.
     """
 
     def __init__(
-        self, place: Place, torch_group: TorchGroup, engine: Engine, staging: Staging, across: Across | None
+        self,
+        place: Place,
+        torch_group: TorchGroup,
+        engine: Engine,
+        staging: Staging,
+        across: Across | None,
+        *,
+        channel: int,
     ) -> None:
         self.rank = torch_group.rank
         self.world_size = torch_group.world_size
@@ -80,6 +89,7 @@ class SharedMemory:
         self._engine = engine
         self._staging = staging
         self._across = across
+        self._channel = channel
         self._agreed = ""
         self._results = Results()
         self._latest: Operation | None = None
@@ -97,7 +107,7 @@ class SharedMemory:
             self._torch_group.meet(what)
         else:
             words = self._words(what)
-            self._run(self._staging.meet(words), words)
+            self._run(self._staging.meet(words), words, None)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
         """Return the reduction over all ranks, within each host in rank order."""
@@ -108,7 +118,7 @@ class SharedMemory:
             return self._torch_group.all_reduce(tensor, op, what=what)
         out = self._results.empty(tuple(tensor.shape), tensor)
         words = self._words(what)
-        self._run(self._staging.all_reduce(tensor.view(-1), out.view(-1), op, words, self._across), words)
+        self._run(self._staging.all_reduce(tensor.view(-1), out.view(-1), op, words, self._across), words, tensor)
         return out
 
     def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
@@ -118,7 +128,7 @@ class SharedMemory:
         out = self._results.empty((self.world_size, *tensor.shape), tensor)
         rows = bytes_of(out).view(self.world_size, -1)
         words = self._words(what)
-        self._run(self._staging.all_gather(bytes_of(tensor), rows, words), words)
+        self._run(self._staging.all_gather(bytes_of(tensor), rows, words), words, tensor)
         return out
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
@@ -127,22 +137,27 @@ class SharedMemory:
             return self._torch_group.broadcast(tensor, source, what=what)
         out = self._results.empty(tuple(tensor.shape), tensor)
         words = self._words(what)
-        self._run(self._staging.broadcast(bytes_of(tensor), bytes_of(out), source, words), words)
+        self._run(self._staging.broadcast(bytes_of(tensor), bytes_of(out), source, words), words, tensor)
         return out
 
     def twin(self) -> SharedMemory:
         """Return another exchange of the same ranks."""
         torch_group = self._torch_group if self._across is None else self._torch_group.twin()
-        return open_shared_memory(self, self._place, torch_group, self._engine, TWIN_SLOT_BYTES)
+        channel = self.watch.record.open_channel()
+        return open_shared_memory(
+            self, self._place, torch_group, self._engine, slot_bytes=TWIN_SLOT_BYTES, channel=channel
+        )
 
     def lane_bytes(self, device: torch.device) -> int:
         """Return a size of which a core's cache holds a few."""
         return LANE_BYTES if device.type == "cpu" else self._torch_group.lane_bytes(device)
 
-    def lanes(self, sizes: Sequence[LaneSize]) -> list[Lane]:
+    def lanes(self, sizes: Sequence[LaneSize], what: str = "gradients") -> list[Lane]:
         """Return a lane for each size; through torch's group for a GPU, or where memory is short."""
+        names = words_of_lanes(sizes, what)
+        self.meet("; ".join(names))
         if any(size.device.type != "cpu" for size in sizes):
-            return self._torch_group.twin().lanes(sizes)
+            return self._torch_group.twin().lanes(sizes, what)
         place, across = self._place, self._across
         num_slices = None if across is None else across.num_slices
         layouts = [Layout(size, len(place.ranks), num_slices) for size in sizes]
@@ -152,8 +167,7 @@ class SharedMemory:
         mapping, reasons = open_together(self, rounded_up(end, PAGE_BYTES), [own_part], first=place.ranks[0])
         if mapping is None:
             warn(f"gradients go through Gloo: no shared memory of {end / 2**20:.0f} MiB\n{fold_values(reasons)}")
-            return self._torch_group.twin().lanes(sizes)
-        names = [f"gradients {number}/{len(layouts)}" for number in range(1, len(layouts) + 1)]
+            return self._torch_group.twin().lanes(sizes, what)
         lanes = [self._lane(layout, mapping, name) for layout, name in zip(layouts, names, strict=True)]
         for layout, lane in zip(layouts, lanes, strict=True):
             lane.follow([other for laid, other in zip(layouts, lanes, strict=True) if laid.overlaps(layout)])
@@ -162,9 +176,16 @@ class SharedMemory:
     def _lane(self, layout: Layout, mapping: Mapping, name: str) -> SharedLane:
         local_rank = self._place.local_rank
         if self._across is None:
-            return SharedLane(layout, mapping, local_rank, self._engine, name)
+            return SharedLane(layout, mapping, local_rank, self._engine, what=name, channel=self._channel)
         return TwoLevelLane(
-            layout, mapping, local_rank, self._engine, name, across=self._across, world_size=self.world_size
+            layout,
+            mapping,
+            local_rank,
+            self._engine,
+            what=name,
+            channel=self._channel,
+            across=self._across,
+            world_size=self.world_size,
         )
 
     def close(self) -> None:
@@ -176,8 +197,8 @@ class SharedMemory:
         agreed, self._agreed = self._agreed, ""
         return agreed or what
 
-    def _run(self, steps: Generator[Awaited], words: str) -> None:
-        ticket = self.watch.ticket(words)
+    def _run(self, steps: Generator[Awaited], words: str, tensor: torch.Tensor | None) -> None:
+        ticket = self.watch.ticket(words, self._channel, tensor)
         if self._latest is not None:
             # An interrupt may have left it under way. The slots are free when it is done.
             self._engine.wait(self._latest, ticket)
@@ -186,15 +207,23 @@ class SharedMemory:
             self._engine.wait(self._latest, ticket)
         except CallsDiffer:
             self._latest = None
-            ranks = self._place.ranks
-            own, told = packed(words), "what each rank called"
-            rows = own.new_empty((len(ranks), own.numel()))
-            self._run(self._staging.all_gather(own, rows, told), told)
-            raise calls_differ(self.rank, self.world_size, ranks, unpacked(rows)) from None
+            raise calls_differ(self._tell, words, self.watch.hostname, self._place.ranks, self.world_size) from None
+
+    def _tell(self, tensor: torch.Tensor) -> torch.Tensor:
+        out = tensor.new_empty((len(self._place.ranks), *tensor.shape))
+        rows = bytes_of(out).view(len(out), -1)
+        self._run(self._staging.all_gather(bytes_of(tensor), rows, WHAT_EACH_CALLED), WHAT_EACH_CALLED, tensor)
+        return out
 
 
 def open_shared_memory(
-    gathers: Gathers, place: Place, torch_group: TorchGroup, engine: Engine, slot_bytes: int = SLOT_BYTES
+    gathers: Gathers,
+    place: Place,
+    torch_group: TorchGroup,
+    engine: Engine,
+    *,
+    slot_bytes: int = SLOT_BYTES,
+    channel: int = 0,
 ) -> SharedMemory:
     """Open an exchange of its own for all ranks of ``torch_group``.
 
@@ -208,7 +237,7 @@ def open_shared_memory(
     mapping = _open(gathers, place, PAGE_BYTES + Staging.num_bytes(slot_bytes, num_ranks), [own_part])
     staging = Staging(mapping, PAGE_BYTES, slot_bytes, place.local_rank, num_ranks)
     across = Across.open(place.hosts, place.rank) if len(place.hosts) > 1 else None
-    return SharedMemory(place, torch_group, engine, staging, across)
+    return SharedMemory(place, torch_group, engine, staging, across, channel=channel)
 
 
 def _open(gathers: Gathers, place: Place, num_bytes: int, own_parts: Sequence[tuple[int, int]]) -> Mapping:

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rankwise.exchange.agreeing import calls_differ, gather_texts
+from rankwise.exchange.agreeing import WHAT_EACH_CALLED, calls_differ
 from rankwise.exchange.bytes_of import bytes_of
+from rankwise.exchange.protocol import words_of_lanes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.exchange.protocol import Lane, LaneSize
-    from rankwise.watch import Ticket, Watch
+    from rankwise.record import Ticket
+    from rankwise.watch import Watch
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -66,11 +68,14 @@ class Pending:
 class TorchGroup:
     """torch's default process group, opened by ``process_group``, or another of the same ranks."""
 
-    def __init__(self, watch: Watch, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, watch: Watch, rank: int, world_size: int, group: dist.ProcessGroup | None = None, channel: int = 0
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.watch = watch
         self._group = group
+        self._channel = channel
 
     def twin(self) -> TorchGroup:
         """Return another group of the same ranks, whose collectives need no order towards this one's.
@@ -80,14 +85,23 @@ class TorchGroup:
         group = dist.new_group()
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"torch.distributed.new_group() gave {group!r} for a group of all ranks")
-        return TorchGroup(self.watch, self.rank, self.world_size, group)
+        return TorchGroup(self.watch, self.rank, self.world_size, group, self.watch.record.open_channel())
+
+    def compare_everything(self) -> None:
+        """Have the ranks compare each collective before it begins, of every exchange of theirs, on this group.
+
+        Called by: every rank.
+        """
+        self.watch.check = self.agree
 
     def agree(self, what: str) -> None:
         """Find out whether every rank calls the same: Gloo takes tensors for one another, or ends the process."""
-        digests = self.all_gather(torch.tensor([zlib.crc32(what.encode())]), what=what)
+        digests = self._all_gather(torch.tensor([zlib.crc32(what.encode())]), self.watch.ticket(what, self._channel))
         if bool((digests != digests[0]).any()):
-            texts = gather_texts(self, what, what="what each rank called")
-            raise calls_differ(self.rank, self.world_size, range(self.world_size), texts)
+            raise calls_differ(self._tell, what, self.watch.hostname, range(self.world_size), self.world_size)
+
+    def _tell(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._all_gather(tensor, self.watch.ticket(WHAT_EACH_CALLED, self._channel))
 
     def meet(self, what: str) -> None:
         """Return when every rank has come to ``what``."""
@@ -101,7 +115,9 @@ class TorchGroup:
 
     def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """Return [world_size, *tensor.shape], the tensors of all ranks in rank order."""
-        ticket = self.watch.ticket(what)
+        return self._all_gather(tensor, self.watch.ticket(what, self._channel, tensor))
+
+    def _all_gather(self, tensor: torch.Tensor, ticket: Ticket) -> torch.Tensor:
         out = tensor.new_empty((self.world_size, *tensor.shape))
         if tensor.numel():
             parts = list(bytes_of(out).view(self.world_size, -1).unbind(0))
@@ -111,7 +127,7 @@ class TorchGroup:
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
         """Return the tensor of rank ``source``."""
-        ticket = self.watch.ticket(what)
+        ticket = self.watch.ticket(what, self._channel, tensor)
         result = tensor.clone(memory_format=torch.contiguous_format)
         work = dist.broadcast(bytes_of(result), source, group=self._group, async_op=True)
         Pending(self.watch, ticket, work).wait()
@@ -119,16 +135,18 @@ class TorchGroup:
 
     def start_all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> Pending:
         """Start reducing ``tensor`` in place."""
-        ticket = self.watch.ticket(what)
+        ticket = self.watch.ticket(what, self._channel, tensor)
         return Pending(self.watch, ticket, dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True))
 
     def lane_bytes(self, device: torch.device) -> int:
         """Return a size of which Gloo moves several at once, and NCCL one after the other."""
         return CPU_LANE_BYTES if device.type == "cpu" else OTHER_LANE_BYTES
 
-    def lanes(self, sizes: Sequence[LaneSize]) -> list[Lane]:
+    def lanes(self, sizes: Sequence[LaneSize], what: str = "gradients") -> list[Lane]:
         """Return a lane for each size."""
-        return [TorchLane(self, size, f"gradients {number}/{len(sizes)}") for number, size in enumerate(sizes, 1)]
+        names = words_of_lanes(sizes, what)
+        self.agree("; ".join(names))
+        return [TorchLane(self, size, name) for size, name in zip(sizes, names, strict=True)]
 
     def close(self) -> None:
         """Do nothing: torch's groups are closed where they were opened, in ``process_group``."""
@@ -152,8 +170,8 @@ class TorchLane:
         self._pending: list[Pending] = []
 
     def can_claim(self) -> bool:
-        """Return whether nothing is under way."""
-        return not self._pending
+        """Return whether nothing is under way, and nothing is to be compared first."""
+        return not self._pending and self._group.watch.check is None
 
     def claim(self) -> None:
         """Wait for what an error broke off."""

@@ -28,9 +28,18 @@ class TwoLevelLane(SharedLane):
     """One bucket's way through the memory of each host, and between hosts."""
 
     def __init__(
-        self, layout: Layout, mapping: Mapping, rank: int, engine: Engine, what: str, *, across: Across, world_size: int
+        self,
+        layout: Layout,
+        mapping: Mapping,
+        rank: int,
+        engine: Engine,
+        *,
+        what: str,
+        channel: int,
+        across: Across,
+        world_size: int,
     ) -> None:
-        super().__init__(layout, mapping, rank, engine, what)
+        super().__init__(layout, mapping, rank, engine, what=what, channel=channel)
         self._across = across
         self._world_size = world_size
         self._tail = mapping.tensor(layout.tail, [1 + layout.size.num_flags], torch.float64)

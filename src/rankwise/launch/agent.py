@@ -1,268 +1,306 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervises the ranks of one machine: torch elastic's agent over ranks that the warm server forks.
+"""Supervises this machine's part of a job: does what the coordinator says, and tells it what happens here.
 
-Tells the other ranks of a failure, gives them time to end with it, ends the rest, and starts the
-next attempt where one is left. Never prints. Imported by the launcher's start.
+Prints nothing itself and knows no other machine. Imported by the launcher's start.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import signal
-import socket
 import time
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerState
-from torch.distributed.elastic.events.api import Event, EventSource
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-from rankwise.environments import variables_for
-from rankwise.events import post_departure, post_failure
+from rankwise.errors import ConfigurationError, LaunchError, fold_ranks
 from rankwise.launch import failure
-from rankwise.launch.failure import FailedAttempt, Failure
-from rankwise.launch.output import descriptors_closed
-from rankwise.launch.server import Ended, RankStart
+from rankwise.launch.coordinator import RETURN_SECONDS
+from rankwise.launch.failure import Failure
+from rankwise.launch.link import Link, LinkLost
+from rankwise.launch.ranks import Layout
+from rankwise.stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
-
+    from rankwise.launch.asking import Asking
+    from rankwise.launch.failure import FailedAttempt
     from rankwise.launch.interrupts import Interrupts
-    from rankwise.launch.local import LocalRendezvous
-    from rankwise.launch.output import Output
-    from rankwise.launch.server import WarmServer
+    from rankwise.launch.ranks import LocalRanks
 
-PEERS_SECONDS = 5.0
-"""How long the other ranks have to end by themselves once they have been told of a failure."""
+LOOK_SECONDS = 0.5
+"""How often the agent looks at what nobody tells it: silence, stopped processes."""
 STOP_SECONDS = 3.0
 """How long ranks have to end after Ctrl-C or SIGTERM."""
+LOST_EXIT_CODE = 1
 TERMINATE_SECONDS = 1.0
 """How long a rank has to end between SIGTERM and SIGKILL, after another's failure."""
-LOOK_SECONDS = 1.0
-"""How often the agent lets torch elastic look for other machines. Ends are heard of at once."""
 
 
-class LocalAgent(SimpleElasticAgent):  # pyright: ignore[reportUntypedBaseClass]
-    """Starts, watches and stops the ranks of this machine, attempt after attempt."""
+class Interrupted(Exception):
+    """A signal has come that ends this machine's part of the job."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+@dataclass(slots=True)
+class _Ending:
+    """When the ranks that still run are asked to end, and when they are killed."""
+
+    terminate_at: float
+    kill_at: float
+    has_asked: bool = False
+
+
+class Agent:
+    """One machine's part of a job, from the first attempt to the last."""
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        ranks: LocalRanks,
         *,
-        rendezvous: LocalRendezvous,
-        server: WarmServer,
-        output: Output,
+        open_link: Callable[[float], Link],
         interrupts: Interrupts,
-        error_folder: str,
-        doorbell: int,
+        asking: Asking,
+        say: Callable[[str], None],
         on_failed_attempt: Callable[[FailedAttempt], None],
+        hosts_job: bool,
+        can_return: bool,
+        can_restart: bool,
+        saves_on_terminate: bool,
     ) -> None:
-        super().__init__(spec)
-        self._rendezvous_value = rendezvous
-        self._server = server
-        self._output = output
+        self._ranks = ranks
+        self._open_link = open_link
         self._interrupts = interrupts
-        self._error_folder = Path(error_folder)
-        self._doorbell = doorbell
+        self._asking = asking
+        self._say = say
         self._on_failed_attempt = on_failed_attempt
-        self._world_size = 0
-        self._running: set[int] = set()
-        self._failures: dict[int, Failure] = {}
-        self._stopped: dict[int, str] = {}
-        self._failed_attempt: FailedAttempt | None = None
+        self._hosts_job = hosts_job
+        self._can_return = can_return
+        self._can_restart = can_restart
+        self._saves_on_terminate = saves_on_terminate
+        self._link: Link | None = None
+        self._is_attempt_on = False
+        self._ending: _Ending | None = None
+        self._exit_code: int | None = None
+        self._deeds: dict[str, Callable[[dict[str, Any]], None]] = {
+            "start": self._start,
+            "stop": self._begin_to_end,
+            "save": self._have_saved,
+            "say": self._say_for_all,
+            "report": self._tell_of_failure,
+            "refuse": self._be_refused,
+            "end": self._take_leave,
+        }
 
-    def supervise(self) -> FailedAttempt | None:
-        """Start the ranks, and again where restarts are left, and return when none is left.
+    def run(self, timeout_seconds: float) -> int:
+        """Take part until the job is over; return its exit code, as a shell tells it.
 
-        Returns:
-            The last attempt, where it failed.
+        Args:
+            timeout_seconds: how long to look for the coordinator at first.
 
         Raises:
-            SignalException: a signal has ended the ranks.
+            ConfigurationError: the coordinator refused this machine.
+            LaunchError: the coordinator cannot be reached, is lost for good, or a rank could not be started.
         """
-        self.run()  # pyright: ignore[reportUnknownMemberType]
-        return self._failed_attempt
+        try:
+            self._link = self._open_link(timeout_seconds)
+            return self._take_part()
+        except Interrupted as interrupted:
+            return self._end_at_once(interrupted.number)
+        finally:
+            self._ranks.clear()
+            if self._link is not None:
+                self._link.close()
 
-    # -- what torch elastic calls ------------------------------------------------------------------
+    def _take_part(self) -> int:
+        while self._exit_code is None:
+            if self._link is None:
+                return LOST_EXIT_CODE
+            try:
+                self._turn(self._link)
+            except LinkLost as lost:
+                self._link = self._come_back(lost)
+        return self._exit_code
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._failures, self._stopped, self._failed_attempt = {}, {}, None
-        attempt = self._rendezvous_value.attempt
-        for worker in worker_group.workers:
-            rank = worker.global_rank
-            self._world_size = worker.world_size
-            variables = self._variables(worker_group, worker.local_rank, rank)
-            streams = self._output.open_rank(rank, attempt)
-            self._server.start(RankStart(rank=rank, attempt=attempt, variables=variables), streams)
-            descriptors_closed(streams)
-            self._running.add(rank)
-        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+    def raise_if_interrupted(self) -> None:
+        """Raise what a signal asks for; for waits in which nothing else is heard.
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._hear(time.monotonic() + LOOK_SECONDS)
-        if self._failures:
-            self._settle()
-            self._failed_attempt = self._conclude()
-            self._on_failed_attempt(self._failed_attempt)
-            process_failures = {
-                rank: ProcessFailure(rank, 0, failed.exit_code, self._error_file(rank))
-                for rank, failed in self._failures.items()
-            }
-            return RunResult(state=WorkerState.FAILED, failures=process_failures)
-        if self._running:
-            return RunResult(state=WorkerState.HEALTHY)
-        values = {worker.global_rank: None for worker in worker_group.workers}
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+        Raises:
+            Interrupted: a signal has come.
+        """
+        readable, _, _ = select.select([self._interrupts.fileno()], [], [], 0)
+        if readable:
+            self._heed(self._interrupts.take())
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch's
-        """Kill whatever the attempt has left, so that the next one starts alone."""
-        self._clear()
+    # -- one turn of the loop ----------------------------------------------------------------------
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """End the ranks: politely, then, or at a second signal, not."""
-        self._signal_all(death_sig)
-        deadline = time.monotonic() + min(timeout, STOP_SECONDS)
-        with contextlib.suppress(SignalException):
-            while self._running and time.monotonic() < deadline:
-                self._hear(deadline)
-        self._clear()
-        self._rendezvous_value.shutdown()
-
-    def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
-        # torch's own looks up the machine's full name each time: many seconds without DNS.
-        return Event(f"torchelastic.worker.status.{state}", source=source, metadata={})
-
-    # -- hearing -----------------------------------------------------------------------------------
-
-    def _hear(self, deadline: float) -> None:
-        """Wait until a rank has ended or left word, a signal has come, or it is too late."""
-        sources = [self._server.fileno(), self._doorbell, self._interrupts.fileno()]
-        if not self._running:
-            return
-        readable, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
+    def _turn(self, link: Link) -> None:
+        own = self._ranks.sources()
+        sources = [link, self._asking, self._interrupts.fileno(), *own]
+        readable, _, _ = select.select(sources, [], [], self._patience())
         if self._interrupts.fileno() in readable:
-            number = self._interrupts.take()
-            raise SignalException(f"received {number.name}", number)
-        if self._doorbell in readable:
-            os.read(self._doorbell, 4096)
-            for rank in list(self._running):
-                self._note_word(rank)
-        if self._server.fileno() in readable:
-            said = self._server.hear()
-            if isinstance(said, Ended):
-                self._note_end(said)
+            self._heed(self._interrupts.take())
+        for heard in self._ranks.hear([source for source in own if source in readable]):
+            self._tell(link, heard)
+        if link in readable:
+            for message in link.receive():
+                self._obey(message)
+        if self._asking in readable:
+            self._asking.serve(link)
+        link.keep_alive()
+        self._look_for_stopped(link)
+        self._go_on_ending()
+        if self._is_attempt_on and not self._ranks.running:
+            self._conclude(link)
 
-    def _note_word(self, rank: int) -> None:
-        """Take in what a rank has written of its failure, and tell the others."""
-        written = failure.read(self._error_file(rank))
-        if written is not None and rank not in self._failures:
-            self._failures[rank] = written
-            self._tell_peers(written)
+    def _patience(self) -> float:
+        if self._ending is None:
+            return LOOK_SECONDS
+        next_step = self._ending.kill_at if self._ending.has_asked else self._ending.terminate_at
+        return min(LOOK_SECONDS, max(0.0, next_step - time.monotonic()))
 
-    def _note_end(self, ended: Ended) -> None:
-        rank = ended.rank
-        if ended.attempt != self._rendezvous_value.attempt or rank not in self._running:
+    def _tell(self, link: Link, heard: Failure | int) -> None:
+        if self._ranks.layout is None:
             return
-        self._running.discard(rank)
-        self._note_word(rank)
-        if rank in self._failures:
-            if rank not in self._stopped and ended.exit_code:
-                self._failures[rank] = replace(self._failures[rank], exit_code=ended.exit_code)
-        elif rank in self._stopped:
+        attempt = self._ranks.layout.attempt
+        if isinstance(heard, Failure):
+            link.send({"do": "fail", "attempt": attempt, "failure": failure.to_dict(heard)})
+        else:
+            link.send({"do": "left", "attempt": attempt, "rank": heard})
+
+    def _look_for_stopped(self, link: Link) -> None:
+        layout = self._ranks.layout
+        if layout is None or layout.world_size == 1:
             return
-        elif ended.exit_code:
-            self._failures[rank] = failure.from_exit(rank, ended.exit_code, ended.time)
-            self._tell_peers(self._failures[rank])
-        elif self._running:
-            self._post(post_departure, rank=rank, exit_code=0)
+        for failed, pid in self._ranks.look_for_stopped(time.monotonic(), may_end=self._can_restart):
+            if self._can_restart:
+                self._tell(link, failed)
+            else:
+                self._say(f"[rankwise] rank {failed.rank} has been stopped (SIGSTOP); kill -CONT {pid} lets it go on\n")
 
-    def _tell_peers(self, failed: Failure) -> None:
-        if failed.secondary or not self._running - {failed.rank}:
+    # -- what the coordinator says -----------------------------------------------------------------
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        do = message.pop("do")
+        if do in {"look", "looked"}:
+            self._asking.heed(do, message, self._link)
+        elif do != "alive":
+            self._deeds[do](message)
+
+    def _start(self, message: dict[str, Any]) -> None:
+        self._ending = None
+        self._is_attempt_on = True
+        hostnames = message.pop("hostnames")
+        layout = Layout(**message)
+        if layout.num_nodes > 1:
+            self._say(_place(layout, self._ranks.num_ranks, hostnames))
+        self._ranks.start(layout)
+
+    def _begin_to_end(self, message: dict[str, Any]) -> None:
+        if self._ranks.layout is None or message["attempt"] != self._ranks.layout.attempt:
             return
-        text = failed.traceback or f"the process ended with exit code {failed.exit_code}"
-        self._post(
-            post_failure,
-            rank=failed.rank,
-            error_type=failed.type,
-            text=text,
-            hostname=socket.gethostname(),
-        )
+        terminate_at = time.monotonic() + message["settle_seconds"]
+        at_once = not message["settle_seconds"]
+        self._ending = _Ending(terminate_at, terminate_at + (0.0 if at_once else TERMINATE_SECONDS), at_once)
 
-    def _post(self, post: Callable[..., None], **event: Any) -> None:  # noqa: ANN401
-        store = self._rendezvous_value.store
-        if store is None:
+    def _have_saved(self, _: dict[str, Any]) -> None:
+        """Ask the one rank of the job to save and end: alone it follows no event log."""
+        for rank in sorted(self._ranks.running):
+            self._ranks.send_signal(rank, signal.SIGUSR2)
+
+    def _say_for_all(self, message: dict[str, Any]) -> None:
+        # Once for all machines: their output often comes together.
+        if self._hosts_job:
+            self._say(message["text"])
+
+    def _tell_of_failure(self, message: dict[str, Any]) -> None:
+        self._on_failed_attempt(failure.from_dict(message["failed"]))
+
+    def _be_refused(self, message: dict[str, Any]) -> NoReturn:
+        raise ConfigurationError(message["what"], evidence=message["evidence"] or None, do=message["advice"])
+
+    def _take_leave(self, message: dict[str, Any]) -> None:
+        self._exit_code = message["exit_code"]
+        if message["what"]:
+            error = LaunchError(message["what"], evidence=message["evidence"] or None, do=message["advice"] or None)
+            self._say(f"[rankwise] {error}\n")
+
+    def _conclude(self, link: Link) -> None:
+        """Tell how the ranks of this attempt ended, once nothing they started is left."""
+        if self._ranks.layout is None:
             return
-        # A script may do what it likes to the store; the launcher still has ranks to end.
-        with contextlib.suppress(OSError, RuntimeError):
-            post(store.prefixed(f"attempt/{self._rendezvous_value.attempt}"), **event)
+        self._is_attempt_on, self._ending = False, None
+        self._ranks.clear()
+        link.send({"do": "end", "attempt": self._ranks.layout.attempt, "report": self._ranks.report()})
 
-    # -- ending ------------------------------------------------------------------------------------
+    def _go_on_ending(self) -> None:
+        ending, now = self._ending, time.monotonic()
+        if ending is None or not self._ranks.running:
+            return
+        if not ending.has_asked and now >= ending.terminate_at:
+            ending.has_asked = True
+            self._ranks.signal_all(signal.SIGTERM)
+        elif ending.has_asked and now >= ending.kill_at:
+            self._ranks.clear()
 
-    def _settle(self) -> None:
-        """Let the other ranks end by themselves, then end them."""
-        self._hear_until_ended(PEERS_SECONDS)
-        self._signal_all(signal.SIGTERM)
-        self._hear_until_ended(TERMINATE_SECONDS)
-        self._clear()
+    # -- signals, and a coordinator that is gone ---------------------------------------------------
 
-    def _hear_until_ended(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._running and time.monotonic() < deadline:
-            self._hear(deadline)
+    def _heed(self, number: signal.Signals) -> None:
+        asks = number == signal.SIGUSR2 or (number == signal.SIGTERM and self._saves_on_terminate)
+        if not asks or not self._is_attempt_on or self._link is None:
+            raise Interrupted(number)
+        self._saves_on_terminate = False
+        self._say(f"[rankwise] {number.name}: the ranks save at their next step and end\n")
+        self._link.send({"do": "ask_to_stop", "reason": number.name})
 
-    def _signal_all(self, number: signal.Signals) -> None:
-        for rank in self._running:
-            self._stopped.setdefault(rank, "had to be ended by the launcher")
-            with contextlib.suppress(OSError):
-                self._server.signal(rank, number)
-
-    def _clear(self) -> None:
-        """Kill the ranks and all they have started; returns when they are gone."""
-        for rank in self._running:
-            self._stopped.setdefault(rank, "had to be killed by the launcher")
-        self._server.clear()
-        while True:
-            said = self._server.hear()
-            if not isinstance(said, Ended):
+    def _end_at_once(self, number: signal.Signals) -> int:
+        """End the ranks: politely, then, or at a second signal, not."""
+        self._ranks.signal_all(number)
+        deadline = time.monotonic() + STOP_SECONDS
+        own = self._ranks.sources()
+        while self._ranks.running and (left := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select([self._interrupts.fileno(), *own], [], [], left)
+            if self._interrupts.fileno() in readable:
+                self._interrupts.take()
                 break
-            self._note_end(said)
-        self._running.clear()
+            self._ranks.hear(readable)
+        self._ranks.clear()
+        # Asked to save while there was nothing to save: the job may be started again all the same.
+        exit_code = STOPPED_EXIT_CODE if number == signal.SIGUSR2 else 128 + number
+        if self._link is not None:
+            leave = {"do": "leave", "signal": number.name, "exit_code": exit_code, "ends_job": self._hosts_job}
+            with contextlib.suppress(LinkLost):
+                self._link.send(leave)
+        self._ranks.report()
+        self._say(f"[rankwise] {number.name}: every rank has been ended\n")
+        return exit_code
 
-    def _conclude(self) -> FailedAttempt:
-        ends = {
-            rank: self._stopped.get(rank, "ended with exit code 0")
-            for rank in range(self._world_size)
-            if rank not in self._failures
-        }
-        return FailedAttempt(
-            attempt=self._rendezvous_value.attempt,
-            world_size=self._world_size,
-            failures=failure.by_blame(self._failures.values()),
-            ends=ends,
-        )
+    def _come_back(self, lost: LinkLost) -> Link | None:
+        """End what runs here, and look for the coordinator again; return ``None`` where there is no use or none."""
+        self._ranks.clear()
+        self._is_attempt_on, self._ending = False, None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if not self._can_return:
+            self._say(
+                f"[rankwise] the rendezvous is lost: {lost}; every rank here has been ended. "
+                "Start the job anew; --max-restarts 3 lets it survive that\n"
+            )
+            return None
+        self._say(f"[rankwise] the rendezvous is lost: {lost}; looking for it for {RETURN_SECONDS:.0f} s\n")
+        try:
+            return self._open_link(RETURN_SECONDS)
+        except LaunchError as error:
+            self._say(f"[rankwise] {error}\n")
+            return None
 
-    # -- what a rank is told -----------------------------------------------------------------------
 
-    def _error_file(self, rank: int) -> str:
-        return str(self._error_folder / f"attempt-{self._rendezvous_value.attempt}-rank-{rank}.json")
-
-    def _variables(self, group: WorkerGroup, local_rank: int, rank: int) -> dict[str, str]:
-        return variables_for(
-            rank=rank,
-            world_size=self._world_size,
-            local_rank=local_rank,
-            local_world_size=group.spec.local_world_size,
-            node_rank=int(group.group_rank or 0),
-            num_nodes=int(group.group_world_size or 1),
-            store=(str(group.master_addr), int(group.master_port or 0)),
-            run_id=group.spec.rdzv_handler.get_run_id(),
-            attempt=str(self._rendezvous_value.attempt),
-            error_file=self._error_file(rank),
-        )
+def _place(layout: Layout, num_ranks: int, hostnames: list[str]) -> str:
+    ranks = fold_ranks(range(layout.first_rank, layout.first_rank + num_ranks))
+    nodes = f"node {layout.node_rank} of {layout.num_nodes} ({', '.join(hostnames)})"
+    return f"[rankwise] {ranks} of {layout.world_size} here, {nodes}\n" if layout.num_nodes > 1 else ""

@@ -8,17 +8,18 @@ Imported by the worker, which writes, and by the agent, which reads.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import PeerFailed, PeerMissing, fold_ranks, rank_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 _LOST_PEER_WORDS = (
     "connection closed by peer",
@@ -29,6 +30,9 @@ _LOST_PEER_WORDS = (
     "remote process exited or there was a network error",
 )
 """What Gloo, NCCL and the store say when the process at the other end has died."""
+
+OUT_OF_MEMORY = "by the kernel: the machine, or its memory limit, had no memory left"
+KILLED = "by a person, a program or a scheduler, not by the kernel for memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,8 @@ class Failure:
     """Whether it is only the echo of another rank's failure."""
     exit_code: int
     """Of the process as ``wait`` tells it: negative for a signal."""
+    how: str = ""
+    """In words, where exit code and signal do not tell it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +66,12 @@ class FailedAttempt:
     """At least one, in the order of blame: what came first, then the rest, then the echoes."""
     ends: Mapping[int, str]
     """How each rank that did not fail ended, in a few words."""
+    hostname: str = ""
+    """Where the first failure happened."""
+    stderr_tail: tuple[str, ...] = ()
+    """The last lines that rank wrote, shown where there is no traceback."""
+    log_path: str | None = None
+    """Where its whole stderr is."""
 
     @property
     def first(self) -> Failure:
@@ -81,9 +93,20 @@ def from_exception(error: BaseException, rank: int, exit_code: int) -> Failure:
     )
 
 
-def from_exit(rank: int, exit_code: int, when: float) -> Failure:
-    """Describe a process that ended badly without leaving word: a signal, or ``os._exit``."""
+def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | None = None) -> Failure:
+    """Describe a process that ended badly without leaving word: a signal, or ``os._exit``.
+
+    Args:
+        rank: which one.
+        exit_code: of the process as ``wait`` tells it.
+        when: it ended, in seconds since the epoch.
+        out_of_memory: whether the kernel has killed for memory meanwhile; ``None`` where that cannot be known.
+    """
     name = signal_name(-exit_code) if exit_code < 0 else "exit"
+    how = ""
+    if exit_code == -signal.SIGKILL and out_of_memory is not None:
+        by = OUT_OF_MEMORY if out_of_memory else KILLED
+        how = f"killed by SIGKILL, exit code {shell_code(exit_code)}; {by}"
     return Failure(
         rank=rank,
         type=name,
@@ -92,6 +115,37 @@ def from_exit(rank: int, exit_code: int, when: float) -> Failure:
         time=when,
         secondary=False,
         exit_code=exit_code,
+        how=how,
+    )
+
+
+def from_stop(rank: int, seconds: float, when: float) -> Failure:
+    """Describe a rank that somebody has stopped: its process is there, and does not run.
+
+    Args:
+        rank: which one.
+        seconds: for how long.
+        when: that was seen, in seconds since the epoch.
+    """
+    how = f"stopped for {seconds:.0f} s by SIGSTOP, Ctrl-Z or a debugger, while the other ranks ran"
+    return _without_word(rank, "stopped", how, when, exit_code=-signal.SIGSTOP)
+
+
+def from_lost_node(rank: int, hostname: str, when: float) -> Failure:
+    """Describe a rank of a machine that is not heard of any more.
+
+    Args:
+        rank: any of its ranks.
+        hostname: of the machine.
+        when: it was given up, in seconds since the epoch.
+    """
+    how = f"{hostname} is lost: the machine or its network went down, or its launcher was killed"
+    return _without_word(rank, "lost", how, when, exit_code=1)
+
+
+def _without_word(rank: int, kind: str, how: str, when: float, *, exit_code: int) -> Failure:
+    return Failure(
+        rank=rank, type=kind, message="", traceback="", time=when, secondary=False, exit_code=exit_code, how=how
     )
 
 
@@ -128,40 +182,64 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def report(
-    failed: FailedAttempt,
-    *,
-    hostname: str,
-    stderr_tail: Sequence[str] = (),
-    log_path: str | None = None,
-) -> str:
-    """Return the text for a person: how the other ranks ended, then the first failure, whole.
-
-    Args:
-        failed: what happened.
-        hostname: where the rank ran.
-        stderr_tail: the last lines the rank wrote, shown where there is no traceback.
-        log_path: where its whole stderr is.
-    """
+def report(failed: FailedAttempt) -> str:
+    """Return the text for a person: how the other ranks ended, then the first failure, whole."""
     ends = {failure.rank: f"then failed too: {failure.type}" for failure in failed.failures[1:]}
     ranks_of: dict[str, list[int]] = {}
     for rank, how in sorted({**failed.ends, **ends}.items()):
         ranks_of.setdefault(how, []).append(rank)
     lines = [f"[rankwise] {fold_ranks(ranks)} {how}" for how, ranks in ranks_of.items()]
-    who = rank_prefix(failed.first.rank, failed.world_size, hostname)
-    first = " first" if failed.world_size > 1 else ""
-    lines.append(f"[rankwise] {who} failed{first}: {_how(failed.first)}")
-    if log_path:
-        lines.append(f"[rankwise] its stderr is in {log_path}")
+    lines.append(_first_line(failed))
+    if failed.log_path:
+        lines.append(f"[rankwise] its stderr is in {failed.log_path}")
     if failed.first.traceback:
         lines.append(failed.first.traceback.rstrip("\n"))
-    elif stderr_tail:
+    elif failed.stderr_tail:
         lines.append("[rankwise] the last lines it wrote to stderr:")
-        lines.extend(f"  {line}" for line in stderr_tail)
+        lines.extend(f"  {line}" for line in failed.stderr_tail)
     return "\n".join(lines) + "\n"
 
 
+def report_elsewhere(failed: FailedAttempt) -> str:
+    """Return the one line for a machine whose launcher leaves the whole report to node 0's."""
+    error = f" ({failed.first.type}: {failed.first.message.splitlines()[0]})" if failed.first.message else ""
+    return f"{_first_line(failed)}{error}; node 0 shows it whole\n"
+
+
+def _first_line(failed: FailedAttempt) -> str:
+    who = rank_prefix(failed.first.rank, failed.world_size, failed.hostname or None)
+    first = " first" if failed.world_size > 1 else ""
+    return f"[rankwise] {who} failed{first}: {_how(failed.first)}"
+
+
+def to_dict(value: Failure | FailedAttempt) -> dict[str, Any]:
+    """Return a value as JSON can carry it."""
+    return asdict(value)
+
+
+def from_dict(told: Mapping[str, Any]) -> FailedAttempt:
+    """Return the failed attempt that :func:`to_dict` was given."""
+    fields: dict[str, Any] = {
+        **told,
+        "failures": tuple(Failure(**one) for one in told["failures"]),
+        "ends": {int(rank): how for rank, how in told["ends"].items()},
+        "stderr_tail": tuple(told["stderr_tail"]),
+    }
+    return FailedAttempt(**fields)
+
+
+_BLAME = re.compile(r"^\[rankwise\] \[rank (\d+)/\d+[^\]]*\] failed(?: first)?: (.*)$", re.MULTILINE)
+
+
+def blamed(text: str) -> tuple[int, str] | None:
+    """Return which rank :func:`report` names as the first to fail, and how; ``None`` for any other text."""
+    found = _BLAME.search(text)
+    return (int(found[1]), found[2]) if found else None
+
+
 def _how(failure: Failure) -> str:
+    if failure.how:
+        return failure.how
     code = failure.exit_code
     if code >= 0:
         return f"exit code {code}"

@@ -12,10 +12,12 @@ import signal
 from collections import deque
 from typing import TYPE_CHECKING
 
+from rankwise.stopping import STOPPED_EXIT_CODE
+
 if TYPE_CHECKING:
     from types import FrameType
 
-HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
 def end_quietly() -> None:
@@ -26,7 +28,8 @@ def end_quietly() -> None:
 
 
 def _end_now(number: int, _frame: FrameType | None) -> None:
-    os._exit(128 + number)
+    # Asked to save while there is nothing: the job may be started again all the same.
+    os._exit(STOPPED_EXIT_CODE if number == signal.SIGUSR2 else 128 + number)
 
 
 class Interrupts:

@@ -76,8 +76,7 @@ class _Stream:
 class Output:
     """Carries the streams of all ranks, from ``open_rank`` to ``drain``, when all have ended."""
 
-    def __init__(self, world_size: int, log_dir: str | None = None) -> None:
-        self._world_size = world_size
+    def __init__(self, log_dir: str | None = None) -> None:
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._terminals = {STDOUT: Terminal(STDOUT), STDERR: Terminal(STDERR)}
         self._tails: dict[int, deque[bytes]] = {}
@@ -92,21 +91,21 @@ class Output:
         self._thread = threading.Thread(target=self._carry, name="rankwise-output", daemon=True)
         self._thread.start()
 
-    def open_rank(self, rank: int, attempt: int = 0) -> list[int]:
+    def open_rank(self, rank: int, world_size: int, attempt: int = 0) -> list[int]:
         """Return descriptors for a rank's stdin, stdout and stderr, for the caller to close.
 
         A world of one has the launcher's own streams. Otherwise stdin is empty; rank 0 writes to a
         terminal itself, so that colours and progress bars work; all else comes through here.
         """
-        if self._world_size == 1 and self._log_dir is None:
+        if world_size == 1 and self._log_dir is None:
             return [os.dup(0), os.dup(STDOUT), os.dup(STDERR)]
-        stdin = os.dup(0) if self._world_size == 1 else os.open(os.devnull, os.O_RDONLY)
+        stdin = os.dup(0) if world_size == 1 else os.open(os.devnull, os.O_RDONLY)
         tail: deque[bytes] = deque(maxlen=TAIL_LINES)
         self._tails[rank] = tail
         return [
             stdin,
-            self._open(rank, attempt, STDOUT, None),
-            self._open(rank, attempt, STDERR, tail),
+            self._open(rank, world_size, attempt, STDOUT, None),
+            self._open(rank, world_size, attempt, STDERR, tail),
         ]
 
     def stderr_tail(self, rank: int) -> Sequence[str]:
@@ -141,7 +140,7 @@ class Output:
             self._selector.close()
             descriptors_closed([self._wake_r, self._wake_w])
 
-    def _open(self, rank: int, attempt: int, number: int, tail: deque[bytes] | None) -> int:
+    def _open(self, rank: int, world_size: int, attempt: int, number: int, tail: deque[bytes] | None) -> int:
         terminal = self._terminals[number]
         if rank == 0 and self._log_dir is None and terminal.is_tty:
             return os.dup(number)
@@ -152,7 +151,7 @@ class Output:
             stream.file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - closed with the stream
             stream.terminal = terminal if rank == 0 else None
         elif number == STDERR:
-            stream.prefix = rank_prefix(rank, self._world_size).encode() + b" "
+            stream.prefix = rank_prefix(rank, world_size).encode() + b" "
             if terminal.is_tty:
                 # Rank 0's progress bar may stand in this line: it draws itself anew.
                 stream.prefix = b"\r\x1b[K" + stream.prefix

@@ -34,6 +34,7 @@ LONGEST_MESSAGE_BYTES = 1 << 17
 LAST_RESORT_SECONDS = 4
 """After how long the server stops waiting for a killed process that the kernel holds on to."""
 
+_SLURM_STEP = "SLURM_STEP_ID"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -48,6 +49,14 @@ class Ended:
     """Negative for a signal."""
     time: float
     """When, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """A rank's process is there."""
+
+    rank: int
+    pid: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +93,7 @@ class WarmServer:
         """Send a signal to a rank's process; nothing happens where it has ended."""
         self._connection.send(json.dumps({"do": "signal", "rank": rank, "number": number}).encode())
 
-    def hear(self) -> Ended | Literal["cleared"]:
+    def hear(self) -> Started | Ended | Literal["cleared"]:
         """Return the next thing the server says, waiting for it.
 
         Raises:
@@ -104,6 +113,8 @@ class WarmServer:
             )
         if said["said"] == "cleared":
             return "cleared"
+        if said["said"] == "started":
+            return Started(rank=said["rank"], pid=said["pid"])
         return Ended(
             rank=said["rank"],
             attempt=said["attempt"],
@@ -158,7 +169,7 @@ class _Server:
     def serve(self) -> RankStart:
         os.setsid()
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         ended_r, ended_w = os.pipe()
         os.set_blocking(ended_w, False)
@@ -220,6 +231,7 @@ class _Server:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             self._ranks[pid] = start
+            self._say({"said": "started", "rank": start.rank, "pid": pid})
         return False
 
     def _become_rank(self, server_pid: int, streams: Sequence[int]) -> None:
@@ -230,6 +242,11 @@ class _Server:
         self._connection.close()
         for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
+        # Until the script joins, which listens to it: Slurm, or the launcher, asks with it for a stop.
+        signal.signal(signal.SIGUSR2, _wake)
+        if _SLURM_STEP in os.environ:
+            # Slurm signals every process of a step. The launcher decides, and ends ranks by other means.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ignores_hangup = self._hangup == signal.SIG_IGN
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores_hangup else signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,63 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the ranks of one machine and returns the exit code: from a command to running ranks.
+"""Starts this machine's part of a job and returns the exit code: from a command to running ranks.
 
-Imports torch only when called: before that, a mistake in the command costs nothing. Imported by the
-command line.
+Imports torch only when called: before that, a mistake in the command costs nothing. Imported by the command line
+and by ``function``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-import logging
 import os
 import secrets
 import socket
+import sys
 import tempfile
+import time
+import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
 from rankwise.launch import failure
+from rankwise.launch.control import Control
 from rankwise.launch.interrupts import Interrupts, end_quietly
+from rankwise.launch.options import LaunchOptions
 from rankwise.launch.output import Output
+from rankwise.launch.scheduler import unused_nodes, with_scheduler
 from rankwise.launch.server import fork_server
+from rankwise.launch.target import Script
 from rankwise.launch.worker import run_rank, threads_per_rank
+from rankwise.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rankwise.launch.failure import FailedAttempt
+    from rankwise.launch.link import Link
+    from rankwise.launch.meeting import Meeting
     from rankwise.launch.server import WarmServer
     from rankwise.launch.target import Target
 
-MONITOR_SECONDS = 0.001
-"""Between two looks of torch elastic's; the look itself waits until something happens."""
+__all__ = ["LaunchOptions", "launch", "num_ranks_here"]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchOptions:
-    """What can be chosen about a launch on one machine."""
-
-    num_ranks: int | None = None
-    """How many ranks; ``None`` starts one per GPU, or one where there is no GPU."""
-    device: Literal["auto", "cpu"] = "auto"
-    """``"cpu"`` hides the GPUs from the ranks."""
-    log_dir: str | None = None
-    """A folder that gets ``rank-0.out``, ``rank-0.err`` and so on; made if it is not there."""
-    max_restarts: int = 0
-    """How often all ranks are started anew after a failure."""
-
-    def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing."""
-        if self.num_ranks is not None and self.num_ranks < 1:
-            raise ConfigurationError(
-                f"{self.num_ranks} ranks cannot be started.",
-                do="pass -n 1 or more, or leave -n out: one rank per GPU, else one",
-            )
-        if self.max_restarts < 0:
-            raise ConfigurationError(f"max_restarts is {self.max_restarts}.", do="pass 0 or more")
+SAVES_ON_TERMINATE = "SLURM_JOB_ID"
+"""Where this is set, SIGTERM is Slurm's word before a preemption or ``scancel``, with time left to save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,29 +54,33 @@ class _Job:
     """What has been opened for one launch before its first rank starts."""
 
     folder: str
-    """Temporary, for the failures that ranks write down; the server removes it."""
+    """Temporary, for what ranks write down of their end; the server removes it."""
     server: WarmServer
     doorbell: int
     """Readable when a rank has written down a failure."""
     interrupts: Interrupts
 
 
-def launch(target: Target, options: LaunchOptions, say: Callable[[str], None]) -> int:
-    """Run ``target`` on the ranks of this machine and return the exit code for the shell.
+def launch(target: Target, options: LaunchOptions, say: Callable[[str], None], meeting: Meeting | None = None) -> int:
+    """Run ``target`` on the ranks of this machine, with those of other machines where there are some.
 
     Args:
         target: what each rank runs, already checked.
         options: how many, where.
         say: shows text to the person; called from this thread.
+        meeting: where the machines meet, where somebody has arranged that already; ``options`` says the same.
 
     Returns:
-        0, the first failing rank's exit code (128 and the signal's number for a signal), or 128 and
-        the number of the signal that ended the launcher.
+        0, the first failing rank's exit code (128 and the signal's number for a signal), 75 where the ranks saved
+        and stopped because they were asked to, or 128 and the number of the signal that ended the launcher.
 
     Raises:
-        ConfigurationError: more ranks than GPUs, or the log folder cannot be used. No rank started.
-        LaunchError: a rank could not be started.
+        ConfigurationError: more ranks than GPUs, the log folder or the rendezvous cannot be used, another machine
+            runs something else. No rank was started.
+        LaunchError: a rank could not be started, or the other machines cannot be reached.
     """
+    if meeting is None:
+        options = with_scheduler(options)
     end_quietly()
     if options.log_dir is not None:
         _make_folder(options.log_dir)
@@ -102,7 +95,7 @@ def launch(target: Target, options: LaunchOptions, say: Callable[[str], None]) -
     os.close(doorbell_w)
     try:
         job = _Job(folder=folder, server=server, doorbell=doorbell_r, interrupts=Interrupts())
-        return _supervise(job, target, options, say)
+        return _take_part(job, target, options, say, meeting)
     finally:
         server.close()
 
@@ -124,69 +117,111 @@ def num_ranks_here(options: LaunchOptions, num_gpus: int) -> int:
     return options.num_ranks
 
 
-def _supervise(job: _Job, target: Target, options: LaunchOptions, say: Callable[[str], None]) -> int:
-    # Torch's agent, while the server already imports what the ranks need.
+def _take_part(
+    job: _Job, target: Target, options: LaunchOptions, say: Callable[[str], None], meeting: Meeting | None
+) -> int:
+    # While the server already imports what the ranks need.
     import torch.cuda  # noqa: PLC0415
-    from torch.distributed.elastic.agent.server.api import WorkerSpec  # noqa: PLC0415
-    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
 
-    from rankwise.launch.agent import LocalAgent  # noqa: PLC0415
-    from rankwise.launch.local import LocalRendezvous  # noqa: PLC0415
+    from rankwise.launch.agent import Agent  # noqa: PLC0415
+    from rankwise.launch.asking import Asking  # noqa: PLC0415
+    from rankwise.launch.link import open_link  # noqa: PLC0415
+    from rankwise.launch.meeting import meet  # noqa: PLC0415
+    from rankwise.launch.ranks import JobFacts, LocalRanks  # noqa: PLC0415
 
     # Only now: asking for GPUs before the fork could leave the ranks unable to use them.
     num_ranks = num_ranks_here(options, torch.cuda.device_count())
-    # Whatever torch elastic would log is told here, once and in our words.
-    logging.getLogger("torch.distributed.elastic.agent.server.api").disabled = True
-    output = Output(num_ranks, options.log_dir)
-    rendezvous = LocalRendezvous(run_id=secrets.token_hex(8))
-    spec = WorkerSpec(
-        role="default",
-        local_world_size=num_ranks,
-        rdzv_handler=rendezvous,
-        entrypoint=str(target),
-        max_restarts=options.max_restarts,
-        monitor_interval=MONITOR_SECONDS,
-    )
-    agent = LocalAgent(
-        spec,
-        rendezvous=rendezvous,
-        server=job.server,
-        output=output,
-        interrupts=job.interrupts,
-        error_folder=job.folder,
-        doorbell=job.doorbell,
-        on_failed_attempt=partial(_say_failed_attempt, options, output, say),
-    )
-    say(_decision(num_ranks))
-    try:
-        failed = agent.supervise()
-    except SignalException as stopped:
-        output.drain()
-        say(f"[rankwise] {stopped.sigval.name}: every rank has been ended\n")
-        return 128 + stopped.sigval
-    finally:
-        output.drain()
-        output.close()
-    return failure.shell_code(failed.first.exit_code) if failed is not None else 0
-
-
-def _say_failed_attempt(
-    options: LaunchOptions, output: Output, say: Callable[[str], None], failed: FailedAttempt
-) -> None:
-    output.drain()
-    for each in failed.failures:
-        output.append_to_log(each.rank, failed.attempt, each.traceback)
-    rank = failed.first.rank
-    say(
-        failure.report(
-            failed,
-            hostname=socket.gethostname(),
-            stderr_tail=output.stderr_tail(rank),
-            log_path=output.log_path(rank, failed.attempt),
+    if meeting is None:
+        meeting = meet(options)
+    output = Output(options.log_dir)
+    with ExitStack() as opened:
+        if meeting.listener is not None:
+            opened.callback(_serve(meeting, options))
+        opened.callback(output.close)
+        opened.callback(output.drain)
+        facts = JobFacts(
+            folder=job.folder,
+            store=meeting.address,
+            secret=meeting.secret,
+            interface=meeting.interface,
+            check=options.check,
         )
+        ranks = LocalRanks(num_ranks, facts, server=job.server, output=output, doorbell=job.doorbell)
+        hello = _introduction(target, options, num_ranks, serves=meeting.listener is not None)
+
+        def connect(timeout_seconds: float) -> Link:
+            return open_link(
+                meeting.address,
+                meeting.secret.encode(),
+                hello,
+                timeout_seconds=timeout_seconds,
+                between=agent.raise_if_interrupted,
+                say=say,
+            )
+
+        hosts_job = meeting.listener is not None
+        agent = Agent(
+            ranks,
+            open_link=connect,
+            interrupts=job.interrupts,
+            asking=Asking(opened.enter_context(Control(job.folder, ranks=list(range(num_ranks)))), ranks),
+            say=say,
+            on_failed_attempt=partial(_say_failed_attempt, say, hosts_job),
+            hosts_job=hosts_job,
+            can_return=options.can_restart and not hosts_job,
+            can_restart=options.max_restarts > 0,
+            saves_on_terminate=SAVES_ON_TERMINATE in os.environ,
+        )
+        say(_decision(num_ranks))
+        if options.nodes[1] == 1:
+            say(unused_nodes())
+        return agent.run(options.rendezvous_timeout_seconds)
+
+
+def _serve(meeting: Meeting, options: LaunchOptions) -> Callable[[], None]:
+    """Serve the job's store and its coordinator; return what ends it."""
+    from rankwise.launch.coordinator import Coordinator  # noqa: PLC0415
+    from rankwise.launch.serving import JobServer  # noqa: PLC0415
+
+    if meeting.listener is None:
+        raise ConfigurationError("Another machine serves this job.")
+    host, port = meeting.address
+    coordinator = Coordinator(
+        nodes=options.nodes,
+        max_restarts=options.max_restarts,
+        rendezvous=f"{host}:{port}",
+        timeout_seconds=options.rendezvous_timeout_seconds,
+        now=time.monotonic(),
+        run_id=secrets.token_hex(8),
     )
-    if failed.attempt < options.max_restarts:
-        say(f"[rankwise] restart {failed.attempt + 1} of {options.max_restarts}\n")
+    return JobServer(meeting.listener, meeting.secret.encode(), coordinator).close
+
+
+def _introduction(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bool) -> dict[str, object]:
+    import torch  # noqa: PLC0415
+
+    words = str(target)
+    if isinstance(target, Script):
+        digest = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()
+        words = f"{Path(target.path).name} ({digest[:12]})"
+    same = {"script": words, "rankwise": VERSION, "torch": torch.__version__, "python": _python()}
+    node = {
+        "node_id": uuid.uuid4().hex,
+        "hostname": socket.gethostname(),
+        "num_ranks": num_ranks,
+        "node_rank": options.node_rank,
+        "serves": serves,
+        "job": same,
+    }
+    return {"node": node}
+
+
+def _python() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _say_failed_attempt(say: Callable[[str], None], hosts_job: bool, failed: FailedAttempt) -> None:  # noqa: FBT001
+    say(failure.report(failed) if hosts_job else failure.report_elsewhere(failed))
 
 
 def _decision(num_ranks: int) -> str:

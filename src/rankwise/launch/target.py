@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank runs: a script or a module, checked before anything starts, run as ``__main__``.
+"""What a rank runs: a script, a module or a function, checked before anything starts, run as ``__main__``.
 
 Finding a target imports none of the user's code; only :func:`run_as_main` runs it, in a rank.
 Imported by the command line and by the worker.
@@ -15,7 +15,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rankwise.errors import ConfigurationError, LaunchError
 
@@ -52,7 +52,14 @@ class Module:
         return f"-m {self.name}"
 
 
-Target = Script | Module
+class Runnable(Protocol):
+    """What runs itself in a rank: a function, sent by the process that launches it."""
+
+    def run(self) -> None:
+        """Run; exceptions come through."""
+
+
+Target = Script | Module | Runnable
 
 
 def find_script(path: str, arguments: Sequence[str]) -> Script:
@@ -113,8 +120,10 @@ def run_as_main(target: Target) -> None:
     importlib.invalidate_caches()
     if isinstance(target, Script):
         _run_script(target)
-    else:
+    elif isinstance(target, Module):
         _run_module(target)
+    else:
+        target.run()
 
 
 def without_launcher_frames(error: BaseException) -> None:

@@ -12,8 +12,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from rankwise.launch import failure
+from rankwise import silent
+from rankwise.launch import failure, torch_env
 from rankwise.launch.target import run_as_main, without_launcher_frames
+from rankwise.stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -38,6 +40,7 @@ def run_rank(start: RankStart, target: Target, doorbell: int) -> int:
     """
     _settle(start.variables)
     own_pid = os.getpid()
+    _offer_stack(start.variables.get("RANKWISE_STACK_FILE", ""))
     try:
         run_as_main(target)
     except BaseException as error:  # noqa: BLE001 - every way a script can end passes here
@@ -47,7 +50,7 @@ def run_rank(start: RankStart, target: Target, doorbell: int) -> int:
             # A process the script forked and let run out of its own code: not the rank.
             sys.__excepthook__(type(error), error, error.__traceback__)
             return exit_code
-        if exit_code:
+        if exit_code not in {0, STOPPED_EXIT_CODE}:
             _leave_word(error, start, exit_code, doorbell)
         if not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
@@ -72,6 +75,7 @@ def _settle(variables: dict[str, str]) -> None:
     for name in [name for name in os.environ if name.startswith(OTHER_LAUNCHERS)]:
         del os.environ[name]
     os.environ.update(variables)
+    torch_env.serve_env_scheme()
     _apply_threads(int(variables["LOCAL_WORLD_SIZE"]))
     _reseed_numpy()
     # The launcher shows the first failure, last and whole; nobody else shows theirs.
@@ -101,6 +105,13 @@ def _line_by_line(stream: TextIO) -> None:
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(line_buffering=True)
+
+
+def _offer_stack(path: str) -> None:
+    """Have this rank tell its stack when it can say nothing else. It trains without, too."""
+    if path:
+        with contextlib.suppress(OSError):
+            silent.offer_stack(path)
 
 
 def _exit_code(error: BaseException) -> int:

@@ -36,7 +36,13 @@ _round: list[GradientSync] = []
 class GradientSync:
     """The gradients of one model, from ``replicate`` until the model is gone."""
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], group: Exchange | None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        group: Exchange | None,
+        model_name: str = "a model",
+    ) -> None:
         self.number = next(_numbers)
         """Ranks replicate their models in one order, so it is the same on each."""
         self.names = list(names)
@@ -49,6 +55,8 @@ class GradientSync:
         self.weight = 0.0
         """Weight of the backward under way: the samples, or tokens, that its loss is the mean of."""
         self._group = group
+        self._what = f"gradients of {model_name}"
+        self._num_synced = 0
         self._unit = 1.0
         self._accumulation = Accumulation(self.names, self.parameters)
         self._in_backward = False
@@ -60,6 +68,10 @@ class GradientSync:
         self._num_sent = 0
         self._bucket_of: list[Bucket] = []
         self.hook_new_parameters()
+
+    def is_mid_step(self) -> bool:
+        """Whether gradients of some microsteps wait, on every rank, for those of the last."""
+        return self._accumulation.is_open
 
     # -- set-up ------------------------------------------------------------------------------------
 
@@ -79,7 +91,7 @@ class GradientSync:
     def _build(self, group: Exchange, order: Sequence[int]) -> None:
         limit_bytes = group.lane_bytes(self.parameters[order[0]].device)
         members = plan(self.parameters, order, FIRST_BUCKET_BYTES, limit_bytes)
-        lanes = group.lanes([lane_size(numbers, self.parameters) for numbers in members])
+        lanes = group.lanes([lane_size(numbers, self.parameters) for numbers in members], self._what)
         self._buckets = [Bucket(numbers, self.parameters, lane) for numbers, lane in zip(members, lanes, strict=True)]
         nowhere = self._buckets[0]
         self._bucket_of = [nowhere] * len(self.parameters)
@@ -238,7 +250,12 @@ class GradientSync:
         total = self._buckets[0].lane.total()
         self._accumulation.give_back_earlier()
         if total > 0:
-            self._unit *= total / group.world_size
+            # A power of two, by which multiplying rounds nothing: a step after a resume, whose unit is 1, is then the
+            # same bits as in the undisturbed run.
+            self._unit = 2.0 ** round(math.log2(self._unit * total / group.world_size))
+        self._num_synced += 1
+        # Several models that are trained together make one step.
+        group.watch.record.step = max(group.watch.record.step, self._num_synced)
         if self._arrived is not None:
             self._rebuild_in_arrival_order(group, self._arrived)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch.utils import _pytree as pytree
@@ -98,8 +98,9 @@ def replicate(
         check_same_model(model)
         broadcast_model(model, exchange)
         group = exchange.twin()
-    sync = GradientSync(names, parameters, group)
+    sync = GradientSync(names, parameters, group, type(model).__name__)
     _replicas[model] = sync
+    session.stopping.unless(WeakMethod(sync.is_mid_step))
     if exchange is not None:
         if sync_batchnorm:
             synchronise_batchnorm(model, sync)

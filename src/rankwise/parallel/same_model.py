@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.collectives import all_gather_object
+from rankwise.collectives import gather_json
 from rankwise.errors import ModelMismatch, fold_values
 from rankwise.session import current
 
@@ -32,7 +32,7 @@ def check_same_model(model: nn.Module) -> None:
     """
     own = [f"parameter {name} {_kind(p)} requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
     own += [f"buffer {name} {_kind(b)}" for name, b in model.named_buffers()]
-    of_rank = all_gather_object(own)
+    of_rank = gather_json(own)
     if all(other == of_rank[0] for other in of_rank):
         return
     for index, lines in enumerate(zip_longest(*of_rank, fillvalue="nothing")):

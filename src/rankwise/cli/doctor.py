@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rankwise doctor``: its options, and what they show. Examines nothing itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.doctor.examine import Examination
+
+DEFAULT_PORT = 29500
+HELP = "find out what is wrong with these machines, before a training does"
+DESCRIPTION = """\
+Examine this machine, or, started by a launcher, all machines of a job together.
+
+Each line is ok, a warning or an error, with what to do next. The exit code is 1 where there is an error."""
+EPILOG = """\
+examples:
+  rankwise doctor                              this machine
+  rankwise run -n 2 -m rankwise doctor         two ranks of this machine
+  srun rankwise doctor --shared /scratch/me    every task of a Slurm step, and a folder all are to see
+  mpirun -n 4 rankwise doctor
+  torchrun --nproc-per-node 2 -m rankwise doctor"""
+
+
+def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``rankwise``."""
+    parser = add_parser(
+        "doctor",
+        help=HELP,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--shared", metavar="DIR", default="", help="a folder that every host is to see")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, metavar="SECONDS", help="how long to wait for ranks (default: 30)"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        metavar="P",
+        help=f"a port that is to be free, where no ranks were started (default: {DEFAULT_PORT})",
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON, with all facts")
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Examine, print on the rank that speaks, and return 1 where it found an error."""
+    # Imports torch, which no other command has to wait for.
+    from rankwise.doctor.examine import examine  # noqa: PLC0415
+
+    examination = examine(timeout_seconds=options.timeout, port=options.port, shared_folder=options.shared)
+    if not examination.speaks:
+        return 0
+    sys.stdout.write(as_json(examination) + "\n" if options.json else as_text(examination))
+    sys.stdout.flush()
+    return 1 if any(finding.level == "error" for finding in examination.findings) else 0
+
+
+def as_json(examination: Examination) -> str:
+    """Return findings and facts as one line of JSON."""
+    job = asdict(examination.job)
+    return json.dumps({"findings": [asdict(finding) for finding in examination.findings], **job})
+
+
+def as_text(examination: Examination) -> str:
+    """Return the findings as a table."""
+    from rankwise.doctor.checks import told_ranks  # noqa: PLC0415 - as above
+
+    findings = examination.findings
+    width = max(len(finding.check) for finding in findings)
+    lines = [f"rankwise doctor: {told_ranks(examination.job.ranks)}"]
+    for finding in findings:
+        lines.append(f"  {finding.level:<7}  {finding.check:<{width}}  {finding.what}")
+        for name, text in (("", finding.evidence), ("do: ", finding.do)):
+            lines.extend(f"  {'':<7}  {'':<{width}}  {name}{line}" for line in text.splitlines())
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning")}
+    told = [f"{number} {level}{'' if number == 1 else 's'}" for level, number in counts.items() if number]
+    lines.append(", ".join(told) if told else "nothing found")
+    return "\n".join(lines) + "\n"

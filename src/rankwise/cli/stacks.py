@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rankwise stacks``: what every rank of a running job is doing, asked from another terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from rankwise.errors import ConfigurationError, fold_ranks
+from rankwise.launch import control
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.launch.control import Job
+
+HELP = "show where every rank of a running job is"
+DESCRIPTION = """\
+Show what every rank of a job that runs on this machine is doing: its last collective, and its Python stack.
+
+The job goes on meanwhile. A rank that cannot answer is looked at from outside."""
+EPILOG = """\
+examples:
+  rankwise stacks                the one job of yours that `rankwise run` has started here
+  rankwise stacks --job 4711     the one whose launcher is process 4711
+  rankwise stacks --json         for a program"""
+
+
+def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``rankwise``."""
+    parser = add_parser(
+        "stacks",
+        help=HELP,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--job", type=int, metavar="PID", help="process number of the launcher")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Ask the job, print what it answers, and return the exit code."""
+    answer = control.ask(_chosen(control.jobs(), options.job), {"do": "stacks"})
+    sys.stdout.write(json.dumps(answer) + "\n" if options.json else answer["text"])
+    return 0
+
+
+def _chosen(jobs: list[Job], pid: int | None) -> Job:
+    listed = "\n".join(f"{job.pid}: {fold_ranks(job.ranks)}: {shlex.join(job.command)}" for job in jobs)
+    if not jobs:
+        raise ConfigurationError(
+            "No job of yours runs on this machine that `rankwise run` has started.",
+            do="run this on the job's machine, as the same user and with the same TMPDIR",
+        )
+    if pid is None and len(jobs) > 1:
+        raise ConfigurationError(
+            f"{len(jobs)} jobs of yours run on this machine.",
+            evidence=listed,
+            do=f"choose one: rankwise stacks --job {jobs[0].pid}",
+        )
+    for job in jobs:
+        if pid in {None, job.pid}:
+            return job
+    raise ConfigurationError(f"No job's launcher is process {pid}.", evidence=listed, do="choose one of these")

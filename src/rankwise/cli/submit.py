@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rankwise submit``: its options, and what they become. Writes no script and calls no Slurm itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankwise.launch.slurm import follow, submit
+from rankwise.launch.slurm_script import SAVE_SECONDS, JobOptions, batch_script
+from rankwise.launch.target import find_module, find_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DESCRIPTION = """\
+Run a training script, or a module, as a job of Slurm, and show what it writes until it ends.
+
+Before the time limit, and when the job is preempted, the ranks save and stop at one step that all agree on, and
+the job goes back into the queue; it then goes on with the next step. This needs a rankwise.Checkpointer that was
+given the rankwise.DataLoader of the loop. Ctrl-C stops showing, not the job. The exit code is that of the job."""
+
+EPILOG = """\
+examples:
+  rankwise submit --nodes 8 --gpus-per-node 4 --time 12:00:00 train.py --lr 0.1
+  rankwise submit --nodes 2 --ranks-per-node 16 --partition cpu -m pkg.train
+  rankwise submit --nodes 8 --time 1-0 --sbatch=--qos=high --dry-run train.py   show the script only"""
+
+HELP = "run a script as a job of Slurm"
+INTERRUPTED = 130
+
+
+def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``rankwise``."""
+    parser = add_parser(
+        "submit",
+        help=HELP,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        usage="rankwise submit [options] script.py [arguments]\n       rankwise submit [options] -m module [arguments]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, default, words in (
+        ("--nodes", 1, "how many machines (default: 1)"),
+        ("--ranks-per-node", None, "ranks on each (default: one per GPU, else one)"),
+        ("--gpus-per-node", 0, "GPUs on each (default: 0)"),
+        ("--cpus-per-rank", 1, "CPU cores for each rank (default: 1)"),
+    ):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=words)
+    parser.add_argument("--time", metavar="LIMIT", help="time limit, as sbatch takes it: 2:00:00, 1-12 (days-hours)")
+    parser.add_argument("--partition", metavar="NAME", help="where to run")
+    parser.add_argument("--account", metavar="NAME", help="who pays")
+    parser.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the script)")
+    parser.add_argument("--output", metavar="FILE", help="the job's log (default: NAME-%%j.log; %%j is its number)")
+    parser.add_argument(
+        "--save-seconds",
+        type=int,
+        default=SAVE_SECONDS,
+        metavar="S",
+        help=f"tell the ranks to save this long before the time limit; 0: do not (default: {SAVE_SECONDS})",
+    )
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="another option of sbatch, as --sbatch=--qos=high; may be repeated",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show the script for sbatch and submit nothing")
+    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
+    parser.add_argument("target", metavar="script.py | module", help="what every rank runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to it")
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Check the command, submit it, follow the job, and return its exit code."""
+    find = find_module if options.module else find_script
+    # Now rather than in an hour, when the job starts.
+    find(options.target, options.arguments)
+    name = options.target.rpartition(".")[2] if options.module else Path(options.target).stem
+    job = JobOptions(
+        nodes=options.nodes,
+        ranks_per_node=options.ranks_per_node,
+        time=options.time,
+        partition=options.partition,
+        account=options.account,
+        gpus_per_node=options.gpus_per_node,
+        cpus_per_rank=options.cpus_per_rank,
+        job_name=options.job_name or name,
+        output=options.output,
+        save_seconds=options.save_seconds,
+        more=options.sbatch,
+    )
+    words = [*(["-m"] if options.module else []), options.target, *options.arguments]
+    script = batch_script(job, sys.executable, words)
+    if options.dry_run:
+        sys.stdout.write(script)
+        return 0
+    job_id = submit(script)
+    sys.stderr.write(f"[rankwise] job {job_id} is submitted\n")
+    try:
+        return follow(job_id, _say)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\n[rankwise] job {job_id} goes on; to end it: scancel {job_id}\n")
+        return INTERRUPTED
+
+
+def _say(text: str) -> None:
+    # The log has what ranks write to both streams, in one order.
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is right or wrong with facts that were gathered: one function per check, and the table of them.
+
+Pure: facts in, findings out. Imported by ``examine`` and ``cli``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.errors import fold_ranks, fold_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rankwise.doctor.facts import Facts, Job
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+MUST_BE_EQUAL = ("torch", "rankwise", "nccl")
+"""What differs between ranks only to fail later; other versions may differ."""
+LEAST_SHARED_MEMORY_BYTES = 2**30
+LEAST_OPEN_FILES = 1024
+OPEN_FILES_PER_PEER = 8
+"""Gloo keeps a connection per peer and group."""
+WANTED_OPEN_FILES = 65536
+LEAST_PROCESSES = 256
+PROCESSES_PER_RANK = 64
+CLOCK_WARNING_SECONDS = 1.0
+CLOCK_ERROR_SECONDS = 60.0
+SLOW_BYTES_PER_SECOND = 100e6
+"""Less than Ethernet of 1 Gbit/s carries."""
+LARGE_BYTES = 2**20
+"""From here on an all_reduce shows bandwidth rather than latency."""
+MIB, GIB = 2**20, 2**30
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is judged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What one check says."""
+
+    check: str
+    level: str
+    """``ok``, ``warning`` or ``error``."""
+    what: str
+    do: str = ""
+    """The next command or setting, one a line; empty where nothing is to be done."""
+    evidence: str = ""
+    """What it was told from, one fact a line, where ``what`` does not say it all."""
+
+
+def judge(job: Job) -> list[Finding]:
+    """Return what every check says of a job, in the table's order."""
+    return [finding for check in CHECKS for finding in check(job)]
+
+
+def versions(job: Job) -> list[Finding]:
+    """Find versions that differ between ranks."""
+    names = list(dict.fromkeys(name for facts in job.ranks for name in facts.machine.versions))
+    found: list[Finding] = []
+    same: list[str] = []
+    for name in names:
+        held = {facts.rank: facts.machine.versions.get(name, "not there") for facts in job.ranks}
+        if len(set(held.values())) == 1:
+            same.append(f"{name} {next(iter(held.values()))}")
+            continue
+        level = ERROR if name in MUST_BE_EQUAL else WARNING
+        told = "; ".join(fold_values(held).splitlines())
+        do = f"install the same {name} on every machine, or start the ranks from one environment all of them see"
+        found.append(Finding(check="versions", level=level, what=f"{name} differs: {told}", do=do))
+    return [*found, Finding(check="versions", level=OK, what=", ".join(same))] if same else found
+
+
+def gpus(job: Job) -> list[Finding]:
+    """Find GPUs that torch cannot use, or that differ between hosts."""
+    found: list[Finding] = []
+    held: dict[int, str] = {}
+    for facts in job.ranks:
+        machine = facts.machine
+        counts = {name: machine.gpus.count(name) for name in machine.gpus}
+        held[facts.rank] = ", ".join(f"{count}x {name}" for name, count in counts.items()) or "no GPU"
+    for first, *_ in job.hosts:
+        machine = first.machine
+        if machine.num_gpu_files and not machine.gpus:
+            what = f"{machine.hostname} has {machine.num_gpu_files} GPUs, and torch can use none of them"
+            do = "nvidia-smi; python -m torch.utils.collect_env; unset CUDA_VISIBLE_DEVICES if it hides them"
+            found.append(Finding(check="GPUs", level=WARNING, what=what, do=do))
+        elif machine.gpus and "nccl" not in machine.backends:
+            what = f"torch on {machine.hostname} has GPUs and no NCCL"
+            found.append(Finding(check="GPUs", level=ERROR, what=what, do="install a build of torch for CUDA"))
+    if len(set(held.values())) > 1:
+        told = "; ".join(fold_values(held).splitlines())
+        do = "start as many ranks on each host as it has GPUs, or pass --device cpu on all of them"
+        found.append(Finding(check="GPUs", level=WARNING, what=f"ranks see different GPUs: {told}", do=do))
+    if found:
+        return found
+    backends = ", ".join(job.ranks[0].machine.backends)
+    return [Finding(check="GPUs", level=OK, what=f"{held[job.ranks[0].rank]} on each host; backends: {backends}")]
+
+
+def networks(job: Job) -> list[Finding]:
+    """Find hosts without a way to the store or to one another."""
+    found: list[Finding] = []
+    ways: list[str] = []
+    for first, *_ in job.hosts:
+        machine = first.machine
+        if len(job.hosts) > 1 and not machine.own_addresses:
+            what = f"{machine.hostname} has no address that other hosts could reach"
+            found.append(Finding(check="network", level=ERROR, what=what, do="ip -brief address"))
+        across = first.across
+        for hostname, why in {} if across is None else across.no_routes.items():
+            what = f"no way from {machine.hostname} to {hostname}: {why}"
+            do = f"on {machine.hostname}: ip route; getent hosts {hostname}"
+            found.append(Finding(check="network", level=ERROR, what=what, do=do))
+        if across is not None and across.routes:
+            through = sorted({route.interface for route in across.routes.values()})
+            ways.append(f"{machine.hostname} through {', '.join(through)}")
+    if found:
+        return found
+    if ways:
+        return [Finding(check="network", level=OK, what=f"between hosts: {'; '.join(ways)}")]
+    told = [f"{one.name} {', '.join(one.addresses)}" for one in job.ranks[0].machine.interfaces if one.addresses]
+    return [Finding(check="network", level=OK, what="; ".join(told))]
+
+
+def store(job: Job) -> list[Finding]:
+    """Say which way each rank goes to the job's store."""
+    if not job.ranks[0].store or job.ranks[0].across is None:
+        return []
+    ways = {
+        facts.rank: facts.across.store_route.interface
+        for facts in job.ranks
+        if facts.across is not None and facts.across.store_route is not None
+    }
+    told = "; ".join(
+        f"{who} through {way}" for who, way in (line.split(": ") for line in fold_values(ways).splitlines())
+    )
+    return [Finding(check="store", level=OK, what=f"{job.ranks[0].store}{', ' if told else ''}{told}")]
+
+
+def own_names(job: Job) -> list[Finding]:
+    """Find hosts whose own name means loopback, or nothing."""
+    found: list[Finding] = []
+    fine: list[str] = []
+    for first, *_ in job.hosts:
+        machine = first.machine
+        addresses = ", ".join(machine.own_name_addresses)
+        use = machine.own_addresses[0] if machine.own_addresses else "an address"
+        means_nothing, means_loopback = not addresses, all(_is_loopback(a) for a in machine.own_name_addresses)
+        if len(job.hosts) > 1 and (means_nothing or means_loopback):
+            what = f"{machine.hostname} is {addresses or 'unknown'} to itself, not where others reach it"
+            do = (
+                f"rankwise does not go by it; for MASTER_ADDR and --rendezvous name {use}, "
+                f"or write '{use} {machine.hostname}' into its /etc/hosts"
+            )
+            found.append(Finding(check="own name", level=WARNING, what=what, do=do))
+        elif means_nothing:
+            what = f"{machine.hostname} does not know its own name; other programs may"
+            do = f"write '127.0.1.1 {machine.hostname}' into /etc/hosts"
+            found.append(Finding(check="own name", level=WARNING, what=what, do=do))
+        else:
+            only_here = f" (with other machines, name {use})" if means_loopback else ""
+            fine.append(f"{machine.hostname} is {addresses}{only_here}")
+    return [*found, Finding(check="own name", level=OK, what="; ".join(fine))] if fine else found
+
+
+def ports(job: Job) -> list[Finding]:
+    """Find hosts on which no port can be bound, or the one asked about cannot."""
+    found: list[Finding] = []
+    for first, *_ in job.hosts:
+        machine = first.machine
+        if machine.free_port_error:
+            what = f"no port can be bound on {machine.hostname}: {machine.free_port_error}"
+            do = "cat /proc/sys/net/ipv4/ip_local_port_range; ss -s"
+            found.append(Finding(check="ports", level=ERROR, what=what, do=do))
+        if machine.port_error:
+            what = f"port {machine.port} on {machine.hostname}: {machine.port_error}"
+            do = f"ss -ltnp 'sport = :{machine.port}'; or name another port"
+            found.append(Finding(check="ports", level=WARNING, what=what, do=do))
+    if found:
+        return found
+    port = job.ranks[0].machine.port
+    return [Finding(check="ports", level=OK, what=f"can be bound{f'; {port} is free' if port else ''}")]
+
+
+def shared_memory(job: Job) -> list[Finding]:
+    """Find hosts with little shared memory, which loader workers pass samples through."""
+    found: list[Finding] = []
+    for first, *_ in job.hosts:
+        machine = first.machine
+        if machine.shared_memory_bytes < LEAST_SHARED_MEMORY_BYTES:
+            size = f"has {machine.shared_memory_bytes // MIB} MiB" if machine.shared_memory_bytes else "is not there"
+            do = "docker run --shm-size=8g ... (or --ipc=host); Kubernetes: an emptyDir with medium Memory at /dev/shm"
+            what = f"{SHARED_MEMORY} on {machine.hostname} {size}; loader workers may die of SIGBUS"
+            found.append(Finding(check=SHARED_MEMORY, level=WARNING, what=what, do=do))
+        elif machine.shared_memory_free_bytes < machine.shared_memory_bytes // 10:
+            what = f"{SHARED_MEMORY} on {machine.hostname} has {machine.shared_memory_free_bytes // MIB} MiB left"
+            found.append(Finding(check=SHARED_MEMORY, level=WARNING, what=what, do="ls -l /dev/shm"))
+    if found:
+        return found
+    least = min(facts.machine.shared_memory_bytes for facts in job.ranks)
+    return [Finding(check=SHARED_MEMORY, level=OK, what=f"{least / GIB:.1f} GiB or more on each host")]
+
+
+def open_files(job: Job) -> list[Finding]:
+    """Find ranks that may run out of file descriptors."""
+    needed = max(LEAST_OPEN_FILES, 2 * LEAST_PROCESSES + OPEN_FILES_PER_PEER * len(job.ranks))
+    found: list[Finding] = []
+    for first, *_ in job.hosts:
+        machine = first.machine
+        if machine.open_files_limit < needed:
+            more = min(WANTED_OPEN_FILES, machine.open_files_hard_limit)
+            what = f"{machine.open_files_limit} per process on {machine.hostname}, and {needed} may be needed"
+            do = f"ulimit -n {more}" if more >= needed else "raise it in /etc/security/limits.conf (nofile)"
+            found.append(Finding(check="open files", level=WARNING, what=what, do=do))
+    least = min(facts.machine.open_files_limit for facts in job.ranks)
+    return found or [Finding(check="open files", level=OK, what=f"{least} or more per process")]
+
+
+def processes(job: Job) -> list[Finding]:
+    """Find hosts on which ranks and their threads may not be allowed."""
+    found: list[Finding] = []
+    for ranks in job.hosts:
+        machine = ranks[0].machine
+        needed = LEAST_PROCESSES + PROCESSES_PER_RANK * len(ranks)
+        if 0 <= machine.processes_limit < needed:
+            what = f"{machine.processes_limit} processes and threads on {machine.hostname}; {needed} may be needed"
+            do = "ulimit -u unlimited; docker run --pids-limit=-1; cat /sys/fs/cgroup/pids.max"
+            found.append(Finding(check="processes", level=WARNING, what=what, do=do))
+    return found or [Finding(check="processes", level=OK, what="the limit is high enough on each host")]
+
+
+def threads(job: Job) -> list[Finding]:
+    """Find hosts whose ranks compute with more threads than there are cores."""
+    found: list[Finding] = []
+    for ranks in job.hosts:
+        hostname = ranks[0].machine.hostname
+        cores = {core for facts in ranks for core in facts.machine.cores}
+        num_threads = sum(facts.machine.num_threads for facts in ranks)
+        bound = [f for f in ranks if f.machine.num_threads > len(f.machine.cores)]
+        if len(ranks) > 1 and num_threads > len(cores):
+            what = f"{len(ranks)} ranks on {hostname} compute with {num_threads} threads on {len(cores)} cores"
+            do = f"OMP_NUM_THREADS={max(len(cores) // len(ranks), 1)} (rankwise run sets it by itself)"
+            # Fewer cores than ranks: nothing better can be done but fewer ranks.
+            if all(facts.machine.num_threads == 1 for facts in ranks):
+                do = f"start at most {len(cores)} ranks there"
+            found.append(Finding(check="threads", level=WARNING, what=what, do=do))
+        elif bound:
+            fewest = min(len(facts.machine.cores) for facts in bound)
+            who = fold_ranks([facts.rank for facts in bound])
+            what = (
+                f"{who} on {hostname} may use {fewest} core{'s' if fewest > 1 else ''} and computes with more threads"
+            )
+            do = f"OMP_NUM_THREADS={fewest}, or give each rank more cores (srun --cpus-per-task, mpirun --bind-to none)"
+            found.append(Finding(check="threads", level=WARNING, what=what, do=do))
+    first = job.ranks[0].machine
+    what = f"{first.num_threads} per rank; {len(first.cores)} cores"
+    return found or [Finding(check="threads", level=OK, what=what)]
+
+
+def clocks(job: Job) -> list[Finding]:
+    """Find hosts whose clock differs from rank 0's."""
+    found: list[Finding] = []
+    largest = 0.0
+    for first, *_ in job.hosts:
+        across = first.across
+        if across is None or across.clock_ahead_seconds is None:
+            continue
+        # What the measurement may be off by is given to the clock.
+        certain = max(abs(across.clock_ahead_seconds) - across.clock_error_seconds, 0.0)
+        largest = max(largest, abs(across.clock_ahead_seconds))
+        if certain > CLOCK_WARNING_SECONDS:
+            way = "ahead of" if across.clock_ahead_seconds > 0 else "behind"
+            what = f"{first.machine.hostname} is {abs(across.clock_ahead_seconds):.1f} s {way} rank 0's host"
+            level = ERROR if certain > CLOCK_ERROR_SECONDS else WARNING
+            found.append(Finding(check="clocks", level=level, what=what, do="timedatectl; chronyc tracking"))
+    if found or len(job.hosts) == 1:
+        return found
+    return [Finding(check="clocks", level=OK, what=f"within {largest * 1000:.1f} ms of rank 0's")]
+
+
+def shared_folder(job: Job) -> list[Finding]:
+    """Find hosts that do not see the folder that all are to see."""
+    if not job.shared_folder:
+        return []
+    found: list[Finding] = []
+    for first, *_ in job.hosts:
+        why = "" if first.across is None else first.across.shared_folder_error
+        if why:
+            what = f"{first.machine.hostname} does not share {job.shared_folder} with rank 0: {why}"
+            do = f"on {first.machine.hostname}: findmnt -T {job.shared_folder}"
+            found.append(Finding(check="shared folder", level=ERROR, what=what, do=do))
+    num_hosts = len(job.hosts)
+    what = f"{job.shared_folder} is seen by {'this host' if num_hosts == 1 else f'all {num_hosts} hosts'}"
+    return found or [Finding(check="shared folder", level=OK, what=what)]
+
+
+def all_reduce(job: Job) -> list[Finding]:
+    """Say how fast an all_reduce is; between hosts, find it slow."""
+    if not job.timings:
+        return []
+    world_size = job.ranks[0].world_size
+    told: list[str] = []
+    slow = False
+    for timing in job.timings:
+        # What each rank sends, at least, for every byte of the tensor.
+        bandwidth = timing.num_bytes * 2 * (world_size - 1) / world_size / max(timing.seconds, 1e-9)
+        size = f"{timing.num_bytes // MIB} MiB" if timing.num_bytes >= MIB else f"{timing.num_bytes // 1024} KiB"
+        shown = f" ({bandwidth / 1e9:.2f} GB/s)" if timing.num_bytes >= LARGE_BYTES else ""
+        told.append(f"{size} {timing.seconds * 1000:.2f} ms{shown}")
+        slow = timing.num_bytes >= LARGE_BYTES and bandwidth < SLOW_BYTES_PER_SECOND
+    what = ", ".join(told)
+    if slow and len(job.hosts) > 1:
+        do = "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) of the fast network on every rank; ethtool <interface>"
+        return [Finding(check="all_reduce", level=WARNING, what=f"slower than 1 Gbit/s: {what}", do=do)]
+    return [Finding(check="all_reduce", level=OK, what=what)]
+
+
+CHECKS: Sequence[Callable[[Job], list[Finding]]] = (
+    versions,
+    gpus,
+    networks,
+    store,
+    own_names,
+    ports,
+    shared_memory,
+    open_files,
+    processes,
+    threads,
+    clocks,
+    shared_folder,
+    all_reduce,
+)
+
+
+def told_ranks(ranks: Sequence[Facts]) -> str:
+    """Return how many ranks there are, on how many hosts, and who started them."""
+    if len(ranks) == 1 and ranks[0].world_size == 1:
+        return f"this machine, {ranks[0].machine.hostname}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0].rank} of {ranks[0].world_size} by itself, on {ranks[0].machine.hostname}"
+    num_hosts = len({facts.machine.hostname for facts in ranks})
+    of = "" if len(ranks) == ranks[0].world_size else f" of {ranks[0].world_size}"
+    return f"{len(ranks)}{of} ranks on {num_hosts} host{'s' if num_hosts > 1 else ''}, started by {ranks[0].source}"
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

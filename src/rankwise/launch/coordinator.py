@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides, for all machines of a job: when an attempt starts, on which of them, when it stops, how the job ends.
+
+Values in, messages out: no socket, no clock, no thread. Times are seconds of one monotonic clock. Imported by
+``serving``, which carries the messages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from rankwise.launch import failure
+from rankwise.launch.failure import FailedAttempt, Failure
+from rankwise.launch.nodes import Member, Node, place, ranks_in_words, refusal_of
+from rankwise.stopping import STOPPED_EXIT_CODE
+
+Message = dict[str, Any]
+
+LOST_SECONDS = 10.0
+"""After how long without a word a machine counts as lost. A cut of a few seconds simply resumes."""
+RETURN_SECONDS = 30.0
+"""How long a job that cannot go on without a lost machine waits for it."""
+LAST_CALL_SECONDS = 30.0
+"""How long a job that has machines enough waits for more of them at its start."""
+PEERS_SECONDS = 5.0
+"""How long the other ranks have to end by themselves after a failure, where no restart follows."""
+CAUSE_SECONDS = 0.5
+"""How long the cause of a failure that is only an echo is waited for, where a restart follows."""
+GROW_SECONDS = 30.0
+"""How long ranks have to save and stop, where machines have come back."""
+
+
+class Phase(Enum):
+    """What the job is doing."""
+
+    GATHERING = "waiting for machines"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What has been heard of one attempt."""
+
+    number: int
+    world_size: int
+    failures: dict[int, Failure] = field(default_factory=dict[int, Failure])
+    ends: dict[int, str] = field(default_factory=dict[int, str])
+    hostnames: dict[int, str] = field(default_factory=dict[int, str])
+    tails: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+    logs: dict[int, str] = field(default_factory=dict[int, str])
+    lost_ranks: set[int] = field(default_factory=set[int])
+    has_stopped: bool = False
+    """Whether a rank saved and stopped, as it was asked to."""
+    grow_deadline: float | None = None
+
+
+class Coordinator:
+    """The job's state. Each method takes in one thing that happened; ``take`` gives out what follows from it."""
+
+    def __init__(
+        self,
+        *,
+        nodes: tuple[int, int],
+        max_restarts: int,
+        rendezvous: str,
+        timeout_seconds: float,
+        now: float,
+        run_id: str,
+    ) -> None:
+        self.phase = Phase.GATHERING
+        self.min_nodes, self.max_nodes = nodes
+        self._rendezvous = rendezvous
+        self._timeout_seconds = timeout_seconds
+        self._max_restarts = max_restarts
+        self._restarts_used = 0
+        self._run_id = run_id
+        self._members: dict[str, Member] = {}
+        self._attempt: _Attempt | None = None
+        self._num_attempts = 0
+        self._num_arrivals = 0
+        self._deadline = now + timeout_seconds
+        self._last_call: float | None = None
+        self._asked_to_stop = False
+        self._why_incomplete = ""
+        self._messages: list[tuple[str, Message]] = []
+        self._events: list[tuple[int, Message]] = []
+
+    def take(self) -> tuple[list[tuple[str, Message]], list[tuple[int, Message]]]:
+        """Return what is to be sent, as (machine, message), and (attempt, event) for the attempt's event log."""
+        taken = self._messages, self._events
+        self._messages, self._events = [], []
+        return taken
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def come(self, node: Node, now: float) -> None:
+        """A machine's launcher has introduced itself."""
+        if node.node_id in self._members:
+            self.go(node.node_id, now, "came anew")
+        refusal = self._refusal(node, now)
+        if refusal is not None:
+            self._messages.append((node.node_id, {"do": "refuse", **refusal}))
+            return
+        self._members[node.node_id] = Member(node, heard=now, order=self._num_arrivals)
+        self._num_arrivals += 1
+        if self.max_nodes > 1:
+            place = f"{len(self._members)} of {self._how_many()}"
+            self._say(f"[rankwise] {node.hostname} has come with {ranks_in_words(node.num_ranks)} ({place})\n")
+        if self.phase is Phase.RUNNING and self._attempt is not None:
+            self._attempt.grow_deadline = now + GROW_SECONDS
+            self._say("[rankwise] the ranks save at their next step and start anew with it\n")
+            self._have_saved(f"{node.hostname} has come")
+        self.tick(now)
+
+    def hear(self, node_id: str, now: float) -> None:
+        """A machine has given a sign of life."""
+        if node_id in self._members:
+            self._members[node_id].heard = now
+
+    def go(self, node_id: str, now: float, why: str) -> None:
+        """A machine is gone: it said so, its connection has ended, or it has been silent too long."""
+        member = self._members.pop(node_id, None)
+        if member is None or self.phase is Phase.OVER:
+            return
+        self._say(f"[rankwise] {member.node.hostname} {why}\n")
+        if self.phase in {Phase.RUNNING, Phase.STOPPING} and member.is_running and self._attempt is not None:
+            for rank in member.ranks:
+                # Whatever else failed first of itself is to blame, not the loss.
+                lost = failure.from_lost_node(rank, member.node.hostname, math.inf)
+                self._attempt.failures.setdefault(rank, lost)
+                self._attempt.lost_ranks.add(rank)
+                self._events.append((self._attempt.number, _failed_event(lost, member.node.hostname)))
+            self._stop(0.0 if self._goes_on_without() or self._restarts_left() else PEERS_SECONDS)
+            self._conclude_if_ended(now)
+        if not self._members:
+            self.phase = Phase.OVER
+
+    def fail(self, node_id: str, attempt: int, failed: Failure) -> None:
+        """A rank has failed; its machine tells the ranks itself."""
+        current = self._attempt
+        if self.phase is not Phase.RUNNING or current is None or current.number != attempt:
+            return
+        member = self._members[node_id]
+        current.failures.setdefault(failed.rank, failed)
+        current.hostnames[failed.rank] = member.node.hostname
+        if not failed.secondary:
+            self._events.append((attempt, _failed_event(failed, member.node.hostname)))
+        if not self._restarts_left():
+            self._stop(PEERS_SECONDS)
+        else:
+            self._stop(CAUSE_SECONDS if failed.secondary else 0.0)
+
+    def depart(self, attempt: int, rank: int) -> None:
+        """A rank has ended well while others run."""
+        if self._attempt is not None and self._attempt.number == attempt:
+            self._events.append((attempt, {"kind": "left", "rank": rank, "exit_code": 0, "last": None}))
+
+    def leave(self, node_id: str, signal_name: str, exit_code: int, now: float, *, ends_job: bool) -> None:
+        """A machine's launcher was told by a signal to end, and has ended its ranks."""
+        member = self._members.get(node_id)
+        if member is None:
+            return
+        if ends_job or len(self._members) - 1 < self.min_nodes:
+            what = f"{member.node.hostname} was told to end ({signal_name}), and the job with it."
+            del self._members[node_id]
+            self._over(exit_code, what)
+        else:
+            self.go(node_id, now, f"was told to end ({signal_name})")
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Somebody wants the ranks to save and end at their next step."""
+        if self.phase is Phase.RUNNING and self._attempt is not None and not self._asked_to_stop:
+            self._asked_to_stop = True
+            self._have_saved(reason)
+
+    def end(self, node_id: str, attempt: int, report: Message, now: float) -> None:
+        """All ranks of a machine have ended, by themselves or because they were told to."""
+        current, member = self._attempt, self._members.get(node_id)
+        if current is None or member is None or current.number != attempt or not member.is_running:
+            return
+        member.is_running = False
+        for told in report["failures"]:
+            failed = Failure(**told)
+            current.failures[failed.rank] = failed
+            current.hostnames[failed.rank] = member.node.hostname
+        current.ends |= {int(rank): how for rank, how in report["ends"].items()}
+        current.tails |= {int(rank): tail for rank, tail in report["tails"].items()}
+        current.logs |= {int(rank): path for rank, path in report["logs"].items()}
+        current.has_stopped = current.has_stopped or report["has_stopped"]
+        self._conclude_if_ended(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        for node_id, member in list(self._members.items()):
+            if now - member.heard > LOST_SECONDS:
+                self.go(node_id, now, f"is lost: no word from it for {now - member.heard:.0f} s")
+        if self.phase is Phase.GATHERING:
+            self._gather(now)
+        deadline = None if self._attempt is None else self._attempt.grow_deadline
+        if self.phase is Phase.RUNNING and deadline is not None and now > deadline:
+            self._stop(0.0)
+
+    # -- gathering ---------------------------------------------------------------------------------
+
+    def _gather(self, now: float) -> None:
+        num_nodes = len(self._members)
+        is_first = self._num_attempts == 0
+        if num_nodes >= self.min_nodes and is_first and self._last_call is None:
+            self._last_call = now + LAST_CALL_SECONDS
+            if num_nodes < self.max_nodes:
+                self._say(f"[rankwise] waiting {LAST_CALL_SECONDS:.0f} s for more nodes\n")
+        is_time = not is_first or (self._last_call is not None and now >= self._last_call)
+        if num_nodes == self.max_nodes or (num_nodes >= self.min_nodes and is_time):
+            self._start()
+        elif now > self._deadline:
+            self._give_up()
+
+    def _start(self) -> None:
+        members = sorted(self._members.values(), key=place)
+        world_size = sum(member.node.num_ranks for member in members)
+        self._attempt = _Attempt(number=self._num_attempts, world_size=world_size)
+        self._num_attempts += 1
+        self.phase = Phase.RUNNING
+        first_rank = 0
+        hostnames = [member.node.hostname for member in members]
+        for node_rank, member in enumerate(members):
+            member.ranks = range(first_rank, first_rank + member.node.num_ranks)
+            member.is_running = True
+            member.order = node_rank
+            first_rank += member.node.num_ranks
+            start = {
+                "do": "start",
+                "run_id": self._run_id,
+                "attempt": self._attempt.number,
+                "node_rank": node_rank,
+                "num_nodes": len(members),
+                "first_rank": member.ranks.start,
+                "world_size": world_size,
+                "hostnames": hostnames,
+            }
+            self._messages.append((member.node.node_id, start))
+        self._num_arrivals = len(members)
+
+    def _give_up(self) -> None:
+        here = ", ".join(member.node.hostname for member in sorted(self._members.values(), key=place)) or "none"
+        absent = self.min_nodes - len(self._members)
+        given = {member.node.node_rank for member in self._members.values()}
+        numbers = [number for number in range(self.min_nodes) if number not in given]
+        which = f"node {', '.join(map(str, numbers))}" if None not in given and len(numbers) == absent else ""
+        if not which:
+            which = f"{absent} of {self.min_nodes} nodes"
+        waited = RETURN_SECONDS if self._num_attempts else self._timeout_seconds
+        come = "came back" if self._num_attempts else "came"
+        self._over(
+            1,
+            f"{which} never {come}: waited {waited:.0f} s at {self._rendezvous}.",
+            evidence=f"here: {here}" + (f"\n{self._why_incomplete}" if self._why_incomplete else ""),
+            do=f"start it on the missing machine too: rankwise run --rendezvous {self._rendezvous} ...; "
+            "`rankwise doctor` there says whether it reaches this address",
+        )
+
+    def _refusal(self, node: Node, now: float) -> Message | None:
+        if self.phase is Phase.OVER:
+            return {"what": "The job is over.", "evidence": "", "advice": "start it anew on every machine"}
+        return refusal_of(node, list(self._members.values()), self.max_nodes, now)
+
+    # -- stopping ----------------------------------------------------------------------------------
+
+    def _stop(self, settle_seconds: float) -> None:
+        """Have all ranks ended; they may end by themselves for a while."""
+        if self._attempt is None:
+            return
+        self.phase = Phase.STOPPING
+        for node_id, member in self._members.items():
+            if member.is_running:
+                stop = {"do": "stop", "attempt": self._attempt.number, "settle_seconds": settle_seconds}
+                self._messages.append((node_id, stop))
+
+    def _have_saved(self, reason: str) -> None:
+        """Ask the ranks to save and end at their next step."""
+        if self._attempt is None:
+            return
+        if self._attempt.world_size > 1:
+            self._events.append((self._attempt.number, {"kind": "stop", "rank": None, "reason": reason}))
+            return
+        # One rank alone follows no event log.
+        save = {"do": "save", "attempt": self._attempt.number}
+        self._messages += [(node_id, save) for node_id, member in self._members.items() if member.is_running]
+
+    def _conclude_if_ended(self, now: float) -> None:
+        current = self._attempt
+        if current is None or any(member.is_running for member in self._members.values()):
+            return
+        if self.phase is Phase.OVER:
+            return
+        if current.failures:
+            self._conclude_failure(current, now)
+        elif self._grows(current):
+            self._restart("starting anew with the nodes that have come", now)
+        else:
+            self._over(STOPPED_EXIT_CODE if current.has_stopped else 0)
+
+    def _grows(self, current: _Attempt) -> bool:
+        """Return whether the attempt ended for machines that have come, and not by itself."""
+        was_ended = current.has_stopped or self.phase is Phase.STOPPING
+        return current.grow_deadline is not None and was_ended and not self._asked_to_stop
+
+    def _conclude_failure(self, current: _Attempt, now: float) -> None:
+        failed = self._failed_attempt(current)
+        causes = [one for one in failed.failures if not one.secondary and one.rank not in current.lost_ranks]
+        if not causes and current.lost_ranks and self._goes_on_without():
+            self._restart("going on without the lost node", now)
+            return
+        exit_code = failure.shell_code(failed.first.exit_code) or 1
+        if not self._restarts_left():
+            self._report(failed)
+            self._over(exit_code)
+            return
+        self._report(failed)
+        self._restarts_used += 1
+        self._why_incomplete = f"rank {failed.first.rank}: {failed.first.type}"
+        self._restart(f"restart {self._restarts_used} of {self._max_restarts}", now)
+
+    def _restart(self, how: str, now: float) -> None:
+        self._say(f"[rankwise] {how}\n")
+        self.phase = Phase.GATHERING
+        self._deadline = now + RETURN_SECONDS
+        if len(self._members) < self.min_nodes:
+            self._say(f"[rankwise] waiting up to {RETURN_SECONDS:.0f} s for nodes to come back\n")
+        self._gather(now)
+
+    def _failed_attempt(self, current: _Attempt) -> FailedAttempt:
+        failures = failure.by_blame(current.failures.values())
+        first = failures[0].rank
+        return FailedAttempt(
+            attempt=current.number,
+            world_size=current.world_size,
+            failures=failures,
+            ends={rank: how for rank, how in current.ends.items() if rank not in current.failures},
+            hostname=current.hostnames.get(first, ""),
+            stderr_tail=tuple(current.tails.get(first, ())),
+            log_path=current.logs.get(first),
+        )
+
+    def _goes_on_without(self) -> bool:
+        return self.min_nodes < self.max_nodes and len(self._members) >= self.min_nodes
+
+    def _restarts_left(self) -> bool:
+        return self._restarts_used < self._max_restarts
+
+    def _over(self, exit_code: int, what: str = "", *, evidence: str = "", do: str = "") -> None:
+        self.phase = Phase.OVER
+        end = {"do": "end", "exit_code": exit_code, "what": what, "evidence": evidence, "advice": do}
+        self._messages += [(node_id, end) for node_id in self._members]
+
+    def _report(self, failed: FailedAttempt) -> None:
+        told = failure.to_dict(failed)
+        self._messages += [(node_id, {"do": "report", "failed": told}) for node_id in self._members]
+
+    def _say(self, text: str) -> None:
+        self._messages += [(node_id, {"do": "say", "text": text}) for node_id in self._members]
+
+    def _how_many(self) -> str:
+        if self.min_nodes == self.max_nodes:
+            return f"{self.max_nodes} nodes"
+        return f"{self.min_nodes} to {self.max_nodes} nodes"
+
+
+def _failed_event(failed: Failure, hostname: str) -> Message:
+    """Return what the other ranks hear of a failure."""
+    text = failed.traceback or failed.message or f"the process ended with exit code {failed.exit_code}"
+    return {"kind": "failed", "rank": failed.rank, "error_type": failed.type, "text": text, "hostname": hostname}

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This machine's connection to the job's coordinator: messages both ways, and whether it still lives.
+
+Decides nothing. Messages are JSON. Imported by the agent and by the launcher's start.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from rankwise.errors import LaunchError
+from rankwise.launch.coordinator import LOST_SECONDS
+from rankwise.store import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Message = dict[str, Any]
+
+PURPOSE = "agent"
+LARGEST_MESSAGE_BYTES = 1 << 24
+SIGN_SECONDS = 1.0
+"""Between two signs of life."""
+TRY_SECONDS = 1.0
+"""How long one try to connect takes at most, so that Ctrl-C is heard in between."""
+NOTICE_SECONDS = 5.0
+"""After how long it is said what is waited for."""
+
+
+class LinkLost(ConnectionError):
+    """The coordinator cannot be heard any more."""
+
+
+class Link:
+    """One open connection."""
+
+    def __init__(self, connection: socket.socket, hello: Message) -> None:
+        self._connection = connection
+        self._connection.settimeout(LOST_SECONDS)
+        self._sending = threading.Lock()
+        self._arrived = b""
+        self._heard = time.monotonic()
+        self._signed = 0.0
+        self.send(hello)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when there is something to hear."""
+        return self._connection.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send a message. May be called from any thread.
+
+        Raises:
+            LinkLost: it cannot be sent.
+        """
+        data = json.dumps(message).encode()
+        try:
+            with self._sending:
+                wire.send_frame(self._connection, data)
+        except OSError as error:
+            raise LinkLost(str(error)) from error
+
+    def keep_alive(self) -> None:
+        """Send a sign of life where it is time for one, and see that the other end gives some.
+
+        Raises:
+            LinkLost: the coordinator has been silent too long.
+        """
+        now = time.monotonic()
+        if now - self._signed >= SIGN_SECONDS:
+            self._signed = now
+            self.send({"do": "alive"})
+        if now - self._heard > LOST_SECONDS:
+            message = f"no word from it for {now - self._heard:.0f} s"
+            raise LinkLost(message)
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived; call it when the descriptor is readable.
+
+        Raises:
+            LinkLost: the other end is gone.
+        """
+        try:
+            data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise LinkLost(str(error)) from error
+        if not data:
+            message = "its launcher has ended"
+            raise LinkLost(message)
+        self._heard = time.monotonic()
+        self._arrived += data
+        messages: list[Message] = []
+        while len(self._arrived) >= wire.NUMBER.size:
+            end = wire.NUMBER.size + wire.checked_length(self._arrived[: wire.NUMBER.size], LARGEST_MESSAGE_BYTES)
+            if len(self._arrived) < end:
+                break
+            messages.append(json.loads(self._arrived[wire.NUMBER.size : end]))
+            self._arrived = self._arrived[end:]
+        return messages
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def open_link(
+    address: tuple[str, int],
+    secret: bytes,
+    hello: Message,
+    *,
+    timeout_seconds: float,
+    between: Callable[[], None],
+    say: Callable[[str], None],
+) -> Link:
+    """Return a connection to the coordinator, trying until there is one.
+
+    Args:
+        address: where it listens.
+        secret: of the job.
+        hello: how this machine introduces itself.
+        timeout_seconds: how long to try.
+        between: called between two tries; may raise.
+        say: shows text to the person.
+
+    Raises:
+        LaunchError: nothing answered in time.
+        SecretRefused: the coordinator has another secret.
+    """
+    host, port = address
+    start = time.monotonic()
+    has_said = False
+    while True:
+        between()
+        try:
+            return Link(wire.open_connection(host, port, secret, PURPOSE, TRY_SECONDS), hello)
+        except (TimeoutError, LinkLost) as error:
+            waited = time.monotonic() - start
+            if waited > timeout_seconds:
+                raise LaunchError(
+                    f"Nothing answered at the rendezvous {host}:{port} for {waited:.0f} s.",
+                    evidence=str(error),
+                    do="start the first machine's `rankwise run`, or look at the way there: "
+                    f"rankwise doctor, nc -vz {host} {port}",
+                ) from None
+            if waited > NOTICE_SECONDS and not has_said:
+                has_said = True
+                say(f"[rankwise] waiting for the rendezvous at {host}:{port}: {error}\n")

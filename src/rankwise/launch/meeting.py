@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the machines of a job meet, and whether this one serves the others. Imported by the launcher's start."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise import environments, network
+from rankwise.errors import ConfigurationError
+from rankwise.launch import secret
+from rankwise.store import wire
+
+if TYPE_CHECKING:
+    from rankwise.launch.options import LaunchOptions
+
+LOOPBACK = "127.0.0.1"
+EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 - only where a scheduler names this machine by an address it does not have
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """A job's address as this machine uses it."""
+
+    address: tuple[str, int]
+    secret: str
+    listener: socket.socket | None = None
+    """Where this machine serves the job; ``None`` where another one does."""
+    interface: str | None = None
+    """Network interface that leads to the other machines; ``None`` for a job on one machine."""
+
+
+def meet(options: LaunchOptions) -> Meeting:
+    """Return where to meet; serves nothing yet, but holds the port where this machine is to.
+
+    Raises:
+        ConfigurationError: the host is unknown, means loopback here, or is not this machine although this is node
+            0; the port is taken.
+    """
+    if options.rendezvous is None:
+        listener = wire.listen(LOOPBACK, 0)
+        return Meeting(address=listener.getsockname()[:2], secret=secret.draw(), listener=listener)
+    host, port = options.rendezvous
+    address, listens_on = _addresses(host, options)
+    listener = None
+    if listens_on is not None and options.node_rank in {None, 0}:
+        listener = _listen(listens_on, port, options)
+    interface = interface_to(address) if options.interface is None else known_interface(options.interface)
+    if listener is not None:
+        port = listener.getsockname()[1]
+    return Meeting(address=(address, port), secret=secret.shared_by_machines(), listener=listener, interface=interface)
+
+
+def _addresses(host: str, options: LaunchOptions) -> tuple[str, str | None]:
+    """Return the address to connect to, and the one to listen on where this machine may be the host."""
+    found = network.resolve(host)
+    outside = [address for address in found if not network.is_loopback(address)]
+    if not outside:
+        if host in {*found, "localhost"}:
+            return found[0], found[0]
+        if options.node_rank == 0:
+            return network.main_address() or LOOPBACK, EVERY_INTERFACE
+        raise network.loopback_name(host, found)
+    address = outside[0]
+    if network.is_own(address):
+        return address, address
+    if options.node_rank != 0:
+        return address, None
+    if environments.in_kubernetes():
+        # The name may be a service's, in front of this pod.
+        return network.main_address() or LOOPBACK, EVERY_INTERFACE
+    raise ConfigurationError(
+        f"This is node 0, and the rendezvous {host} is another machine.",
+        where=socket.gethostname(),
+        evidence=f"{host} is {address}; this machine has {', '.join(network.own_addresses()) or 'no address'}",
+        do="give node 0 to the machine that --rendezvous names, or name an address of this one",
+    )
+
+
+def _listen(address: str, port: int, options: LaunchOptions) -> socket.socket | None:
+    try:
+        return wire.listen(address, port)
+    except ConfigurationError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+            raise
+        # A second launcher on the machine of the first: the one that listens is the job's.
+        if options.node_rank is None:
+            return None
+        raise ConfigurationError(
+            f"Port {port} of {address} is taken, and node 0 is to serve the job there.",
+            do="give another --rendezvous port on every machine, or, where another launcher is node 0, another "
+            f"--node-rank. What listens there: ss -ltnp 'sport = :{port}'",
+        ) from error
+
+
+def known_interface(name: str) -> str:
+    """Return the name of an interface.
+
+    Raises:
+        ConfigurationError: this machine has none of that name.
+    """
+    known = [interface.name for interface in network.interfaces()]
+    if name not in known:
+        raise ConfigurationError(
+            f"This machine has no network interface {name!r}.",
+            where=socket.gethostname(),
+            evidence="\n".join(network.told_interfaces()),
+            do=f"use one of {', '.join(known)}, or leave --interface out",
+        )
+    return name
+
+
+def interface_to(address: str) -> str:
+    """Return the interface that holds an address, or that leads there."""
+    for interface in network.interfaces():
+        if address in interface.addresses:
+            return interface.name
+    return network.route_to(address).interface

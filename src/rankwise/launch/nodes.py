@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machines of a job, as the coordinator knows them: how one introduces itself, and when it is not let in.
+
+Values only. Imported by the coordinator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One machine's launcher, as it introduces itself."""
+
+    node_id: str
+    """Different for each launcher process."""
+    hostname: str
+    num_ranks: int
+    node_rank: int | None = None
+    """The number it was given, where it was given one."""
+    serves: bool = False
+    """Whether it serves the others; it then is the first, where no numbers were given."""
+    job: dict[str, str] = field(default_factory=dict[str, str])
+    """What must be the same on all machines: the script, the versions."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A machine that takes part, and where it stands in the current attempt."""
+
+    node: Node
+    heard: float
+    order: int
+    ranks: range = range(0)
+    is_running: bool = False
+    """Whether its ranks of the current attempt may still be there."""
+
+
+def refusal_of(node: Node, members: Sequence[Member], max_nodes: int, now: float) -> dict[str, Any] | None:
+    """Return why a machine cannot take part beside those that do, or ``None`` where it can."""
+    for member in members:
+        if node.node_rank is not None and member.node.node_rank == node.node_rank:
+            return {
+                "what": f"Two machines are node {node.node_rank}: {member.node.hostname} and {node.hostname}.",
+                "evidence": f"{member.node.hostname} was heard {now - member.heard:.1f} s ago",
+                "advice": "give each machine its own --node-rank, or none of them",
+            }
+        differing = {
+            name: (member.node.job[name], value)
+            for name, value in node.job.items()
+            if member.node.job.get(name, value) != value
+        }
+        if differing:
+            return {
+                "what": f"{node.hostname} and {member.node.hostname} would not run the same job.",
+                "evidence": "\n".join(
+                    f"{name}: {member.node.hostname} has {theirs}, {node.hostname} has {ours}"
+                    for name, (theirs, ours) in sorted(differing.items())
+                ),
+                "advice": "bring the same script and versions to every machine, and give each the same command",
+            }
+    if len(members) >= max_nodes:
+        return {
+            "what": f"The job has all its {max_nodes} nodes.",
+            "evidence": "here: " + ", ".join(member.node.hostname for member in members),
+            "advice": "raise --nodes on every machine, or give the other job another port",
+        }
+    return None
+
+
+def place(member: Member) -> tuple[int, int]:
+    """Return where a machine stands among the others: by its given number, else where it stood, or as it came."""
+    given = member.node.node_rank
+    order = -1 if member.node.serves else member.order
+    return (order if given is None else given, order)
+
+
+def ranks_in_words(number: int) -> str:
+    """Return ``2 ranks`` for 2."""
+    return "1 rank" if number == 1 else f"{number} ranks"

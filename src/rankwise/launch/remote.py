@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One host's end of a job started over ssh: hears its part on stdin, runs it, and ends with its caller.
+
+Two processes: one hears the caller to the end, the other, forked from it, is the host's launcher. Started by ``ssh``
+through a shell of the host, and imported by nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+from rankwise import network
+from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.launch import failure
+from rankwise.launch.interrupts import HEARD, end_quietly
+from rankwise.launch.part import Message, error_to_dict, line, mark, part_from_dict
+from rankwise.launch.target import find_module, find_script
+from rankwise.version import VERSION
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from rankwise.launch.options import LaunchOptions
+    from rankwise.launch.part import Part
+    from rankwise.launch.target import Target
+
+END_SECONDS = 10.0
+"""How long the launcher has to end its ranks after the caller is gone."""
+LOOPBACK = "127.0.0.1"
+BACKLOG = 1024
+REFUSED_EXIT_CODE = 2
+LEFT_EXIT_CODE = 1
+_PR_SET_PDEATHSIG = 1
+
+
+def main(token: str) -> int:
+    """Do what the caller says, and return the exit code. A rank leaves through here too."""
+    end_quietly()
+    caller = _Caller(token)
+    try:
+        caller.say({"said": "here", "rankwise": VERSION, "hostname": socket.gethostname(), "address": _address()})
+        told = caller.hear()
+        if told is None:
+            return LEFT_EXIT_CODE
+        part = part_from_dict(told)
+        target, listener = _prepare(part)
+        caller.say({"said": "ready", "rendezvous": None if listener is None else listener.getsockname()[:2]})
+        told = caller.hear()
+        if told is None or told["do"] != "start":
+            return LEFT_EXIT_CODE
+    except RankwiseError as error:
+        caller.say({"said": "refused", **error_to_dict(_located(error))})
+        return REFUSED_EXIT_CODE
+    watcher = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _end_with(watcher)
+        _launch(part, target, listener, told["rendezvous"], caller)
+    if listener is not None:
+        listener.close()
+    return _watch(pid, caller)
+
+
+class _Caller:
+    """The ends of stdin and stdout that lead to the caller."""
+
+    def __init__(self, token: str) -> None:
+        self._mark = mark(token)
+        self._arrived = b""
+
+    def say(self, message: Message) -> None:
+        """Tell the caller, who may be gone."""
+        data = self._mark + line(message)
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(1, data) :]
+
+    def hear(self) -> Message | None:
+        """Return the caller's next message, waiting for it, or ``None`` when there is none to come."""
+        while b"\n" not in self._arrived:
+            data = os.read(0, 1 << 16)
+            if not data:
+                return None
+            self._arrived += data
+        text, _, self._arrived = self._arrived.partition(b"\n")
+        return json.loads(text)
+
+    def has_more(self) -> bool:
+        """Whether another message has come already."""
+        return b"\n" in self._arrived
+
+
+# -- before anything starts ----------------------------------------------------------------------------
+
+
+def _address() -> str | None:
+    """Return the address of this host that other machines come to: the one that ssh came to."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    if len(words) == 4 and not network.is_loopback(words[2]):  # noqa: PLR2004 - two addresses and two ports
+        return words[2]
+    return network.main_address()
+
+
+def _prepare(part: Part) -> tuple[Target, socket.socket | None]:
+    """Check what can be checked, and take the port where this host serves the job.
+
+    Raises:
+        ConfigurationError: the folder, the script or the interface is not there.
+        LaunchError: the script is not valid Python.
+    """
+    try:
+        os.chdir(part.folder)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The working directory {part.folder} cannot be entered: {error.strerror}.",
+            do="run rankwise in a folder that is at the same place on every host",
+        ) from error
+    os.environ.update({**part.variables, "PWD": part.folder})
+    find = find_module if part.is_module else find_script
+    target = find(part.target, part.arguments)
+    if part.node_rank > 0 or part.nodes[1] == 1:
+        return target, None
+    address = _serving_address(part)
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return target, socket.create_server((address, 0), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The job cannot be served on {address}: {error.strerror}.", do="name another network: --interface NAME"
+        ) from error
+
+
+def _serving_address(part: Part) -> str:
+    """Return the address that the other hosts reach this one under.
+
+    Raises:
+        ConfigurationError: there is no such interface, or no network leads to the others.
+    """
+    name = part.options.interface
+    if name is not None:
+        held = [address for one in network.interfaces() if one.name == name for address in one.addresses]
+        if not held:
+            raise ConfigurationError(
+                f"There is no interface {name} with an address.",
+                evidence="\n".join(network.told_interfaces()),
+                do="pass --interface with one of these, or leave it out",
+            )
+        return held[0]
+    if not part.peers:
+        return network.main_address() or LOOPBACK
+    return network.route_to(part.peers[0]).local_address
+
+
+def _located(error: RankwiseError) -> RankwiseError:
+    error.where = error.where or socket.gethostname()
+    return error
+
+
+# -- the process that hears the caller -----------------------------------------------------------------
+
+
+def _watch(pid: int, caller: _Caller) -> int:
+    """Pass on what the caller signals, end the launcher when the caller is gone, and return its exit code."""
+    launcher = os.pidfd_open(pid)
+
+    def send(number: int, _frame: FrameType | None = None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(launcher, number)
+
+    for number in HEARD:
+        signal.signal(number, send)
+    deadline: float | None = None
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        readable, _, _ = select.select([launcher] if deadline is not None else [launcher, 0], [], [], left)
+        if launcher in readable:
+            _, status = os.waitpid(pid, 0)
+            return failure.shell_code(os.waitstatus_to_exitcode(status))
+        if not readable:
+            send(signal.SIGKILL)
+            deadline = time.monotonic() + END_SECONDS
+            continue
+        message = caller.hear()
+        if message is None:
+            send(signal.SIGHUP)
+            deadline = time.monotonic() + END_SECONDS
+        while message is not None:
+            send(signal.Signals[message["signal"]])
+            message = caller.hear() if caller.has_more() else None
+
+
+# -- the launcher --------------------------------------------------------------------------------------
+
+
+def _launch(
+    part: Part,
+    target: Target,
+    listener: socket.socket | None,
+    rendezvous: tuple[str, int] | None,
+    caller: _Caller,
+) -> NoReturn:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    # Only now: the process that hears the caller stays small.
+    from rankwise.launch.meeting import Meeting, interface_to  # noqa: PLC0415
+    from rankwise.launch.start import launch  # noqa: PLC0415
+    from rankwise.store import wire  # noqa: PLC0415
+
+    saying = _Saying(is_first=part.node_rank == 0)
+    options, meeting = part.options, None
+    try:
+        if rendezvous is not None:
+            host, port = rendezvous
+            options = _among_others(part, (host, port))
+            if listener is not None:
+                wire.close_in_children(listener)
+            interface = options.interface or interface_to(host)
+            meeting = Meeting(address=(host, port), secret=part.secret, listener=listener, interface=interface)
+        exit_code = launch(target, options, saying.say, meeting)
+    except RankwiseError as error:
+        caller.say({"said": "refused", **error_to_dict(_located(error))})
+        _leave(REFUSED_EXIT_CODE)
+    caller.say({"said": "ended", "exit_code": exit_code, "report": saying.report})
+    # All is told and all is closed: what torch would still take down keeps the person waiting.
+    _leave(exit_code)
+
+
+def _among_others(part: Part, rendezvous: tuple[str, int]) -> LaunchOptions:
+    return replace(part.options, nodes=part.nodes, node_rank=part.node_rank, rendezvous=rendezvous)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process with its parent. Source: prctl(2)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        _leave(LEFT_EXIT_CODE)
+
+
+def _leave(exit_code: int) -> NoReturn:
+    os._exit(exit_code)
+
+
+class _Saying:
+    """Shows what the launcher says, and of which host it speaks. Keeps the report of a failure for the caller.
+
+    The first host's report is whole; the others would only point to it.
+    """
+
+    def __init__(self, *, is_first: bool) -> None:
+        self.report = ""
+        self._is_first = is_first
+        self._prefix = f"[rankwise on {socket.gethostname()}] "
+
+    def say(self, text: str) -> None:
+        """Show ``text``, now or when something follows it."""
+        if failure.blamed(text):
+            self.report += text if self._is_first else ""
+            return
+        shown, self.report = self.report + re.sub(r"^\[rankwise\] ", self._prefix, text, flags=re.MULTILINE), ""
+        # A caller that is gone must not keep the launcher from ending its ranks.
+        with contextlib.suppress(OSError):
+            sys.stderr.write(shown)
+            sys.stderr.flush()

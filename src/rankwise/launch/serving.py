@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a job: its store and its coordinator, on one port, to those who know its secret.
+
+Lives in the launcher of one machine, in a thread of its own. Decides nothing itself. Imported by the launcher's
+start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from rankwise.events import post
+from rankwise.launch.coordinator import Node
+from rankwise.launch.failure import Failure
+from rankwise.launch.link import LARGEST_MESSAGE_BYTES, PURPOSE
+from rankwise.store import keys
+from rankwise.store.server import AuthenticatedServer
+from rankwise.store.wire import NUMBER, read_frame
+
+if TYPE_CHECKING:
+    import socket
+    from asyncio import StreamReader, StreamWriter
+
+    from rankwise.launch.coordinator import Coordinator
+
+TICK_SECONDS = 0.25
+FAREWELL_SECONDS = 2.0
+"""How long the machines have to hear the last word."""
+
+
+class JobServer:
+    """The serving end of a job, from its first machine's coming to its end."""
+
+    def __init__(self, listener: socket.socket, secret: bytes, coordinator: Coordinator) -> None:
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self._coordinator = coordinator
+        self._keys = keys.Keys()
+        self._writers: dict[str, StreamWriter] = {}
+        self._gone: asyncio.Event | None = None
+        self._server = AuthenticatedServer(
+            listener, secret, {keys.PURPOSE: self._keys.handle, PURPOSE: self._serve_agent}
+        )
+        self._server.start()
+        self._ticking = asyncio.run_coroutine_threadsafe(self._tick(), self._server.loop)
+
+    def close(self) -> None:
+        """Stop serving, once the machines have heard the last word."""
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._all_gone(), self._server.loop).result(deadline - time.monotonic())
+        self._ticking.cancel()
+        self._server.close()
+
+    # -- on the loop -------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            self._coordinator.tick(time.monotonic())
+            for node_id in list(self._writers):
+                self._send(node_id, {"do": "alive"})
+            self._flush()
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _all_gone(self) -> None:
+        if self._writers:
+            self._gone = asyncio.Event()
+            await self._gone.wait()
+
+    async def _serve_agent(self, reader: StreamReader, writer: StreamWriter) -> None:
+        hello = json.loads(await read_frame(reader, LARGEST_MESSAGE_BYTES))
+        node = Node(**hello["node"])
+        self._writers[node.node_id] = writer
+        try:
+            self._coordinator.come(node, time.monotonic())
+            self._flush()
+            while True:
+                message = json.loads(await read_frame(reader, LARGEST_MESSAGE_BYTES))
+                self._obey(node.node_id, message)
+                self._flush()
+        except OSError:
+            pass
+        finally:
+            # It may have come anew over another connection meanwhile.
+            if self._writers.get(node.node_id) is writer:
+                del self._writers[node.node_id]
+                self._coordinator.go(node.node_id, time.monotonic(), "is gone: its launcher has ended")
+                self._flush()
+                if self._gone is not None and not self._writers:
+                    self._gone.set()
+
+    def _obey(self, node_id: str, message: dict[str, Any]) -> None:
+        coordinator, now = self._coordinator, time.monotonic()
+        coordinator.hear(node_id, now)
+        do = message["do"]
+        if do == "fail":
+            coordinator.fail(node_id, message["attempt"], Failure(**message["failure"]))
+        elif do == "left":
+            coordinator.depart(message["attempt"], message["rank"])
+        elif do == "end":
+            coordinator.end(node_id, message["attempt"], message["report"], now)
+        elif do == "ask_to_stop":
+            coordinator.ask_to_stop(message["reason"])
+        elif do == "ask":
+            for other in self._writers.keys() - {node_id}:
+                self._send(other, {**message["message"], "asker": node_id})
+        elif do == "answer":
+            self._send(message["to"], message["message"])
+        elif do == "leave":
+            coordinator.leave(node_id, message["signal"], message["exit_code"], now, ends_job=message["ends_job"])
+
+    def _flush(self) -> None:
+        messages, events = self._coordinator.take()
+        for number, event in events:
+            post(_Part(self._keys, f"attempt/{number}/"), event)
+        for node_id, message in messages:
+            if message["do"] == "start":
+                self._keys.delete_prefix(f"attempt/{message['attempt'] - 1}/")
+            self._send(node_id, message)
+
+    def _send(self, node_id: str, message: dict[str, Any]) -> None:
+        writer = self._writers.get(node_id)
+        if writer is not None and not writer.is_closing():
+            data = json.dumps(message).encode()
+            # Not waiting for the machine to read: one that is cut off must not hold up the others.
+            writer.write(NUMBER.pack(len(data)) + data)
+
+
+class _Part:
+    """The keys of one attempt, as ``events.post`` writes them; for use on the loop only."""
+
+    def __init__(self, of_job: keys.Keys, prefix: str) -> None:
+        self._keys = of_job
+        self._prefix = prefix
+
+    def set_if_absent(self, key: str, value: str) -> bool:
+        data = value.encode()
+        return self._keys.compare_set(self._prefix + key, b"", data) == data

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last collectives of this rank: what, from which line of the user's, when begun and when ended.
+
+Always on. Kept in memory only; read when a wait becomes too long, or somebody asks. Imported by watch and roll_call.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rankwise import places
+
+if TYPE_CHECKING:
+    from rankwise.places import Place
+
+LENGTH = 64
+"""How many collectives are remembered."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One collective this rank takes part in."""
+
+    number: int
+    """Among all of this rank."""
+    what: str
+    channel: int = 0
+    """Collectives of one channel have one order on all ranks; those of two may change places."""
+    sequence: int = 0
+    """Its number within the channel, the same on every rank."""
+    place: Place | None = None
+    """The user's line that led to it."""
+    since: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+
+
+class Record:
+    """The last collectives of one rank, and how many there were."""
+
+    def __init__(self) -> None:
+        self.recent: deque[Ticket] = deque(maxlen=LENGTH)
+        self.last = 0
+        """Number of the latest collective."""
+        self.step = 0
+        """Optimizer updates whose gradients have been exchanged."""
+        self._counts = [0]
+
+    def open_channel(self) -> int:
+        """Return a new channel. Called by: every rank, in the same order."""
+        self._counts.append(0)
+        return len(self._counts) - 1
+
+    def begin(self, what: str, channel: int = 0) -> Ticket:
+        """Note that a collective begins here."""
+        self.last = number = self.last + 1
+        self._counts[channel] = sequence = self._counts[channel] + 1
+        ticket = Ticket(number, what, channel, sequence, places.user_place())
+        self.recent.append(ticket)
+        return ticket
+
+    def situation(self, waiting: Ticket | None, thread_id: int, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank is doing, as JSON. Called from another thread than the one that does it.
+
+        Args:
+            waiting: the collective it waits for.
+            thread_id: of the thread that trains.
+            asked: ``channel`` and ``sequence`` of the collective that is asked about, or 0; ``stacks``: ``"missing"``
+                for the stack of a rank that has not come to it, ``"all"`` for every rank's.
+        """
+        channel, sequence = int(asked.get("channel", 0)), int(asked.get("sequence", 0))
+        recent = self.recent.copy()
+        now = time.monotonic()
+        latest = waiting or (recent[-1] if recent else None)
+        counts = self._counts
+        count = counts[channel] if channel < len(counts) else 0
+        told: dict[str, Any] = {
+            "step": self.step,
+            "last": self.last,
+            "waiting": waiting is not None,
+            "channel": None if waiting is None else waiting.channel,
+            "count": count,
+            "what": None if latest is None else latest.what,
+            "is_over": latest is None or latest.ended is not None,
+            "at": places.place_of_thread(thread_id) if latest is None or waiting is None else _at(latest, thread_id),
+            "seconds": 0.0 if latest is None else now - (latest.ended or latest.since),
+        }
+        for ticket in recent:
+            if ticket.channel == channel and ticket.sequence == sequence:
+                told["entry"] = [ticket.what, places.words(ticket.place)]
+        told["digests"] = {t.sequence: zlib.crc32(t.what.encode()) for t in recent if t.channel == channel}
+        if asked.get("stacks") == "all" or (asked.get("stacks") == "missing" and count < sequence):
+            told["stack"] = places.stack_of_thread(thread_id)
+        return told
+
+
+def _at(ticket: Ticket, thread_id: int) -> str:
+    # Hooks may run on a thread of torch's, which has no line of the user's: backward stands in the one that trains.
+    return places.words(ticket.place) if ticket.place is not None else places.place_of_thread(thread_id)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a job find each other: where rank 0 listens, how others come there, which interface all use.
+
+Opens no process group and sets no variable; what it finds it returns. Imported by ``process_group``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from rankwise import network
+from rankwise.errors import ConfigurationError, PeerMissing, RankwiseError, fold_ranks, rank_prefix
+from rankwise.log import log
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.environments import Reading
+    from rankwise.network import Route
+    from rankwise.store import Store
+
+EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 - where others come from is not known
+EXPLICIT = "explicit"
+"""The source of a reading whose address every rank was given alike."""
+ABSENT = "-"
+"""Stands for the place of a rank that never joined."""
+LINGER_SECONDS = 2.0
+"""How long the rank that serves the store stays for the others to read the last word."""
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 1.0
+ATTEMPT_SECONDS = 5.0
+"""How long one attempt to reach the store may take where nothing answers at all."""
+QUIET_SECONDS = 15.0
+"""How long a rank that cannot reach the store says nothing about it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a rank is."""
+
+    hostname: str
+    address: str | None
+    """The address of its machine that the way to the store leads from; ``None`` on a machine without a network."""
+
+
+def listening_address(reading: Reading, *, in_kubernetes: bool) -> tuple[str, str | None]:
+    """Return the address rank 0 serves the store on, and a line that says so where it is not the expected one.
+
+    Only the address the others were told is opened, where it is one. Where it is not (the name means loopback on
+    this machine, as in Debian's ``/etc/hosts`` and with Kubernetes operators; it belongs to a Kubernetes service),
+    every interface is.
+
+    Args:
+        reading: who started this process; it names the address.
+        in_kubernetes: whether this process runs in a pod, where an address may be a service's.
+
+    Raises:
+        ConfigurationError: the address is another machine's.
+    """
+    if reading.address is None:
+        raise ConfigurationError("There is no address to serve the store on.", evidence=reading.reason)
+    host, port = reading.address
+    try:
+        addresses = network.resolve(host)
+    except ConfigurationError:
+        if not in_kubernetes:
+            raise
+        addresses = []  # a service's name, known to all once this pod is ready
+    own = [address for address in addresses if network.is_own(address)]
+    if not own:
+        if in_kubernetes:
+            return EVERY_INTERFACE, _told_open(port, f"{host} is no address of this pod; a service's, it seems")
+        raise _not_here(host, addresses)
+    if reading.is_one_machine:
+        return own[0], None
+    if len(own) == 1 and not network.is_loopback(own[0]):
+        return own[0], None
+    elsewhere = in_kubernetes or (reading.num_nodes or 1) > 1 or reading.local_world_size is not None
+    # Who says localhost means it, unless ranks are known to be elsewhere and were told something else.
+    if host in {"localhost", own[0]} and (reading.source == EXPLICIT or not elsewhere):
+        return own[0], None
+    return EVERY_INTERFACE, _told_open(port, f"{host} means {', '.join(own)} on this machine, not on others")
+
+
+def _told_open(port: int, why: str) -> str:
+    return f"the job's store listens on every interface, port {port}: {why}"
+
+
+def _not_here(host: str, addresses: Sequence[str]) -> ConfigurationError:
+    own = network.own_addresses()
+    return ConfigurationError(
+        f"Rank 0 is to serve the job's store at {host}, which is no address of its machine.",
+        where=socket.gethostname(),
+        evidence="\n".join([f"{host} is {', '.join(addresses)}", *network.told_interfaces()]),
+        do=f"name rank 0's machine for every rank: MASTER_ADDR={own[0] if own else '<its address>'} (or init_method), "
+        f"or start rank 0 on {host}",
+    )
+
+
+def wait_for_store(reading: Reading, timeout_seconds: float) -> None:
+    """Return when something listens at the address of the store.
+
+    Raises:
+        PeerMissing: nothing did within ``timeout_seconds``; says what was tried, and what the address is here.
+    """
+    if reading.address is None:
+        return
+    host, port = reading.address
+    begun = time.monotonic()
+    told, pause = False, FIRST_PAUSE_SECONDS
+    while True:
+        left = begun + timeout_seconds - time.monotonic()
+        try:
+            with socket.create_connection((host, port), timeout=max(min(left, ATTEMPT_SECONDS), FIRST_PAUSE_SECONDS)):
+                return
+        except (OSError, UnicodeError) as error:
+            last = str(error)
+        waited = time.monotonic() - begun
+        if waited >= timeout_seconds:
+            raise _unreachable(reading, last, timeout_seconds)
+        if waited >= QUIET_SECONDS and not told:
+            told = True
+            log(f"rank {reading.rank} still waits for the job's store at {host}, port {port}: {last}", all_ranks=True)
+        time.sleep(min(pause, max(timeout_seconds - waited, 0)))
+        pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
+
+
+def _unreachable(reading: Reading, last: str, timeout_seconds: float) -> PeerMissing:
+    host, port = reading.address or ("", 0)
+    evidence = [f"last attempt: {last}", *_way_to(host, port), reading.reason]
+    do = [f"on rank 0's machine: rankwise doctor; here: nc -vz {host} {port}"]
+    if evidence_of_loopback(host):
+        do.insert(0, "give every rank an address of rank 0's machine (MASTER_ADDR), not a name that means loopback")
+    return PeerMissing(
+        f"The job's store at {host}, port {port}, could not be reached within {timeout_seconds:.0f} s.",
+        ranks=[0],
+        where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
+        evidence="\n".join(evidence),
+        do="\n".join([*do, "start rank 0 too; where that takes longer, join(timeout_seconds=...)"]),
+    )
+
+
+def evidence_of_loopback(host: str) -> list[str]:
+    """Return what says that a host means loopback here: its addresses, and lines of ``/etc/hosts``."""
+    try:
+        addresses = network.resolve(host)
+    except ConfigurationError:
+        return []
+    if not all(network.is_loopback(address) for address in addresses):
+        return []
+    found = f"{host} means this machine itself here: {', '.join(addresses)}"
+    return [found, *(f"{network.HOSTS_FILE} says: {line}" for line in network.hosts_file_lines(host))]
+
+
+def _way_to(host: str, port: int) -> list[str]:
+    loopback = evidence_of_loopback(host)
+    if loopback:
+        return loopback
+    try:
+        route = network.route_to(host, port)
+    except ConfigurationError as error:
+        return [error.what, *(error.evidence or "").splitlines()]
+    return [f"way there: {route.remote_address} from {route.local_address} through {route.interface}"]
+
+
+def own_place(store_host: str | None) -> Place:
+    """Return where this rank is, as other machines may reach it.
+
+    Args:
+        store_host: where the store is; ``None`` where it is a file.
+    """
+    route = _route_beyond(store_host)
+    return Place(
+        hostname=socket.gethostname(), address=network.main_address() if route is None else route.local_address
+    )
+
+
+def common_interface(places: Sequence[Place], rank: int, store_host: str | None) -> tuple[str, bool] | None:
+    """Return the interface that ranks reach each other through, and whether it is loopback.
+
+    On one machine that is loopback; on several the one that leads to the store, and where that says nothing (it
+    is on this machine, under a name that means loopback), the one that leads to a rank elsewhere. The machine's own
+    name, which torch would go by, plays no part.
+
+    Args:
+        places: where each rank is, in rank order.
+        rank: number of this process.
+        store_host: where the store is; ``None`` where it is a file.
+
+    Returns:
+        ``None`` where no interface can be told; torch then goes by the machine's own name.
+    """
+    own = places[rank]
+    if all(place == own for place in places):
+        return next(((one.name, True) for one in network.interfaces() if one.is_loopback and one.is_up), None)
+    route = _route_beyond(store_host)
+    others = [place.address for place in places if place.hostname != own.hostname and place.address is not None]
+    for address in others if route is None else []:
+        with contextlib.suppress(ConfigurationError):
+            return network.route_to(address).interface, False
+    return None if route is None else (route.interface, False)
+
+
+def _route_beyond(store_host: str | None) -> Route | None:
+    """Return the way to the store, or ``None`` where there is none or it says nothing about other machines."""
+    if store_host is None:
+        return None
+    try:
+        route = network.route_to(store_host)
+    except ConfigurationError:
+        return None
+    return None if network.is_loopback(route.local_address) else route
+
+
+def exchange_places(store: Store, reading: Reading, timeout_seconds: float) -> list[Place]:
+    """Return where every rank is, by rank; the first place where a rank that never starts is noticed.
+
+    Called by: every rank.
+
+    Raises:
+        PeerMissing: some did not come within ``timeout_seconds``.
+    """
+    keys = [f"rankwise/places/{rank}" for rank in range(reading.world_size)]
+    own = own_place(None if reading.address is None else reading.address[0])
+    store.set_if_absent(keys[reading.rank], json.dumps(asdict(own)))
+    with contextlib.suppress(TimeoutError):
+        store.wait(keys, timeout_seconds)
+    # Whoever waited in vain writes the absent down, so that every rank ends with the same words.
+    for key in keys:
+        store.set_if_absent(key, ABSENT)
+    texts = [store.get(key, timeout_seconds).decode() for key in keys]
+    missing = [rank for rank, text in enumerate(texts) if text == ABSENT]
+    if missing:
+        _wait_for_readers(store, reading, len(texts) - len(missing))
+        raise _never_joined(reading, missing, timeout_seconds)
+    return [Place(**json.loads(text)) for text in texts]
+
+
+def _wait_for_readers(store: Store, reading: Reading, num_readers: int) -> None:
+    """Stay until the others have read why, where this process may be the one that serves the store."""
+    if store.add("rankwise/absence_read", 1) == num_readers:
+        store.set("rankwise/absence_read_by_all", "")
+    if reading.rank == 0:
+        with contextlib.suppress(TimeoutError):
+            store.wait(["rankwise/absence_read_by_all"], LINGER_SECONDS)
+
+
+def _never_joined(reading: Reading, missing: list[int], timeout_seconds: float) -> RankwiseError:
+    return PeerMissing(
+        f"join() waited {timeout_seconds:.0f} s for {fold_ranks(missing)} in vain.",
+        ranks=missing,
+        where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
+        evidence=reading.reason,
+        do="start every rank; where that takes longer, join(timeout_seconds=...)",
+    )

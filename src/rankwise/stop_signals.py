@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals that mean "stop soon", for a rank without an agent to hear them: Slurm's before its time limit.
+
+A handler sets a flag and calls whoever had the signal before. Never ends a rank that has something to save.
+Imported by process_group.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+from rankwise.stopping import say_nothing_to_save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
+
+    from rankwise.stopping import Stopping
+
+
+def listen(stopping: Stopping, names: Sequence[str]) -> Callable[[], None]:
+    """Have signals ask for a stop; return what puts the old handlers back.
+
+    A signal that is ignored stays ignored. A handler that the script installs later takes the place of this
+    one. Does nothing off the main thread, where Python allows no handlers.
+
+    Args:
+        stopping: of the session.
+        names: of the signals, ``"SIGUSR2"``.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    stopping.signals = tuple(names)
+    listeners = [_Listener(stopping, signal.Signals[name]) for name in names]
+
+    def restore() -> None:
+        for listener in listeners:
+            listener.restore()
+
+    return restore
+
+
+class _Listener:
+    """One signal, from join to leave."""
+
+    def __init__(self, stopping: Stopping, number: signal.Signals) -> None:
+        self._stopping = stopping
+        self._number = number
+        self._before = signal.getsignal(number)
+        # None: installed by other than Python code, which cannot be called from here.
+        self._is_ours = self._before not in {signal.SIG_IGN, None}
+        if self._is_ours:
+            signal.signal(number, self._hear)
+
+    def restore(self) -> None:
+        if self._is_ours and signal.getsignal(self._number) == self._hear:
+            signal.signal(self._number, self._before)
+        self._is_ours = False
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        is_first = not self._stopping.was_asked
+        if self._number is signal.SIGTERM and self._before is signal.SIG_DFL and not self._stopping.will_notice:
+            # Nothing would come of waiting: the process ends as it would without rankwise.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._stopping.ask(self._number.name)
+        if is_first and not self._stopping.will_notice:
+            # A thread: the main one may be in the middle of printing.
+            threading.Thread(target=say_nothing_to_save, name="rankwise-stop").start()
+        if callable(self._before):
+            self._before(number, frame)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stopping a job early, at one step that all ranks agree on, with its state saved.
+
+Counts the steps of this rank and agrees with the others through the job's event log. Saves nothing and handles
+no signal itself; never touches the process group. Used by watch, the loader, the checkpointer and process_group.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rankwise.errors import PeerMissing, RankwiseError, fold_ranks
+from rankwise.events import post, post_stop
+from rankwise.log import log, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from weakref import WeakMethod
+
+    from rankwise.store import Store
+
+STOPPED_EXIT_CODE = 75
+"""How a rank ends that has stopped early and saved: ``EX_TEMPFAIL`` of sysexits.h, "try again later"."""
+SLICE_SECONDS = 0.2
+"""How long a rank waits for the others' counts before it looks whether they still run."""
+
+
+class StepSource:
+    """A mark on what a training loop takes its steps from: it asks before each one whether to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """What saves the state of a loop, and the loop's one source of steps."""
+
+    source: StepSource
+    run: Callable[[], object]
+
+
+class Stopping:
+    """What one rank knows about stopping, from join to leave.
+
+    A boundary is a place between two steps that every rank passes equally often. A rank that has been told to stop
+    says how many it has passed; one more than the most of all is the first that every rank is still to come to.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        store: Store | None = None,
+        timeout_seconds: float = 0.0,
+        error: Callable[[], RankwiseError | None] = lambda: None,
+    ) -> None:
+        """Begin with no step passed.
+
+        Args:
+            rank: number of this rank.
+            world_size: how many have to agree.
+            store: the main thread's connection; none in a world of one.
+            timeout_seconds: how long a rank waits for the others' counts.
+            error: returns what ends the job, once something does.
+        """
+        self.has_stopped = False
+        self.signals: tuple[str, ...] = ()
+        """By which this process is asked, where it is; worker processes may get them too."""
+        self._rank = rank
+        self._world_size = world_size
+        self._store = store
+        self._timeout_seconds = timeout_seconds
+        self._error = error
+        self._thread = threading.get_ident()
+        self._changed = threading.Condition()
+        self._told: str | None = None
+        self._reason: str | None = None
+        self._passed = 0
+        self._last: int | None = None
+        self._someone_left = False
+        self._saves: dict[str, _Save] = {}
+        self._mid_step: list[WeakMethod[Callable[[], bool]]] = []
+
+    # -- what asks to stop -------------------------------------------------------------------------
+
+    def ask(self, reason: str) -> None:
+        """Have the job stop. Sets a flag only, so that a signal handler may call it."""
+        self._told = self._told or reason
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether this rank has been asked before."""
+        return self._told is not None
+
+    @property
+    def will_notice(self) -> bool:
+        """Whether the script has shown, so far, that it comes to boundaries."""
+        return self._passed > 0 or bool(self._saves)
+
+    # -- what the rooms above tell -----------------------------------------------------------------
+
+    def save_with(self, name: str, source: StepSource, run: Callable[[], object]) -> None:
+        """Save by ``run`` when the job stops before a step of ``source``.
+
+        Args:
+            name: of what is saved; a later call with the same name replaces this one.
+            source: what the loop iterates.
+            run: saves. Called by: every rank.
+        """
+        self._saves[name] = _Save(source, run)
+
+    def forget(self, name: str) -> None:
+        """Undo :meth:`save_with`."""
+        self._saves.pop(name, None)
+
+    def unless(self, is_mid_step: WeakMethod[Callable[[], bool]]) -> None:
+        """Let no boundary count where ``is_mid_step`` returns true, as it does on every rank or on none."""
+        self._mid_step.append(is_mid_step)
+
+    def close(self) -> None:
+        """Let go of all that was saved with, and of the store. Called when the world is left."""
+        self._saves.clear()
+        self._mid_step.clear()
+        self._store = None
+        self._error = lambda: None
+
+    # -- the main thread ---------------------------------------------------------------------------
+
+    def before_step(self, source: StepSource) -> None:
+        """Stop here if this is the agreed boundary and something is saved with ``source``.
+
+        Called by: every rank, before each step and at the end of each epoch.
+
+        Raises:
+            SystemExit: with ``STOPPED_EXIT_CODE``, after saving.
+            PeerMissing: other ranks did not say how far they are.
+        """
+        saves = [save.run for save in self._saves.values() if save.source is source]
+        if saves and self.is_here():
+            for run in saves:
+                run()
+            self.stop()
+
+    def is_here(self) -> bool:
+        """Pass a boundary; return whether it is the one to stop at.
+
+        Called by: every rank, between steps. Costs a lock while nobody has asked.
+
+        Raises:
+            PeerMissing: other ranks did not say how far they are.
+        """
+        # A loader read ahead by a thread of the script's own is between no two steps.
+        if threading.get_ident() != self._thread or self._is_mid_step():
+            return False
+        if self._told is not None and self._reason is None:
+            self._tell_all(self._told)
+        with self._changed:
+            self._passed += 1
+            if self._reason is None:
+                return False
+            self._wait_for_agreement()
+            return self._passed == self._last
+
+    def stop(self) -> NoReturn:
+        """End this rank, in the ordinary way of Python. Called by: every rank, once all has been saved."""
+        log(f"stopped early because of {self._reason}, and saved; exit code {STOPPED_EXIT_CODE}")
+        self.has_stopped = True
+        raise SystemExit(STOPPED_EXIT_CODE)
+
+    def _is_mid_step(self) -> bool:
+        followed = [reference() for reference in self._mid_step]
+        return any(is_mid_step() for is_mid_step in followed if is_mid_step is not None)
+
+    def _tell_all(self, reason: str) -> None:
+        if self._store is None:
+            self._reason, self._last = reason, self._passed + 1
+        elif self._store.add("rankwise/stop/asked", 1) == 1:
+            post_stop(self._store, reason=reason, rank=self._rank)
+
+    def _wait_for_agreement(self) -> None:
+        started = time.monotonic()
+        while not self._changed.wait_for(lambda: self._last is not None, SLICE_SECONDS):
+            error = self._error()
+            if error is not None:
+                raise error
+            if self._someone_left:
+                # It came to its end before it could be asked: the job is as good as done.
+                return
+            if time.monotonic() - started > self._timeout_seconds:
+                raise self._missing()
+
+    def _missing(self) -> PeerMissing:
+        store = self._store
+        ranks = [rank for rank in range(self._world_size) if store is not None and not store.check(_count_of(rank))]
+        return PeerMissing(
+            f"Stopping waited {self._timeout_seconds:.0f} s in vain. Missing: {fold_ranks(ranks)}.",
+            ranks=ranks,
+            do="look at the missing rank's output",
+        )
+
+    # -- the watch's thread ------------------------------------------------------------------------
+
+    def read(self, store: Store, event: dict[str, Any], next_event: int) -> None:
+        """Take in an event of the log, if it is about stopping.
+
+        Args:
+            store: the thread's own connection.
+            event: as it was posted.
+            next_event: a number below which the event log is full.
+        """
+        if event["kind"] == "left":
+            self._someone_left = True
+        elif event["kind"] == "stop":
+            self._read_stop(store, event["reason"], next_event)
+        elif event["kind"] == "stop_at":
+            with self._changed:
+                self._last = event["boundary"]
+                self._changed.notify_all()
+
+    def _read_stop(self, store: Store, reason: str, next_event: int) -> None:
+        """Say how many boundaries this rank has passed; the last rank to say so knows where all can stop."""
+        with self._changed:
+            if self._reason is not None:
+                return
+            self._reason = reason
+            passed = self._passed
+        if not self.will_notice:
+            say_nothing_to_save()
+        store.set(_count_of(self._rank), str(passed))
+        if store.add("rankwise/stop/counted", 1) == self._world_size:
+            counts = [int(store.get(_count_of(rank), self._timeout_seconds)) for rank in range(self._world_size)]
+            post(store, {"kind": "stop_at", "rank": self._rank, "boundary": max(counts) + 1}, next_event)
+
+
+def say_nothing_to_save() -> None:
+    """Warn that the job was asked to stop and cannot."""
+    warn(
+        "the job was asked to stop early, and there is nothing to save yet. Give Checkpointer.restore() or save() the "
+        "rankwise.DataLoader of the loop (exactly one), or call Checkpointer.stop_if_asked() between steps"
+    )
+
+
+def _count_of(rank: int) -> str:
+    return f"rankwise/stop/passed/{rank}"

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connection to an authenticated store, as the kind of store that torch's process groups take.
+
+Raises torch's own errors, so that torch's code reads them as it does those of its TCPStore; ``Store`` translates both.
+Serves nothing. Imported by this room's front.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from rankwise.errors import ConfigurationError
+from rankwise.store.keys import LARGEST_FRAME_BYTES, PURPOSE, SECONDS, Reply
+from rankwise.store.wire import open_connection, pack_fields, receive_frame, send_frame, unpack_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    from rankwise.store.server import AuthenticatedServer
+
+ANSWER_SECONDS = 300.0
+"""How long the serving process may take to answer beyond what was asked for: it may be stopped in a debugger."""
+REOPEN_SECONDS = 10.0
+"""How long another connection to a store that was there is tried for."""
+LONGEST_SOCKET_SECONDS = 10.0**6
+"""The system takes no limits longer than some weeks."""
+
+
+class Connection(dist.Store):
+    """One connection to an authenticated store. Other threads wait while one is in a call.
+
+    Torch's C++ finds these methods as long as this object is referenced from Python; whoever hands it to a process
+    group keeps it.
+    """
+
+    def __init__(
+        self, host: str, port: int, secret: bytes, timeout_seconds: float, server: AuthenticatedServer | None = None
+    ) -> None:
+        """Connect. Raises as :func:`rankwise.store.wire.open_connection` does.
+
+        Args:
+            host: of the server.
+            port: of the server.
+            secret: of the job.
+            timeout_seconds: how long to try.
+            server: what serves the store, where this process does; kept as long as this connection or a clone of it.
+        """
+        super().__init__()
+        self._host, self._port, self._secret = host, port, secret
+        self._serves = server
+        self._kept: object = server
+        self._lock = threading.Lock()
+        self._lost: str | None = None
+        self._is_amid = False
+        self._socket = open_connection(host, port, secret, PURPOSE, timeout_seconds)
+
+    def clone(self) -> Connection:
+        """Return another connection to the same store."""
+        try:
+            other = Connection(self._host, self._port, self._secret, REOPEN_SECONDS)
+        except OSError as error:
+            raise dist.DistNetworkError(str(error)) from error
+        other._kept = self._kept
+        return other
+
+    def close(self) -> None:
+        """End the connection, and the store if it is served through this one; calls fail from now on."""
+        self._end()
+        if self._serves is not None:
+            self._serves.close()
+
+    def _end(self) -> None:
+        self._lost = self._lost or "the connection was closed"
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        # Who is in a call wakes up, and closes it; its number must not be somebody else's by then.
+        if self._lock.acquire(blocking=False):
+            self._socket.close()
+            self._lock.release()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_socket"):
+            self._end()
+
+    # -- what torch calls, under the names that Python and C++ look for ------------------------------
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set ``key``."""
+        self._ask([b"set", key.encode(), _as_bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        """Return the value of ``key``, waiting as long as torch's ``set_timeout`` says."""
+        return self.get_within([key], self._own_limit())[0]
+
+    def get_within(self, keys: Sequence[str], seconds: float) -> list[bytes]:
+        """Return the values of keys, waiting for ``seconds`` until all are set."""
+        return self._ask([b"get", SECONDS.pack(seconds), *(key.encode() for key in keys)], seconds)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return when every key is set."""
+        seconds = self._own_limit() if timeout is None else timeout.total_seconds()
+        self._ask([b"wait", SECONDS.pack(seconds), *(key.encode() for key in keys)], seconds)
+
+    def compare_set(self, key: str, expected: bytes | str, value: bytes | str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Set ``key`` if it holds ``expected``; return what it then holds."""
+        return self._ask([b"compare_set", key.encode(), _as_bytes(expected), _as_bytes(value)])[0]
+
+    def add(self, key: str, number: int) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Add to a counter and return the sum."""
+        return int(self._ask([b"add", key.encode(), str(number).encode()])[0])
+
+    def check(self, keys: Sequence[str]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return whether every key is set."""
+        return self._ask([b"check", *(key.encode() for key in keys)])[0] == b"1"
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; return whether it was there."""
+        return self._ask([b"delete", key.encode()])[0] == b"1"
+
+    def num_keys(self) -> int:
+        """Return how many keys are set."""
+        return int(self._ask([b"num_keys"])[0])
+
+    def append(self, key: str, value: bytes | str) -> None:
+        """Put ``value`` behind what ``key`` holds."""
+        self._ask([b"append", key.encode(), _as_bytes(value)])
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys, waiting as long as torch's ``set_timeout`` says."""
+        return self.get_within(keys, self._own_limit())
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        """Set many keys at once."""
+        pairs = [part for key, value in zip(keys, values, strict=True) for part in (key.encode(), _as_bytes(value))]
+        self._ask([b"multi_set", *pairs])
+
+    def has_extended_api(self) -> bool:
+        """Return that ``append``, ``multi_get`` and ``multi_set`` are there."""
+        return True
+
+    # PrefixStore, in C++, looks for these two under C++'s names.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+    def _own_limit(self) -> float:
+        limit: timedelta = self.timeout  # pyright: ignore[reportAttributeAccessIssue] - not in torch's stub
+        return limit.total_seconds()
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    def _ask(self, fields: Sequence[bytes], seconds: float = 0.0) -> list[bytes]:
+        request = pack_fields(fields)
+        if len(request) > LARGEST_FRAME_BYTES:
+            raise ConfigurationError(
+                f"{len(request)} bytes are too much for one call of the job's store.",
+                evidence=f"it takes {LARGEST_FRAME_BYTES} bytes",
+                do="send large values with all_gather_object() or broadcast(), or through files",
+            )
+        if self._socket.fileno() < 0 and self._lost is None:
+            self._lost = "the connection belongs to the process that this one was forked from"
+        with self._lock:
+            code, *answer = unpack_fields(self._exchange(request, seconds + ANSWER_SECONDS))
+        if code == bytes([Reply.TIMEOUT]):
+            raise dist.DistStoreError(f"wait timeout after {seconds:.3f} s")
+        if code == bytes([Reply.BAD_REQUEST]):
+            raise ConfigurationError(
+                f"The job's store refused a call: {answer[0].decode(errors='replace')}.",
+                do="use one key for counters and another for texts",
+            )
+        return answer
+
+    def _exchange(self, request: bytes, limit_seconds: float) -> bytes:
+        if self._lost is not None:
+            raise dist.DistNetworkError(self._lost)
+        try:
+            if self._is_amid:
+                self._socket.close()
+                self._socket = open_connection(self._host, self._port, self._secret, PURPOSE, REOPEN_SECONDS)
+            # An interrupt leaves an answer still to come, so that what follows needs a new connection.
+            self._is_amid = True
+            # A wait without an end has none here either; that the server's machine is gone, the system tells.
+            self._socket.settimeout(limit_seconds if limit_seconds < LONGEST_SOCKET_SECONDS else None)
+            send_frame(self._socket, request)
+            answer = receive_frame(self._socket, LARGEST_FRAME_BYTES)
+        except OSError as error:
+            self._socket.close()
+            self._lost = self._lost or str(error) or type(error).__name__
+            raise dist.DistNetworkError(self._lost) from error
+        self._is_amid = False
+        return answer
+
+
+def _as_bytes(value: bytes | str | Any) -> bytes:  # noqa: ANN401 - torch hands over several kinds of bytes
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store whose port stands in a file: ranks of one machine find rank 0 by the name of their job alone.
+
+The file is this user's own and nobody else can read it, since the store's secret is in it. Knows nothing of jobs; the
+name is given. Imported by ``process_group``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
+from rankwise.store.opening import connect, serve
+
+if TYPE_CHECKING:
+    from rankwise.store.values import Store
+
+LOOPBACK = "127.0.0.1"
+DRAWN_SECRET_BYTES = 32
+ATTEMPT_SECONDS = 2.0
+"""How long a port is tried: the file may be left from a job of that name that was killed."""
+FIRST_PAUSE_SECONDS = 0.01
+LONGEST_PAUSE_SECONDS = 0.1
+
+
+class _Told(NamedTuple):
+    """What the file tells."""
+
+    port: int
+    secret: str | None
+    """What rank 0 drew, where nobody had set one."""
+
+
+def serve_published(path: Path, secret: bytes | None) -> Store:
+    """Serve a store on the loopback address and tell where in a file.
+
+    Args:
+        path: the file; what stands there of this user's is replaced.
+        secret: what every rank was given; ``None`` draws one and writes it beside the port.
+
+    Raises:
+        ConfigurationError: the file cannot be written, or belongs to somebody else.
+    """
+    drawn = secrets.token_hex(DRAWN_SECRET_BYTES) if secret is None else None
+    opened, port = serve(LOOPBACK, 0, secret=secret or (drawn or "").encode())
+    try:
+        _write(path, _Told(port, drawn))
+    except OSError as error:
+        opened.close()
+        raise _not_ours(path, f"it cannot be written: {error.strerror}") from error
+    return opened
+
+
+def connect_published(path: Path, timeout_seconds: float, secret: bytes | None) -> Store:
+    """Connect to the store that a file tells of, waiting for both.
+
+    Args:
+        path: the file that :func:`serve_published` writes.
+        timeout_seconds: how long to wait.
+        secret: what every rank was given, or ``None``.
+
+    Raises:
+        TimeoutError: there was no such store in time.
+        SecretRefused: this rank has a secret and the serving one another, or the reverse.
+        ConfigurationError: the file belongs to somebody else.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        problem: Exception = TimeoutError(f"rank 0 did not write {path} within {timeout_seconds:.0f} s")
+        told = _read(path)
+        if told is not None:
+            try:
+                limit = min(ATTEMPT_SECONDS, max(deadline - time.monotonic(), FIRST_PAUSE_SECONDS))
+                return connect(LOOPBACK, told.port, limit, secret=_secret_of(told, secret))
+            except (TimeoutError, NotRankwise, SecretRefused) as error:
+                problem = error
+        if time.monotonic() + pause > deadline:
+            raise problem
+        time.sleep(pause)
+        pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
+
+
+def forget_published(path: Path) -> None:
+    """Remove the file. Called by the rank that serves, when the others are there or will not come."""
+    path.unlink(missing_ok=True)
+
+
+def _secret_of(told: _Told, given: bytes | None) -> bytes:
+    if given is not None:
+        return given
+    if told.secret is None:
+        raise SecretRefused(
+            "Rank 0 was given RANKWISE_SECRET, and this rank was not.",
+            do="set the same RANKWISE_SECRET for every rank, or for none",
+        )
+    return told.secret.encode()
+
+
+def _write(path: Path, told: _Told) -> None:
+    """Put a file there that was never readable to others, nor there in part."""
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(told._asdict(), file)
+        Path(name).replace(path)
+    except BaseException:
+        with suppress(OSError):
+            Path(name).unlink()
+        raise
+
+
+def _read(path: Path) -> _Told | None:
+    """Return what the file tells, ``None`` where there is none yet, or only one that says something else."""
+    try:
+        # Neither a link that leads elsewhere, nor a pipe that would keep us waiting.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _not_ours(path, f"it cannot be read: {error.strerror}") from error
+    with os.fdopen(descriptor, encoding="utf-8") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+            raise _not_ours(path, f"user {facts.st_uid}, {stat.filemode(facts.st_mode)}")
+        try:
+            told: dict[str, Any] = json.load(file)
+            return _Told(port=int(told["port"]), secret=told["secret"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+def _not_ours(path: Path, found: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{path}, where rank 0 tells the others how to reach it, is not this user's own file.",
+        evidence=found,
+        do=f"rm {path}, or set TMPDIR to a directory of your own for every rank",
+    )

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server for those who hold the job's secret: one thread, one event loop, one handler per purpose.
+
+Knows nothing of what its handlers do; reads no more than a greeting and a proof of who has not shown the secret.
+Imported by this room's front, and by the launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from rankwise.store.wire import (
+    HANDSHAKE_FRAME_BYTES,
+    NUMBER,
+    Answer,
+    Nonces,
+    checked_length,
+    checked_secret,
+    close_in_children,
+    hello,
+    is_proof,
+    new_nonce,
+    parse_hello,
+    prepare,
+    proof,
+)
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Serves one authenticated connection until it returns; the connection is then closed."""
+
+MOST_STRANGERS = 64
+"""How many connections may be open that have not shown the secret; the oldest goes for a new one."""
+HANDSHAKE_SECONDS = 5.0
+"""How long a connection has to show the secret."""
+REST_SECONDS = 0.05
+"""How long nothing is accepted after the system had no descriptor left."""
+CLOSE_SECONDS = 5.0
+"""How long handlers have to end when the server closes."""
+BUFFER_BYTES = 256 * 1024
+
+
+class AuthenticatedServer:
+    """Serves one listening socket from a thread of its own, from :meth:`start` to :meth:`close`.
+
+    The end of the process closes it too, and so does the last reference to it going away. Processes forked from
+    this one have nothing of it.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes, handlers: Mapping[str, Handler]) -> None:
+        """Take over a socket that listens already.
+
+        Args:
+            listener: bound to one address; closed with the server.
+            secret: of the job.
+            handlers: a coroutine function for each purpose that a client may name.
+        """
+        self.loop = asyncio.new_event_loop()
+        """The loop the handlers run on; ``asyncio.run_coroutine_threadsafe`` reaches it from other threads."""
+        self.port = int(listener.getsockname()[1])
+        listener.setblocking(False)
+        close_in_children(listener)
+        front = _Front(listener, checked_secret(secret), dict(handlers))
+        # The thread must not refer to this object, or the object would never go.
+        self._thread = threading.Thread(target=_run, args=(self.loop, front), name="rankwise-server", daemon=True)
+        self._close = weakref.finalize(self, _close, self.loop, front, self._thread, os.getpid())
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close every connection and end the thread. May be called again, from any thread."""
+        self._close()
+
+
+class _Front:
+    """What accepts connections and asks for the secret."""
+
+    def __init__(self, listener: socket.socket, secret: bytes, handlers: dict[str, Handler]) -> None:
+        self.listener = listener
+        self._secret = secret
+        self._handlers = handlers
+        self._strangers: dict[asyncio.Task[None], None] = {}
+        """Who has not shown the secret, the oldest first."""
+        self._known: set[asyncio.Task[None]] = set()
+
+    async def accept(self) -> None:
+        """Accept connections until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self.listener)
+            except OSError:
+                # No descriptor is left, or the peer has gone already: whom we know is served on.
+                await asyncio.sleep(REST_SECONDS)
+                continue
+            while len(self._strangers) >= MOST_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.cancel()
+            task = loop.create_task(self._serve(connection))
+            self._strangers[task] = None
+            task.add_done_callback(self._forget)
+            # A full queue of connections must not keep those who are known waiting.
+            await asyncio.sleep(0)
+
+    def _know(self, task: asyncio.Task[None] | None) -> None:
+        """Count a connection no more among the strangers."""
+        if task is not None:
+            self._strangers.pop(task, None)
+            self._known.add(task)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        self._known.discard(task)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        handler: Handler | None = None
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                prepare(connection)
+                async with asyncio.timeout(HANDSHAKE_SECONDS):
+                    handler = await self._greet(connection)
+            if handler is not None:
+                self._know(asyncio.current_task())
+                await _hand_over(connection, handler)
+        finally:
+            connection.close()
+
+    async def _greet(self, connection: socket.socket) -> Handler | None:
+        """Return the handler of who has shown the secret, ``None`` for others."""
+        nonce = new_nonce()
+        await _send(connection, hello(nonce))
+        client_nonce, purpose = parse_hello(await _receive(connection))
+        nonces = Nonces(client=client_nonce, server=nonce)
+        if not is_proof(await _receive(connection), self._secret, b"client", purpose, nonces):
+            await _send(connection, bytes([Answer.REFUSED]))
+            return None
+        handler = self._handlers.get(purpose)
+        if handler is None:
+            await _send(connection, bytes([Answer.UNKNOWN_PURPOSE]))
+            return None
+        own = proof(self._secret, b"server", purpose, nonces)
+        await _send(connection, bytes([Answer.WELCOME]) + own)
+        return handler
+
+
+async def _send(connection: socket.socket, data: bytes) -> None:
+    await asyncio.get_running_loop().sock_sendall(connection, NUMBER.pack(len(data)) + data)
+
+
+async def _receive(connection: socket.socket) -> bytes:
+    """Return a frame of the handshake, reading not a byte behind it."""
+    head = await _receive_exactly(connection, NUMBER.size)
+    return await _receive_exactly(connection, checked_length(head, HANDSHAKE_FRAME_BYTES))
+
+
+async def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < num_bytes:
+        more = await loop.sock_recv(connection, num_bytes - len(data))
+        if not more:
+            raise ConnectionError("the other side ended the connection")
+        data += more
+    return data
+
+
+async def _hand_over(connection: socket.socket, handler: Handler) -> None:
+    """Have ``handler`` serve a connection to its end."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=BUFFER_BYTES, loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
+    writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+    try:
+        await handler(reader, writer)
+        writer.close()
+        await writer.wait_closed()
+    except (ConnectionError, TimeoutError):
+        pass  # The client has gone; its own side says so where it matters.
+    finally:
+        transport.abort()
+
+
+def _run(loop: asyncio.AbstractEventLoop, front: _Front) -> None:
+    """The thread: accept until stopped, then end what is under way."""
+    asyncio.set_event_loop(loop)
+    accepting = loop.create_task(front.accept())
+    try:
+        loop.run_forever()
+        accepting.cancel()
+        loop.run_until_complete(_end_all())
+    finally:
+        front.listener.close()
+        loop.close()
+
+
+async def _end_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=CLOSE_SECONDS)
+    # Transports that were aborted close their sockets in the next turns of the loop.
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def _close(loop: asyncio.AbstractEventLoop, front: _Front, thread: threading.Thread, process: int) -> None:
+    if process != os.getpid():
+        return  # A fork has neither the thread nor the sockets, and shares the loop's wake-up pipe with its parent.
+    if thread.ident is None:
+        front.listener.close()
+        loop.close()
+        return
+    with contextlib.suppress(RuntimeError):  # The loop is closed already.
+        loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store as ranks use it: text keys, bytes values, Python's own errors, whatever carries them.
+
+Opens nothing. A Store value is one connection, to be used by one thread at a time; ``clone()`` gives another thread
+its own. Imported by this room's front.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from rankwise.store.client import Connection
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class StoreLost(ConnectionError):
+    """The process that serves the store is gone."""
+
+
+class Store:
+    """One connection to the job's store. Keys are text, values are bytes, nothing is unpickled."""
+
+    def __init__(self, connection: dist.Store, prefix: str = "") -> None:
+        """Use a connection that is open.
+
+        Args:
+            connection: torch's, or one of our own.
+            prefix: before every key, with a ``/``; kept apart because torch's own prefixes reach no clone of ours.
+        """
+        self._connection = connection
+        self._prefix = prefix
+
+    @property
+    def torch_store(self) -> dist.Store:
+        """The same as torch takes it. Keep this object as long as torch may use it."""
+        return dist.PrefixStore(self._prefix, self._connection) if self._prefix else self._connection
+
+    def clone(self) -> Store:
+        """Return a connection of its own to the same store, for another thread."""
+        with translated("another connection"):
+            connection = self._connection.clone()  # pyright: ignore[reportAttributeAccessIssue] - newer than torch's stub
+        return Store(connection, self._prefix)
+
+    def prefixed(self, prefix: str) -> Store:
+        """Return the part of the store whose keys start with ``prefix``, over the same connection."""
+        return Store(self._connection, self._key(prefix))
+
+    def close(self) -> None:
+        """End the connection, and the store if :func:`rankwise.store.serve` returned it with this connection.
+
+        Torch's connections end when nothing refers to them any more.
+        """
+        if isinstance(self._connection, Connection):
+            self._connection.close()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set ``key``, replacing what it held."""
+        with translated(key):
+            self._connection.set(self._key(key), value)  # pyright: ignore[reportArgumentType] - it takes bytes too
+
+    def set_if_absent(self, key: str, value: str) -> bool:
+        """Set ``key`` unless it is there already, in one step; return whether it was set."""
+        with translated(key):
+            return self._connection.compare_set(self._key(key), "", value) == value.encode()
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """Return the value of ``key``, waiting for it to be set.
+
+        Raises:
+            TimeoutError: it was not set within ``timeout_seconds``.
+            StoreLost: the store is gone.
+        """
+        if isinstance(self._connection, Connection):
+            with translated(key):
+                return self._connection.get_within([self._key(key)], timeout_seconds)[0]
+        self.wait([key], timeout_seconds)
+        with translated(key):
+            return self._connection.get(self._key(key))
+
+    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        """Return when every key is set. Raises as :meth:`get` does."""
+        with translated(", ".join(keys)):
+            self._connection.wait([self._key(key) for key in keys], timedelta(seconds=timeout_seconds))
+
+    def add(self, key: str, number: int) -> int:
+        """Add ``number`` to the counter ``key`` (0 at first) and return the sum."""
+        with translated(key):
+            return self._connection.add(self._key(key), number)
+
+    def check(self, key: str) -> bool:
+        """Return whether ``key`` is set."""
+        with translated(key):
+            return self._connection.check([self._key(key)])
+
+    def delete(self, key: str) -> None:
+        """Remove ``key`` if it is there."""
+        with translated(key):
+            self._connection.delete_key(self._key(key))
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+
+class translated:  # noqa: N801 - reads as a word in `with translated(key):`
+    """Turns torch's store errors into Python's own."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        if "timeout" in str(error).lower():
+            message = f"nobody set {self._key} in the job's store in time"
+            raise TimeoutError(message) from error
+        message = f"the job's store is gone (at {self._key}): {str(error).splitlines()[0]}"
+        raise StoreLost(message) from error

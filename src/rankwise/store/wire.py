@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames over TCP, and the handshake by which two processes show each other that they hold one secret.
+
+Unpickles nothing and never sends the secret. What is sent after the handshake is neither signed nor encrypted.
+Imported by the other files of this room, and by the launcher for connections of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+import weakref
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Literal
+
+from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
+
+if TYPE_CHECKING:
+    from asyncio import StreamReader, StreamWriter
+    from collections.abc import Sequence
+
+PROTOCOL = b"rankwise-wire/01"
+NONCE_BYTES = 32
+LONGEST_PURPOSE_BYTES = 64
+HANDSHAKE_FRAME_BYTES = len(PROTOCOL) + NONCE_BYTES + LONGEST_PURPOSE_BYTES
+"""No frame before authentication is longer."""
+NUMBER = struct.Struct(">I")
+ATTEMPT_SECONDS = 10.0
+"""How long one attempt to connect lasts: the kernel's own pauses between its attempts grow too long."""
+SILENCE_SECONDS = 30.0
+"""After how long a server that says nothing is none of ours; it may only be slow."""
+GREETING_SECONDS = 2.0
+"""How long a server of ours may take to greet, where it only matters whether it is one."""
+ENDING_SECONDS = 10.0
+"""For how long a server may end each connection without a word: proxies do while what is behind them starts."""
+FIRST_PAUSE_SECONDS = 0.01
+LONGEST_PAUSE_SECONDS = 0.5
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
+UNANSWERED_MILLISECONDS = 90_000
+"""How long data may stay unacknowledged before the connection counts as broken."""
+
+Role = Literal[b"client", b"server"]
+
+
+class FrameTooLong(ConnectionError):
+    """A frame is announced that is longer than can be right here."""
+
+
+class Answer(IntEnum):
+    """What the server says to a client's proof, in one byte; its own proof follows ``WELCOME``."""
+
+    WELCOME = 0
+    REFUSED = 1
+    UNKNOWN_PURPOSE = 2
+
+
+# -- frames --------------------------------------------------------------------------------------------
+
+
+def send_frame(sock: socket.socket, data: bytes) -> None:
+    """Send ``data`` with its length before it."""
+    sock.sendall(NUMBER.pack(len(data)) + data)
+
+
+def receive_frame(sock: socket.socket, limit: int) -> bytes:
+    """Return the next frame of at most ``limit`` bytes.
+
+    Raises:
+        FrameTooLong: a longer one was announced; the connection is of no more use.
+        ConnectionError: the connection ended.
+        TimeoutError: the socket's own limit passed.
+    """
+    return _receive(sock, checked_length(_receive(sock, NUMBER.size), limit))
+
+
+def checked_length(head: bytes, limit: int) -> int:
+    """Return the length that the head of a frame announces, if it is within ``limit``.
+
+    Raises:
+        FrameTooLong: it is not.
+    """
+    (length,) = NUMBER.unpack(head)
+    if length > limit:
+        raise FrameTooLong(f"a frame of {length} bytes was announced, and {limit} are the limit")
+    return int(length)
+
+
+def _receive(sock: socket.socket, num_bytes: int) -> bytes:
+    data = sock.recv(num_bytes) if num_bytes else b""
+    if len(data) == num_bytes:
+        return data
+    parts = bytearray(data)
+    while len(parts) < num_bytes:
+        if not data:
+            raise ConnectionError("the other side ended the connection")
+        data = sock.recv(num_bytes - len(parts))
+        parts += data
+    return bytes(parts)
+
+
+async def read_frame(reader: StreamReader, limit: int) -> bytes:
+    """Return the next frame of at most ``limit`` bytes. Raises as :func:`receive_frame` does."""
+    try:
+        return await reader.readexactly(checked_length(await reader.readexactly(NUMBER.size), limit))
+    except EOFError:
+        raise ConnectionError("the other side ended the connection") from None
+
+
+async def write_frame(writer: StreamWriter, data: bytes) -> None:
+    """Send ``data`` with its length before it, as fast as the other side reads."""
+    writer.write(NUMBER.pack(len(data)) + data)
+    await writer.drain()
+
+
+def pack_fields(fields: Sequence[bytes]) -> bytes:
+    """Return fields as one text, each with its length before it: no two lists give the same."""
+    return b"".join(NUMBER.pack(len(one)) + one for one in fields)
+
+
+def unpack_fields(data: bytes) -> list[bytes]:
+    """Return what :func:`pack_fields` was given.
+
+    Raises:
+        ValueError: the lengths do not fit the data.
+    """
+    fields: list[bytes] = []
+    position = 0
+    while position < len(data):
+        start = position + NUMBER.size
+        if start > len(data):
+            raise ValueError("a field's length is cut off")
+        position = start + NUMBER.unpack_from(data, position)[0]
+        if position > len(data):
+            raise ValueError("a field is cut off")
+        fields.append(data[start:position])
+    return fields
+
+
+# -- the handshake, as values --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Nonces:
+    """The two numbers of one handshake, never used before."""
+
+    client: bytes
+    server: bytes
+
+
+def new_nonce() -> bytes:
+    """Return a number for one handshake."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def hello(nonce: bytes, purpose: str = "") -> bytes:
+    """Return the first frame of either side; only the client's names a purpose."""
+    return PROTOCOL + nonce + purpose.encode()
+
+
+def parse_hello(frame: bytes) -> tuple[bytes, str]:
+    """Return the nonce and the purpose of a first frame.
+
+    Raises:
+        ValueError: it is none.
+    """
+    end = len(PROTOCOL) + NONCE_BYTES
+    if len(frame) < end or not frame.startswith(PROTOCOL):
+        raise ValueError("this is no greeting of rankwise")
+    return frame[len(PROTOCOL) : end], frame[end:].decode()
+
+
+def proof(secret: bytes, role: Role, purpose: str, nonces: Nonces) -> bytes:
+    """Return what only who holds ``secret`` can say, in this role, for this purpose, in this handshake.
+
+    Source: HMAC-SHA256 (RFC 2104).
+    """
+    signed = pack_fields([PROTOCOL, role, purpose.encode(), nonces.client, nonces.server])
+    return hmac.digest(secret, signed, hashlib.sha256().name)
+
+
+def is_proof(given: bytes, secret: bytes, role: Role, purpose: str, nonces: Nonces) -> bool:
+    """Whether ``given`` is that proof, found out in a time that tells nothing."""
+    return hmac.compare_digest(given, proof(secret, role, purpose, nonces))
+
+
+def checked_secret(secret: bytes) -> bytes:
+    """Return ``secret`` unless it is empty.
+
+    Raises:
+        ConfigurationError: it is.
+    """
+    if not secret:
+        raise ConfigurationError(
+            "The job's secret is empty.", do="set RANKWISE_SECRET to a long random text, or unset it"
+        )
+    return secret
+
+
+# -- the client's side ---------------------------------------------------------------------------------
+
+
+class _Dropped(Exception):
+    """The server ended the connection before it answered."""
+
+    def __init__(self, *, greeted: bool) -> None:
+        super().__init__("the connection was accepted and ended again")
+        self.greeted = greeted
+
+
+def open_connection(host: str, port: int, secret: bytes, purpose: str, timeout_seconds: float) -> socket.socket:
+    """Return an authenticated connection, waiting until somebody serves ``host:port``.
+
+    Args:
+        host: name or address of the server's machine.
+        port: where it listens.
+        secret: of the job, the same as the server's. It is never sent.
+        purpose: what the connection is for; it chooses the server's handler, and is part of what is signed.
+        timeout_seconds: until when to try again while nothing listens, the network cannot be reached, or the
+            server is flooded.
+
+    Returns:
+        A blocking socket without a limit of its own, right behind the handshake.
+
+    Raises:
+        SecretRefused: the server holds another secret.
+        NotRankwise: what listens there speaks something else.
+        TimeoutError: nothing answered in time; the last error of the system is in it.
+    """
+    checked_secret(secret)
+    deadline = time.monotonic() + timeout_seconds
+    pause = FIRST_PAUSE_SECONDS
+    ending_since: float | None = None
+    while True:
+        left = max(deadline - time.monotonic(), FIRST_PAUSE_SECONDS)
+        try:
+            return _connected(host, port, secret, purpose, left)
+        except _Dropped as dropped:
+            last: Exception = dropped
+            now = time.monotonic()
+            ending_since = None if dropped.greeted else ending_since or now
+            if ending_since is not None and now - ending_since > ENDING_SECONDS:
+                raise _not_rankwise(host, port, "it ends every connection without a word") from None
+        except OSError as error:
+            last = error
+            ending_since = None
+        if time.monotonic() + pause > deadline:
+            raise TimeoutError(f"nothing answered at {host}:{port} within {timeout_seconds:.0f} s: {last}") from last
+        time.sleep(pause)
+        pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
+
+
+def _connected(host: str, port: int, secret: bytes, purpose: str, limit_seconds: float) -> socket.socket:
+    sock = socket.create_connection((host, port), min(limit_seconds, ATTEMPT_SECONDS))
+    try:
+        prepare(sock)
+        sock.settimeout(min(limit_seconds, SILENCE_SECONDS))
+        nonce = new_nonce()
+        nonces = Nonces(client=nonce, server=_exchange_hellos(sock, nonce, purpose, (host, port)))
+        _prove(sock, secret, purpose, nonces, (host, port))
+        sock.settimeout(None)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def greets(host: str, port: int) -> bool:
+    """Return whether what listens at ``host:port`` speaks first, and as rankwise does."""
+    try:
+        with socket.create_connection((host, port), GREETING_SECONDS) as sock:
+            parse_hello(receive_frame(sock, HANDSHAKE_FRAME_BYTES))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _exchange_hellos(sock: socket.socket, nonce: bytes, purpose: str, address: tuple[str, int]) -> bytes:
+    """Greet the server and return its nonce."""
+    try:
+        send_frame(sock, hello(nonce, purpose))
+        return parse_hello(receive_frame(sock, HANDSHAKE_FRAME_BYTES))[0]
+    except (FrameTooLong, ValueError):
+        raise _not_rankwise(*address, "its first words are not rankwise's of this version") from None
+    except TimeoutError:
+        if (sock.gettimeout() or 0.0) < SILENCE_SECONDS:
+            raise
+        raise _not_rankwise(*address, f"it said nothing for {SILENCE_SECONDS:.0f} s") from None
+    except ConnectionError:
+        raise _Dropped(greeted=False) from None
+
+
+def _prove(sock: socket.socket, secret: bytes, purpose: str, nonces: Nonces, address: tuple[str, int]) -> None:
+    """Show the server that we hold the secret, and have it show the same."""
+    try:
+        send_frame(sock, proof(secret, b"client", purpose, nonces))
+        frame = receive_frame(sock, HANDSHAKE_FRAME_BYTES)
+    except FrameTooLong:
+        raise _not_rankwise(*address, "its answer is not rankwise's") from None
+    except ConnectionError:
+        raise _Dropped(greeted=True) from None
+    host, port = address
+    if frame[:1] == bytes([Answer.UNKNOWN_PURPOSE]):
+        raise NotRankwise(
+            f"The server at {host}:{port} is of rankwise, and does not serve {purpose!r}.",
+            do="give the address of the job's own server",
+        )
+    if frame[:1] != bytes([Answer.WELCOME]) or not is_proof(frame[1:], secret, b"server", purpose, nonces):
+        raise SecretRefused(
+            f"The server at {host}:{port} and this process do not hold the same secret.",
+            do="set the same RANKWISE_SECRET for every process on all machines, or copy the file "
+            "~/.config/rankwise/secret from one machine to the others",
+        )
+
+
+def _not_rankwise(host: str, port: int, why: str) -> NotRankwise:
+    return NotRankwise(
+        f"What listens at {host}:{port} does not speak rankwise's protocol: {why}.",
+        do="set RANKWISE_SECRET for every process or for none, with one version of rankwise; "
+        f"else give another port. What listens: ss -ltnp 'sport = :{port}' on {host}",
+    )
+
+
+# -- sockets -------------------------------------------------------------------------------------------
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on one address; port 0 takes a free one.
+
+    Raises:
+        ConfigurationError: the address or port cannot be bound.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(
+            f"The job's store cannot be served on {host}:{port}: {error.strerror}.",
+            do="give another port (MASTER_PORT or init_method), or end the process that holds this one: "
+            f"ss -ltnp 'sport = :{port}'",
+        ) from error
+    return listener
+
+
+def prepare(sock: socket.socket) -> None:
+    """Have a connection send at once, notice a peer's machine that is gone, and not live on in forked children."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MILLISECONDS)
+    close_in_children(sock)
+
+
+_of_this_process: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_follows_forks: list[bool] = []
+
+
+def close_in_children(sock: socket.socket) -> None:
+    """Have processes forked from this one close their copy of ``sock``.
+
+    A loader's worker that outlives its rank would otherwise keep the rank's connections open, and nobody would
+    notice that the rank is gone.
+    """
+    _of_this_process.add(sock)
+    if not _follows_forks:
+        _follows_forks.append(True)
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for sock in list(_of_this_process):
+        # An event loop's copy of the object must not close the number again when something else has it.
+        descriptor = sock.detach()
+        if descriptor >= 0:
+            os.close(descriptor)
+    _of_this_process.clear()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One script under every launcher of one machine: the result is always that of one rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launched import Parameters, train
+
+from rankwise.testing import run_ranks
+
+LAUNCHED = str(Path(__file__).with_name("launched.py"))
+TOLERANCE = 1e-10
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n")
+TORCH_LAUNCH = ("-m", "torch.distributed.launch", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def reference() -> Parameters:
+    """What one rank comes to."""
+    return run_ranks(train, 1)[0].get()
+
+
+def run(folder: Path, *argv: str) -> None:
+    """Run a command that starts the script to its end; the folder is the script's first argument."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*argv, str(folder)], env=variables, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check(folder: Path, num_ranks: int, source: str, reference: Parameters, name: str = "") -> None:
+    """Hold what every rank has written against the one-rank run."""
+    assert len(list(folder.glob(f"{name}[0-9].pt"))) == num_ranks
+    for rank in range(num_ranks):
+        got = torch.load(folder / f"{name}{rank}.pt")
+        assert (got["local_rank"], got["world_size"], got["source"]) == (rank, num_ranks, source)
+        for key, expected in reference.items():
+            scale = expected.abs().max().clamp(min=1e-3)
+            assert (got["state"][key] - expected).abs().max() / scale < TOLERANCE, (rank, key)
+
+
+def test_plain_python(tmp_path: Path, reference: Parameters) -> None:
+    run(tmp_path, sys.executable, LAUNCHED)
+    check(tmp_path, 1, "nobody", reference)
+
+
+def test_mpirun(tmp_path: Path, reference: Parameters) -> None:
+    run(tmp_path, *MPIRUN, "3", sys.executable, LAUNCHED)
+    check(tmp_path, 3, "openmpi", reference)
+
+
+def test_torchrun(tmp_path: Path, reference: Parameters) -> None:
+    run(tmp_path, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", LAUNCHED)
+    check(tmp_path, 2, "torchrun", reference)
+
+
+def test_the_old_launch_module_which_passes_the_local_rank_as_an_argument(
+    tmp_path: Path, reference: Parameters
+) -> None:
+    run(tmp_path, sys.executable, *TORCH_LAUNCH, LAUNCHED)
+    check(tmp_path, 2, "torchrun", reference)
+
+
+def test_torch_multiprocessing_with_each_init_method(tmp_path: Path, reference: Parameters) -> None:
+    run(tmp_path, sys.executable, LAUNCHED, "--spawn")
+    check(tmp_path, 2, "env", reference, "env")
+    check(tmp_path, 2, "explicit", reference, "file")
+    check(tmp_path, 2, "explicit", reference, "tcp")

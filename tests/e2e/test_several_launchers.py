@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several launchers of one job on one machine: what they agree on, whom they refuse, and what is asked of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rankwise.store.wire import listen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import Command
+
+HELLO = """
+import rankwise as rw
+with rw.join() as world:
+    print(world.rank, world.node_rank, world.num_nodes, rw.all_reduce(world.rank))
+"""
+SECRET = {"RANKWISE_SECRET": "of these tests"}
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that was free a moment ago."""
+    with listen("127.0.0.1", 0) as listener:
+        return listener.getsockname()[1]
+
+
+class Launchers:
+    """Launchers of one test, ended with it."""
+
+    def __init__(self, command: Command, port: int) -> None:
+        self.command = command
+        self.port = port
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start ``rankwise run --rendezvous ... words``."""
+        process = subprocess.Popen(
+            self.command.words("--rendezvous", f"127.0.0.1:{self.port}", *words),
+            cwd=self.command.folder,
+            env=self.command.environment(**{**SECRET, **(env or {})}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+
+@pytest.fixture
+def launchers(command: Command, port: int) -> Iterator[Launchers]:
+    started = Launchers(command, port)
+    yield started
+    for process in started.processes:
+        process.kill()
+        process.communicate()
+
+
+def test_two_launchers_run_one_job(command: Command, launchers: Launchers) -> None:
+    command.write("train.py", HELLO)
+    pair = [launchers.start("-n", number, "--nodes", "2", "train.py") for number in ("2", "1")]
+    outputs = [process.communicate(timeout=50) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], outputs
+    lines = sorted(line for out, _ in outputs for line in out.splitlines())
+    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
+    assert {line.split()[-1] for line in lines} == {"3"}
+    assert {line.split()[2] for line in lines} == {"2"}
+
+
+def test_a_failure_is_told_whole_once_and_everywhere_by_its_exit_code(command: Command, launchers: Launchers) -> None:
+    command.write("train.py", HELLO + "    if world.rank == 1:\n        raise SystemExit(7)\n    rw.barrier()\n")
+    first = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "0", "train.py")
+    second = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "1", "train.py")
+    (_, said), (_, said_too) = first.communicate(timeout=50), second.communicate(timeout=50)
+    assert (first.returncode, second.returncode) == (7, 7), said + said_too
+    assert "failed first: exit code 7" in said
+    assert "failed first: exit code 7" in said_too
+    assert said_too.endswith("node 0 shows it whole\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "text"),
+    [
+        (("--nodes", "2", "--node-rank", "0", "train.py"), {}, "is taken"),
+        (("--nodes", "2", "other.py"), {}, "would not run the same job"),
+        (("--nodes", "2", "train.py"), {"RANKWISE_SECRET": "another"}, "do not hold the same secret"),
+    ],
+)
+def test_a_launcher_that_contradicts_is_refused_and_the_job_goes_on(
+    command: Command, launchers: Launchers, words: tuple[str, ...], env: dict[str, str], text: str
+) -> None:
+    command.write("train.py", HELLO)
+    command.write("other.py", HELLO + "\n")
+    first = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "0", "train.py")
+    assert first.stderr is not None
+    while "has come" not in first.stderr.readline():
+        assert first.poll() is None
+    wrong = launchers.start("-n", "1", *words, env=env)
+    _, said = wrong.communicate(timeout=50)
+    assert (wrong.returncode, text in said, "\n  do " in said) == (2, True, True), said
+    right = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "1", "train.py")
+    assert (right.wait(50), first.wait(50)) == (0, 0)
+
+
+def test_two_launchers_of_one_number_are_told(command: Command, launchers: Launchers) -> None:
+    command.write("train.py", HELLO)
+    first = launchers.start("-n", "1", "--nodes", "3", "--node-rank", "0", "train.py")
+    launchers.start("-n", "1", "--nodes", "3", "--node-rank", "1", "train.py")
+    assert first.stderr is not None
+    while "(2 of 3 nodes)" not in first.stderr.readline():
+        assert first.poll() is None
+    _, said = launchers.start("-n", "1", "--nodes", "3", "--node-rank", "1", "train.py").communicate(timeout=50)
+    assert "Two machines are node 1" in said
+
+
+@pytest.mark.parametrize(("number", "text"), [("0", "node 1 never came"), ("1", "Nothing answered at the rendezvous")])
+def test_a_node_that_never_comes_is_named(command: Command, launchers: Launchers, number: str, text: str) -> None:
+    command.write("train.py", HELLO)
+    words = ("--nodes", "2", "--node-rank", number, "--rendezvous-timeout", "1", "train.py")
+    _, said = launchers.start("-n", "1", *words).communicate(timeout=50)
+    assert text in said
+    assert "\n  do " in said
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--nodes", "2"), "nothing says where they meet"),
+        (("--nodes", "2:1", "--rendezvous", "127.0.0.1:1"), "nodes is 2:1"),
+        (("--nodes", "two"), "neither a number nor MIN:MAX"),
+        (("--nodes", "2", "--rendezvous", "here"), "is not host:port"),
+        (("--nodes", "2", "--node-rank", "2", "--rendezvous", "127.0.0.1:1"), "node_rank is 2"),
+        (("--nodes", "2", "--rendezvous", "no.such.host.invalid:29400"), "knows no host"),
+        (("--nodes", "2", "--interface", "no0", "--rendezvous", "127.0.0.1:29400"), "no network interface 'no0'"),
+    ],
+)
+def test_a_mistake_is_told_at_once(command: Command, words: tuple[str, ...], text: str) -> None:
+    command.write("train.py", HELLO)
+    ended = command.run(*words, "train.py", env=SECRET)
+    assert (ended.returncode, text in ended.stderr) == (2, True), ended.stderr
+
+
+def test_stacks_shows_where_ranks_are(command: Command, launchers: Launchers) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, time
+        import rankwise as rw
+        with rw.join() as world:
+            rw.all_reduce(1)
+            open(f"reached-{world.rank}", "w").close()
+            if world.rank == 1:
+                time.sleep(1000)
+            rw.barrier()
+        """,
+    )
+    pair = [launchers.start("-n", "1", "--nodes", "2", "train.py") for _ in range(2)]
+    deadline = time.monotonic() + 50
+    while len(list(command.folder.glob("reached-*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    words = [sys.executable, "-m", "rankwise", "stacks", "--job", str(pair[0].pid)]
+    asked = {"cwd": command.folder, "env": command.environment(), "capture_output": True, "text": True, "timeout": 50}
+    shown = subprocess.run(words, check=False, **asked)
+    assert shown.returncode == 0, shown.stderr
+    assert "waiting in barrier()" in shown.stdout
+    assert "train.py:9" in shown.stdout
+    told = json.loads(subprocess.run([*words, "--json"], check=False, **asked).stdout)
+    assert sorted(told["ranks"]) == ["0", "1"]
+    pair[0].send_signal(signal.SIGINT)
+    assert {process.wait(30) for process in pair} == {130}
+
+
+def test_a_lost_rendezvous_ends_the_others(command: Command, launchers: Launchers) -> None:
+    command.write("train.py", HELLO + "    import time\n    open('reached', 'w').close()\n    time.sleep(1000)\n")
+    first = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "0", "train.py")
+    second = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "1", "train.py")
+    deadline = time.monotonic() + 50
+    while not (command.folder / "reached").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    first.kill()
+    _, said = second.communicate(timeout=30)
+    assert second.returncode == 1
+    assert "the rendezvous is lost: its launcher has ended; every rank here has been ended" in said

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank runs where the job is stopped and resumed: trains from the newest checkpoint, slowly at first.
+
+Argument: the folder. Rank 0 says in ``begun`` that the first run is under way; each rank writes what it came to.
+Tests import ``train`` for the one-rank run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import rankwise as rw
+
+EPOCHS = 40
+NUM_SAMPLES = 61
+STEP_SECONDS = 0.03
+"""How long a step of the first run takes at least, so that it is stopped before it ends."""
+Parameters = dict[str, torch.Tensor]
+
+
+def train(world: rw.World, folder: Path | None = None) -> Parameters:
+    """Train a small model and return its state."""
+    torch.manual_seed(0)
+    x, y = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64), torch.randn(NUM_SAMPLES, 2, dtype=torch.float64)
+    model = rw.replicate(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = rw.DataLoader(TensorDataset(x, y), global_batch_size=7, shuffle=True)
+    is_first = False
+    if folder is not None:
+        restored = rw.Checkpointer(folder / "net").restore(model=model, optimizer=optimizer, loader=loader)
+        is_first = restored is None
+    for epoch in range(loader.epoch, EPOCHS):
+        for number, (x_part, y_part) in enumerate(loader):
+            nn.functional.mse_loss(model(x_part), y_part).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_first and folder is not None:
+                time.sleep(STEP_SECONDS)
+                if world.rank == 0 and (epoch, number) == (0, 3):
+                    (folder / "begun").touch()
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+if __name__ == "__main__":
+    with rw.join() as joined:
+        where = Path(sys.argv[1])
+        torch.save(train(joined, where), where / f"{joined.rank}.pt")

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real Slurm: its steps train to the one-rank result, and a job that is told to stop goes on where it was."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import interrupted
+import pytest
+import torch
+from slurm import Slurm
+from training import CASES, Parameters, train_all
+
+from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TRAINING = Path(__file__).with_name("training.py")
+INTERRUPTED = Path(__file__).with_name("interrupted.py")
+TOLERANCE = 1e-10
+NUM_RANKS = 4
+SRUN = ("srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    """A cluster of two nodes, for all tests here: it takes a second to start."""
+    with Slurm(2) as made:
+        yield made
+    assert not made.folder.exists()
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[Parameters]:
+    """What one rank comes to."""
+    return run_ranks(train_all, 1)[0].get()
+
+
+def largest_difference(left: Parameters, right: Parameters) -> float:
+    """Return the largest difference, relative to the largest element of each tensor."""
+    return max(((left[k] - right[k]).abs().max() / right[k].abs().max().clamp(min=1e-3)).item() for k in right)
+
+
+def check_trained(folder: Path, reference: list[Parameters], num_ranks: int) -> None:
+    """Hold what every rank has written against the one-rank run."""
+    for rank in range(num_ranks):
+        trained = torch.load(folder / f"{rank}.pt")
+        for case, got, expected in zip(CASES, trained, reference, strict=True):
+            assert largest_difference(got, expected) < TOLERANCE, (rank, case)
+
+
+def submit(slurm: Slurm, folder: Path, text: str, *options: str) -> str:
+    """Submit a batch script and return the number of the job; its output is the file ``out``."""
+    script = folder / "job.sh"
+    script.write_text("#!/bin/bash\n" + textwrap.dedent(text), encoding="utf-8")
+    own = ("--parsable", "--nodes=2", "--output=out", "--open-mode=append")
+    ran = slurm.run("sbatch", *own, *options, str(script), cwd=folder)
+    assert ran.exit_code == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+def test_srun_trains_to_the_one_rank_result(slurm: Slurm, tmp_path: Path, reference: list[Parameters]) -> None:
+    ran = slurm.run(*SRUN, sys.executable, str(TRAINING), str(tmp_path), "{}")
+    assert ran.exit_code == 0, ran.stderr
+    assert "because the variables of a Slurm step are set" in ran.stderr
+    check_trained(tmp_path, reference, NUM_RANKS)
+
+
+def test_mpirun_within_sbatch_trains_to_the_one_rank_result(
+    slurm: Slurm, tmp_path: Path, reference: list[Parameters]
+) -> None:
+    # Slurm's own variables number the daemons of mpirun here.
+    where = f"-x MASTER_ADDR={slurm.hosts.hostnames[0]} -x MASTER_PORT=29533"
+    text = f"mpirun --allow-run-as-root -n 2 --map-by node {where} {sys.executable} {TRAINING} {tmp_path} {{}}"
+    job_id = submit(slurm, tmp_path, text, "--ntasks-per-node=1")
+    job = slurm.await_job(job_id, lambda job: job["JobState"] in {"COMPLETED", "FAILED"})
+    said = (tmp_path / "out").read_text()
+    assert job["JobState"] == "COMPLETED", said
+    assert "2 ranks: Open MPI" in said
+    check_trained(tmp_path, reference, 2)
+
+
+def test_two_agents_on_a_machine_are_one_too_many(slurm: Slurm) -> None:
+    ran = slurm.run(*SRUN, sys.executable, "-m", "rankwise", "run", "-n", "1", str(TRAINING))
+    assert ran.exit_code == 2
+    assert "srun --ntasks-per-node=1 rankwise run -n RANKS_PER_NODE train.py" in ran.stderr
+
+
+def check_resumed(folder: Path, num_ranks: int) -> None:
+    """Hold what the interrupted run came to against the undisturbed one of one rank."""
+    expected = run_ranks(interrupted.train, 1)[0].get()
+    for rank in range(num_ranks):
+        assert largest_difference(torch.load(folder / f"{rank}.pt"), expected) < TOLERANCE
+
+
+@pytest.mark.timeout(180)
+def test_a_step_that_is_told_to_stop_saves_and_its_job_goes_on_where_it_was(slurm: Slurm, tmp_path: Path) -> None:
+    # Exported as many people have it, for other libraries: these agree with the step's own.
+    text = f"""
+        export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
+        export MASTER_PORT=29511 WORLD_SIZE=2
+        srun {sys.executable} {INTERRUPTED} {tmp_path}
+        code=$?
+        echo "ended with $code"
+        [ $code != 75 ] || scontrol requeue $SLURM_JOB_ID
+        exit $code
+    """
+    job_id = submit(slurm, tmp_path, text, "--ntasks-per-node=1", "--requeue")
+    slurm.await_file(tmp_path / "begun")
+    slurm.run("scancel", "--signal=USR2", job_id)
+    slurm.skip_begin_time(job_id)
+    job = slurm.await_job(job_id, lambda job: job["JobState"] in {"COMPLETED", "FAILED"})
+    said = (tmp_path / "out").read_text()
+    assert job["JobState"] == "COMPLETED", said
+    assert said.count("ended with") == 2, said
+    assert "stopped early because of SIGUSR2, and saved" in said
+    assert len(list((tmp_path / "net").iterdir())) == 1
+    check_resumed(tmp_path, 2)
+
+
+@pytest.mark.timeout(180)
+def test_a_submitted_job_that_is_preempted_goes_on_where_it_was(slurm: Slurm, tmp_path: Path) -> None:
+    shape = ("--nodes", "2", "--ranks-per-node", "1", "--time", "1:00:00")
+    command = (sys.executable, "-m", "rankwise", "submit", *shape, str(INTERRUPTED), str(tmp_path))
+    following = slurm.start(*command, cwd=tmp_path)
+    slurm.await_file(tmp_path / "begun")
+    job_id = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
+    high = slurm.run(
+        "sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=high", "--wrap=true", cwd=tmp_path
+    )
+    assert high.exit_code == 0, high.stderr
+    slurm.skip_begin_time(job_id)
+    shown, errors = following.communicate(timeout=120)
+    assert following.returncode == 0, shown + errors
+    assert f"job {job_id} is submitted" in errors
+    assert "stopped early because of SIGTERM, and saved" in shown, shown
+    assert f"job {job_id}: COMPLETED" in shown
+    check_resumed(tmp_path, 2)
+
+
+def test_what_slurm_refuses_is_shown_in_its_own_words(slurm: Slurm, tmp_path: Path) -> None:
+    command = ("-m", "rankwise", "submit", "--partition", "nowhere", str(INTERRUPTED))
+    ran = slurm.run(sys.executable, *command, cwd=tmp_path)
+    assert ran.exit_code == 2
+    assert "invalid partition specified: nowhere" in ran.stderr
+
+
+def test_ctrl_c_stops_following_and_not_the_job(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "wait.py").write_text("import time\ntime.sleep(600)\n")
+    following = slurm.start(sys.executable, "-m", "rankwise", "submit", "wait.py", cwd=tmp_path)
+    assert following.stdout is not None
+    assert "RUNNING" in next(line for line in following.stdout if "PENDING" not in line)
+    following.send_signal(signal.SIGINT)
+    _, errors = following.communicate(timeout=30)
+    job_id = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
+    slurm.run("scancel", job_id)
+    slurm.await_job(job_id, lambda job: job["JobState"] == "CANCELLED")
+    assert following.returncode == 130
+    assert f"job {job_id} goes on; to end it: scancel {job_id}" in errors

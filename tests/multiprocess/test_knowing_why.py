@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wait that is too long, and calls that differ: what every rank is told, down to the line of each."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import rankwise as rw
+from rankwise import roll_call, silent
+from rankwise.errors import CollectiveMismatch, PeerMissing
+from rankwise.exchange.protocol import LaneSize
+from rankwise.exchange.torch_group import TorchGroup
+from rankwise.launch import looking
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from on_ranks import RunRanks
+
+    from rankwise.store import Store
+    from rankwise.world import World
+
+LIMIT_SECONDS = 1.0
+NUM_STEPS = 2
+
+
+def _train(num_steps: int) -> None:
+    torch.manual_seed(0)
+    model = rw.replicate(nn.Linear(5, 3))
+    for _ in range(num_steps):
+        model(torch.randn(2, 5)).square().mean().backward()
+
+
+def _load_images(folder: Path) -> None:
+    while not (folder / "go on").exists():
+        threading.Event().wait(0.05)
+
+
+def _hold_the_lock(folder: Path) -> None:
+    """Wait in C without giving Python's lock back, as a bug in an extension does."""
+    descriptor = os.open(folder / "pipe", os.O_RDWR)
+    ctypes.PyDLL(None).read(descriptor, ctypes.create_string_buffer(1), 1)
+
+
+def _stop(folder: Path) -> None:
+    (folder / "process").write_text(str(os.getpid()), encoding="ascii")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _let_go_on(folder: Path) -> None:
+    """Free the rank that is stuck: nothing else would end it."""
+    (folder / "go on").touch()
+    descriptor = os.open(folder / "pipe", os.O_RDWR)  # which does not wait for a reader
+    os.write(descriptor, b"!")
+    os.close(descriptor)
+    if (folder / "process").exists():
+        os.kill(int((folder / "process").read_text(encoding="ascii")), signal.SIGCONT)
+
+
+def _store() -> Store:
+    store = current().store
+    assert store is not None
+    return store
+
+
+def _offer_stack(world: World, folder: Path) -> None:
+    """Do what the launcher has a rank do before its script begins, and join() with what the launcher has said."""
+    path = str(folder / f"stack-{world.rank}")
+    silent.offer_stack(path)
+    roll_call.introduce(_store(), world.rank, silent.this_process(path))
+
+
+def _stuck(world: World, how: Callable[[Path], None], folder: Path) -> None:
+    _offer_stack(world, folder)
+    _train(NUM_STEPS)
+    if world.rank == 1:
+        how(folder)
+    try:
+        rw.all_reduce(torch.ones(2, 3))
+    finally:
+        _let_go_on(folder)
+
+
+@pytest.mark.parametrize(
+    ("how", "doing"),
+    [
+        (_load_images, "2 +after gradients of .* test_knowing_why.py:[0-9]+ in _load_images"),
+        (_stop, r"- +no answer .*stopped \(SIGSTOP .*kill -CONT [0-9]+"),
+        (_hold_the_lock, "- +no answer .*alive, but Python does not run: a call into C holds its lock"),
+    ],
+)
+def test_a_rank_that_is_stuck_is_shown_with_its_stack(
+    run_ranks: RunRanks, how: Callable[[Path], None], doing: str, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    results = run_ranks(_stuck, 3, how, tmp_path, join_timeout_seconds=LIMIT_SECONDS)
+    host = re.escape(os.uname().nodename)
+    # Let go, rank 1 may find in shared memory all it waits for before it hears that it was given up.
+    for result in (results[0], results[2]):
+        assert isinstance(result.error, PeerMissing), result.error
+        assert result.error.ranks == (1,)
+        assert result.error.evidence == results[0].error.evidence  # type: ignore[union-attr]
+    text = str(results[0].error)
+    waiting = r'2 +waiting in all_reduce\("sum", float32\[2, 3\]\) +test_knowing_why.py:[0-9]+ in _stuck'
+    assert re.search(rf"ranks 0, 2 +{host} +{waiting}", text), text
+    assert re.search(rf"rank 1 +{host} +{doing}", text), text
+    assert ("stack of rank 1, innermost line last:" in text) is (how is not _stop)
+    if how is not _stop:
+        assert re.search(rf"test_knowing_why.py:[0-9]+ in {how.__name__}\n", text), text
+
+
+def _looked_at(world: World, folder: Path) -> str:
+    """Be the launcher on rank 0, with rank 1 stuck in C and rank 2 waiting for it."""
+    _offer_stack(world, folder)
+    _train(NUM_STEPS)
+    text = ""
+    if world.rank == 0:
+        pids = {rank: silent.offered_by(str(folder / f"stack-{rank}")) for rank in (0, 1, 2)}
+        answers: dict[int, dict[str, Any]] = {}
+        while "silent" not in answers.get(1, {}) or answers[2]["what"] != "barrier()":  # they are on their way there
+            answers = looking.look(
+                _store().clone(),
+                4,
+                processes={**{rank: pid for rank, pid in pids.items() if pid}, 3: os.getppid()},
+                stack_files={rank: str(folder / f"stack-{rank}") for rank in pids},
+                hostname="here",
+                send_signal=lambda rank, number: os.kill(pids[rank] or 0, number),
+            )
+        text = json.loads(json.dumps(looking.told(looking.merge([{2: {"silent": "?"}}, answers]), 4)))["text"]
+        _let_go_on(folder)
+    elif world.rank == 1:
+        _hold_the_lock(folder)
+    rw.barrier()
+    return text
+
+
+def test_a_launcher_sees_every_rank(run_ranks: RunRanks, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    text = run_ranks(_looked_at, 3, tmp_path)[0].get()
+    for line in (
+        r"rank 0 +\S+ +2 +after gradients of Linear, bucket 0: \S+ +test_knowing_why.py:[0-9]+ in _looked_at",
+        r"rank 1 +here +- +no answer +- +alive, but Python does not run: a call into C holds its lock",
+        r"rank 2 +\S+ +2 +waiting in barrier\(\) +test_knowing_why.py:[0-9]+ in _looked_at",
+        r"rank 3 +here +- +no answer +- +it runs, and has not joined the world yet or has left it",
+        r"stack of rank 0, innermost line last:(\n  .*)* in call",
+        r"stack of rank 1, innermost line last:(\n  .*)*test_knowing_why.py:[0-9]+ in _hold_the_lock",
+        r"stack of rank 2, innermost line last:(\n  .*)*test_knowing_why.py:[0-9]+ in _looked_at",
+    ):
+        assert re.search(line, text), text
+
+
+def _backward_or_reduce(world: World) -> None:
+    torch.manual_seed(0)
+    model = rw.replicate(nn.Linear(5, 3))
+    if world.rank == 1:
+        rw.all_reduce(torch.ones(2))
+    else:
+        model(torch.randn(2, 5)).square().mean().backward()
+
+
+def test_without_checking_a_mixture_is_told_after_the_hang(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_backward_or_reduce, 3, join_timeout_seconds=LIMIT_SECONDS, timeout_seconds=15.0):
+        assert isinstance(result.error, CollectiveMismatch), result.error
+        text = str(result.error)
+        assert re.search(
+            r"ranks 0, 2: gradients of Linear, bucket 0: float32\[18\] at \S+ in _backward_or_reduce", text
+        )
+        assert re.search(r'rank 1: all_reduce\("sum", float32\[2\]\) at \S+ in _backward_or_reduce', text)
+        assert "rank 1/3 on " in text
+
+
+def _compare_everything() -> None:
+    """Do what RANKWISE_CHECK=1 has join() do."""
+    exchange = current().exchange
+    group = exchange if isinstance(exchange, TorchGroup) else exchange._torch_group  # type: ignore[union-attr]
+    group.compare_everything()
+
+
+class _Net(nn.Module):
+    """Has a first bucket that some ranks fill before the statistics, and one only when backward has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 512), nn.BatchNorm1d(512)
+        self.middle, self.last = nn.Linear(512, 512), nn.Linear(512, 1)
+
+    def forward(self, x: torch.Tensor, *, uses_all: bool) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        return self.last(self.middle(x) if uses_all else x)
+
+
+def _check(world: World, how: str) -> str:
+    _compare_everything()
+    odd = world.rank == world.world_size - 1
+    torch.manual_seed(0)
+    net, other = rw.replicate(_Net(), sync_batchnorm=True), rw.replicate(nn.Linear(5, 3))
+
+    def backward(model: nn.Module) -> None:
+        model(torch.randn(3, 5), **({"uses_all": not odd} if model is net else {})).square().mean().backward()
+
+    backward(net)  # with parameters that one rank does not use, and statistics that all share
+    backward(net)
+    backward(other)
+    with pytest.raises(CollectiveMismatch) as caught:  # noqa: PT012 - one of the calls
+        if how == "other collective":
+            rw.all_reduce(torch.ones(2)) if odd else backward(other)
+        elif how == "other model":
+            backward(net if odd else other)
+        elif how == "other bucket":
+            lane_of = current().exchange.twin().lanes  # type: ignore[union-attr]
+            lane_of([_size(6 if odd else 5)], "gradients of Net")
+        else:
+            current().exchange.all_reduce(torch.ones(3 if odd else 2), what="statistics")  # type: ignore[union-attr]
+    other.zero_grad()
+    backward(other)
+    gradients = rw.all_gather([p.grad.clone() for p in other.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for one in gradients for a, b in zip(one, gradients[0], strict=True))
+    assert rw.all_reduce(1) == world.world_size, "nothing was sent, and the group goes on"
+    return str(caught.value)
+
+
+def _size(num_elements: int) -> LaneSize:
+    return LaneSize(num_elements, 1, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("how", "most", "odd"),
+    [
+        ("other collective", "gradients of Linear, bucket 0: float32[18]", 'all_reduce("sum", float32[2])'),
+        ("other model", "gradients of Linear, bucket 0: float32[18]", "BatchNorm statistics: float32[1025]"),
+        ("other bucket", "gradients of Net, bucket 0: float32[5]", "gradients of Net, bucket 0: float32[6]"),
+        ("other size", "statistics: float32[2]", "statistics: float32[3]"),
+    ],
+)
+def test_with_checking_a_difference_is_told_before_anything_is_sent(
+    run_ranks: RunRanks, how: str, most: str, odd: str
+) -> None:
+    for num_ranks in (2, 3):
+        for result in run_ranks(_check, num_ranks, how):
+            text = result.get()
+            place = r"test_knowing_why.py:[0-9]+ in \S+"
+            ranks = "rank 0" if num_ranks == 2 else "ranks 0-1"
+            assert re.search(rf"{ranks}: {re.escape(most)} at {place}", text), text
+            assert re.search(rf"rank {num_ranks - 1}: {re.escape(odd)} at {place}", text), text
+            if num_ranks == 3:
+                assert f"rank 2/3 on {os.uname().nodename}, reported on every rank" in text

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking a launcher from another terminal: found, asked, answered, and safe from what is no question."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import tempfile
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rankwise.cli import main
+from rankwise.errors import LaunchError
+from rankwise.launch import control
+from rankwise.launch.control import Control, jobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+COMMAND = ["rankwise", "run", "-n", "2", "my train.py"]
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's jobs have their folders; a name too long for the address of a socket."""
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    return long
+
+
+class _Launcher:
+    """A launcher as far as others see it: answers in a thread what the agent answers in its loop."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]], *, number: int = 1) -> None:
+        self.folder = tempfile.mkdtemp(prefix="rankwise-")
+        self.control = Control(self.folder, ranks=[0, 1], command=COMMAND)
+        self._answer = answer
+        self._thread = threading.Thread(target=self._serve, args=(number,))
+        self._thread.start()
+
+    def _serve(self, number: int) -> None:
+        while number:
+            readable, _, _ = select.select([self.control], [], [], 10)
+            self.control.serve_one(self._answer)
+            number -= bool(readable)
+
+    def close(self) -> None:
+        self._thread.join(10)
+        self.control.close()
+
+
+@pytest.fixture
+def launcher(folders: Path) -> Iterator[Callable[..., _Launcher]]:
+    """Start launchers that answer a number of connections; a look for jobs is one."""
+    del folders
+    started: list[_Launcher] = []
+
+    def start(answer: Callable[[dict[str, Any]], dict[str, Any]], *, number: int) -> _Launcher:
+        started.append(_Launcher(answer, number=number))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def test_a_job_is_found_asked_and_answered(launcher: Callable[..., _Launcher]) -> None:
+    launcher(lambda request: {"you asked": request, "long": "x" * 500_000}, number=2)
+    (job,) = jobs()
+    assert (job.pid, job.ranks, job.command) == (os.getpid(), [0, 1], COMMAND)
+    answer = control.ask(job, {"do": "stacks"})
+    assert answer["you asked"] == {"do": "stacks"}
+    assert len(answer["long"]) == 500_000
+
+
+def test_what_a_killed_launcher_left_is_no_job(folders: Path) -> None:
+    folder = tempfile.mkdtemp(prefix="rankwise-")
+    Control(folder).close()
+    (folders / "rankwise-empty").mkdir()
+    (folders / "rankwise-file").touch()
+    assert jobs() == []
+
+
+@pytest.mark.parametrize("asked", [b"", b"\n", b"[]\n", b"no json\n", b"x" * 100_000 + b"\n"])
+def test_what_is_no_question_disturbs_nobody(launcher: Callable[..., _Launcher], asked: bytes) -> None:
+    one = launcher(lambda _: {"it": "lives"}, number=3)
+    with control._connected(one.folder) as connection:
+        try:
+            connection.sendall(asked)
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(1000)
+        except OSError:  # it did not read that far
+            answer = b""
+    assert answer == b"" or "error" in json.loads(answer)
+    (job,) = jobs()
+    assert control.ask(job, {}) == {"it": "lives"}
+
+
+def test_an_error_of_the_launcher_is_told_to_who_asks(launcher: Callable[..., _Launcher]) -> None:
+    def fail(_: dict[str, Any]) -> dict[str, Any]:
+        raise TimeoutError("the store is slow")
+
+    launcher(fail, number=2)
+    (job,) = jobs()
+    with pytest.raises(LaunchError, match="the store is slow"):
+        control.ask(job, {"do": "stacks"})
+
+
+def test_the_command_prints_what_the_job_answers(
+    launcher: Callable[..., _Launcher], capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher(lambda request: {"text": f"asked to {request['do']}\n"}, number=2)
+    assert main(["stacks"]) == 0
+    assert capsys.readouterr().out == "asked to stacks\n"
+
+
+def test_the_command_says_when_there_is_no_job(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    del folders
+    assert main(["stacks"]) == 2
+    assert "No job of yours runs on this machine" in capsys.readouterr().err
+
+
+def test_the_command_has_one_of_several_jobs_chosen(
+    launcher: Callable[..., _Launcher], capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher(lambda _: {}, number=2)
+    launcher(lambda _: {}, number=2)
+    assert main(["stacks"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"2 jobs of yours run on this machine.\n  evidence  {os.getpid()}: ranks 0-1: rankwise run -n 2 'my train.py'"
+        in said
+    )
+    assert f"rankwise stacks --job {os.getpid()}" in said
+    assert main(["stacks", "--job", "1"]) == 2
+    assert "No job's launcher is process 1." in capsys.readouterr().err

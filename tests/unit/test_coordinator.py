@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the coordinator decides, as values: no machine, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rankwise.errors import PeerFailed
+from rankwise.launch import failure
+from rankwise.launch.coordinator import (
+    CAUSE_SECONDS,
+    GROW_SECONDS,
+    LAST_CALL_SECONDS,
+    LOST_SECONDS,
+    PEERS_SECONDS,
+    RETURN_SECONDS,
+    Coordinator,
+    Node,
+    Phase,
+)
+
+TIMEOUT_SECONDS = 100.0
+
+
+class Scene:
+    """A coordinator, and the machines it talks to."""
+
+    def __init__(self, nodes: tuple[int, int], max_restarts: int = 0) -> None:
+        self.now = 0.0
+        self.coordinator = Coordinator(
+            nodes=nodes,
+            max_restarts=max_restarts,
+            rendezvous="host0:29400",
+            timeout_seconds=TIMEOUT_SECONDS,
+            now=0.0,
+            run_id="run",
+        )
+
+    def come(self, name: str, ranks: int = 2, node_rank: int | None = None, **job: str) -> list[tuple[str, Any]]:
+        node = Node(node_id=name, hostname=name, num_ranks=ranks, node_rank=node_rank, job=job)
+        self.coordinator.come(node, self.now)
+        return self.said()
+
+    def said(self, do: str | None = None) -> list[tuple[str, Any]]:
+        """Return what was sent since the last look, but for text, or one kind of it."""
+        self.messages, self.events = self.coordinator.take()
+        return [(to, one) for to, one in self.messages if (one["do"] == do if do else one["do"] != "say")]
+
+    def starts(self) -> dict[str, tuple[int, int, int]]:
+        """Return attempt, first rank and world size that each machine was told."""
+        return {to: (one["attempt"], one["first_rank"], one["world_size"]) for to, one in self.said("start")}
+
+    def fail(self, name: str, attempt: int, error: BaseException, rank: int) -> list[tuple[str, Any]]:
+        self.coordinator.fail(name, attempt, failure.from_exception(error, rank, 1))
+        return self.said()
+
+    def end(self, name: str, attempt: int, *failures: failure.Failure, has_stopped: bool = False) -> None:
+        report = {
+            "failures": [failure.to_dict(one) for one in failures],
+            "ends": {},
+            "tails": {},
+            "logs": {},
+            "has_stopped": has_stopped,
+        }
+        self.coordinator.end(name, attempt, report, self.now)
+
+    def hear_all_but(self, *silent: str, seconds: float) -> None:
+        """Let time pass in which all machines but some are heard."""
+        for _ in range(int(seconds) + 1):
+            self.now += seconds / (int(seconds) + 1)
+            for name in ("a", "b", "c"):
+                if name not in silent:
+                    self.coordinator.hear(name, self.now)
+            self.coordinator.tick(self.now)
+
+
+def failed(error: BaseException, rank: int) -> failure.Failure:
+    return failure.from_exception(error, rank, 1)
+
+
+def test_a_job_starts_when_all_machines_have_come() -> None:
+    scene = Scene((2, 2))
+    assert scene.come("a", ranks=3) == []
+    scene.coordinator.come(Node(node_id="b", hostname="b", num_ranks=2), 1.0)
+    assert scene.starts() == {"a": (0, 0, 5), "b": (0, 3, 5)}
+    scene.end("a", 0)
+    scene.end("b", 0)
+    assert [one["exit_code"] for _, one in scene.said("end")] == [0, 0]
+    assert scene.coordinator.phase is Phase.OVER
+
+
+def test_given_numbers_count_not_the_order_of_coming() -> None:
+    scene = Scene((2, 2))
+    scene.come("a", node_rank=1)
+    scene.coordinator.come(Node(node_id="b", hostname="b", num_ranks=2, node_rank=0), 1.0)
+    assert scene.starts() == {"b": (0, 0, 4), "a": (0, 2, 4)}
+
+
+def test_an_elastic_job_waits_a_while_for_more_machines() -> None:
+    scene = Scene((1, 3))
+    scene.come("a")
+    scene.hear_all_but("b", "c", seconds=LAST_CALL_SECONDS - 1)
+    assert scene.starts() == {}
+    scene.hear_all_but("b", "c", seconds=2)
+    assert scene.starts() == {"a": (0, 0, 2)}
+
+
+def test_a_machine_that_never_comes_is_named() -> None:
+    scene = Scene((2, 2))
+    scene.come("a", node_rank=0)
+    scene.hear_all_but(seconds=TIMEOUT_SECONDS + 1)
+    ((_, end),) = scene.said("end")
+    assert (end["exit_code"], end["what"]) == (1, "node 1 never came: waited 100 s at host0:29400.")
+    assert "here: a" in end["evidence"]
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"node_rank": 0}, "Two machines are node 0: a and b."),
+        ({"script": "other"}, "b and a would not run the same job."),
+    ],
+)
+def test_a_machine_that_contradicts_is_refused(second: dict[str, Any], words: str) -> None:
+    scene = Scene((2, 2))
+    scene.come("a", node_rank=0, script="one")
+    ((to, refusal),) = scene.come("b", **{"node_rank": 1, "script": "one", **second})
+    assert (to, refusal["do"], refusal["what"]) == ("b", "refuse", words)
+    assert refusal["advice"]
+    scene.come("c", node_rank=1, script="one")
+    assert scene.come("d", node_rank=None, script="one")[0][1]["what"] == "The job has all its 2 nodes."
+
+
+def test_a_failure_without_restarts_lets_the_others_end_and_names_the_cause() -> None:
+    scene = Scene((2, 2))
+    scene.come("a")
+    scene.come("b")
+    stops = scene.fail("b", 0, ValueError("boom"), 3)
+    assert [(to, one["settle_seconds"]) for to, one in stops] == [("a", PEERS_SECONDS), ("b", PEERS_SECONDS)]
+    assert [(number, event["kind"], event["rank"]) for number, event in scene.events] == [(0, "failed", 3)]
+    scene.end("a", 0, failed(PeerFailed("rank 3 failed", rank=3), 0))
+    scene.end("b", 0, failed(ValueError("boom"), 3))
+    messages = scene.said()
+    report = failure.from_dict(next(one["failed"] for _, one in messages if one["do"] == "report"))
+    assert (report.first.rank, report.hostname) == (3, "b")
+    assert [one["exit_code"] for _, one in messages if one["do"] == "end"] == [1, 1]
+
+
+def test_a_failure_with_restarts_left_ends_the_others_at_once() -> None:
+    scene = Scene((2, 2), max_restarts=1)
+    scene.come("a")
+    scene.come("b")
+    assert [one["settle_seconds"] for _, one in scene.fail("a", 0, ValueError("boom"), 0)] == [0.0, 0.0]
+    scene.end("a", 0, failed(ValueError("boom"), 0))
+    assert scene.starts() == {}, "the ranks of b may still be there"
+    scene.end("b", 0)
+    assert scene.starts() == {"a": (1, 0, 4), "b": (1, 2, 4)}
+    scene.fail("b", 1, ValueError("again"), 2)
+    scene.end("a", 1)
+    scene.end("b", 1, failed(ValueError("again"), 2))
+    assert [one["exit_code"] for _, one in scene.said("end")] == [1, 1]
+
+
+def test_the_cause_of_an_echo_is_waited_for() -> None:
+    scene = Scene((2, 2), max_restarts=1)
+    scene.come("a")
+    scene.come("b")
+    echo = PeerFailed("rank 3 failed", rank=3)
+    assert {one["settle_seconds"] for _, one in scene.fail("a", 0, echo, 0)} == {CAUSE_SECONDS}
+    assert scene.events == [], "an echo is news to nobody"
+
+
+def test_a_lost_machine_is_gone_on_without_and_costs_no_restart() -> None:
+    scene = Scene((1, 2))
+    scene.come("a")
+    scene.come("b")
+    scene.hear_all_but("b", seconds=LOST_SECONDS + 1)
+    assert [(to, one["do"]) for to, one in scene.said()] == [("a", "stop")]
+    assert [(event["kind"], event["rank"]) for _, event in scene.events] == [("failed", 2), ("failed", 3)]
+    scene.end("a", 0, failed(PeerFailed("rank 2 failed", rank=2), 0))
+    assert scene.starts() == {"a": (1, 0, 2)}
+
+
+def test_a_short_silence_is_no_loss() -> None:
+    scene = Scene((1, 2))
+    scene.come("a")
+    scene.come("b")
+    scene.hear_all_but("b", seconds=LOST_SECONDS - 1)
+    scene.hear_all_but(seconds=3)
+    assert scene.said() == []
+
+
+def test_a_job_that_needs_a_lost_machine_waits_for_it_and_ends() -> None:
+    scene = Scene((2, 2), max_restarts=3)
+    scene.come("a")
+    scene.come("b")
+    scene.coordinator.go("b", scene.now, "is gone")
+    scene.end("a", 0)
+    scene.said()
+    scene.hear_all_but("b", seconds=RETURN_SECONDS - 1)
+    assert scene.said() == []
+    scene.hear_all_but("b", seconds=2)
+    ((_, end),) = scene.said("end")
+    assert "never came back: waited 30 s" in end["what"]
+
+
+def test_a_lost_machine_that_comes_back_in_time_is_taken_in() -> None:
+    scene = Scene((2, 2), max_restarts=3)
+    scene.come("a")
+    scene.come("b")
+    scene.coordinator.go("b", scene.now, "is gone")
+    scene.end("a", 0)
+    scene.said()
+    scene.coordinator.come(Node(node_id="b", hostname="b", num_ranks=2), scene.now + 5)
+    assert scene.starts() == {"a": (1, 0, 4), "b": (1, 2, 4)}
+
+
+def test_without_restarts_a_lost_machine_ends_the_job() -> None:
+    scene = Scene((2, 2))
+    scene.come("a")
+    scene.come("b")
+    scene.coordinator.go("b", scene.now, "is gone")
+    assert {one["settle_seconds"] for _, one in scene.said("stop")} == {PEERS_SECONDS}
+    scene.end("a", 0, failed(PeerFailed("rank 2 failed", rank=2), 0))
+    messages = scene.said()
+    report = failure.from_dict(next(one["failed"] for _, one in messages if one["do"] == "report"))
+    assert (report.first.rank, report.first.type) == (2, "lost")
+    assert [(to, one["exit_code"]) for to, one in messages if one["do"] == "end"] == [("a", 1)]
+
+
+def test_one_rank_alone_is_asked_by_its_launcher() -> None:
+    scene = Scene((1, 1))
+    scene.come("a", ranks=1)
+    scene.coordinator.ask_to_stop("SIGUSR2")
+    assert scene.said("save") == [("a", {"do": "save", "attempt": 0})]
+    assert scene.events == []
+
+
+def test_a_machine_that_comes_later_is_taken_in_where_the_ranks_can_save() -> None:
+    scene = Scene((1, 2))
+    scene.come("a")
+    scene.hear_all_but("b", "c", seconds=LAST_CALL_SECONDS + 1)
+    scene.said()
+    scene.come("b")
+    assert [(number, event["kind"]) for number, event in scene.events] == [(0, "stop")]
+    scene.end("a", 0, has_stopped=True)
+    assert scene.starts() == {"a": (1, 0, 4), "b": (1, 2, 4)}
+
+
+def test_ranks_that_do_not_save_are_ended_for_a_machine_that_comes() -> None:
+    scene = Scene((1, 2))
+    scene.come("a")
+    scene.hear_all_but("b", "c", seconds=LAST_CALL_SECONDS + 1)
+    scene.come("b")
+    scene.hear_all_but("c", seconds=GROW_SECONDS + 1)
+    assert [to for to, _ in scene.said("stop")][:1] == ["a"]
+    scene.end("a", 0)
+    assert set(scene.starts()) == {"a", "b"}
+
+
+def test_ranks_that_finish_before_they_could_save_end_the_job() -> None:
+    scene = Scene((1, 2))
+    scene.come("a")
+    scene.hear_all_but("b", "c", seconds=LAST_CALL_SECONDS + 1)
+    scene.come("b")
+    scene.end("a", 0)
+    assert [(to, one["exit_code"]) for to, one in scene.said("end")] == [("a", 0), ("b", 0)]
+
+
+def test_being_asked_to_stop_ends_the_job_as_one_to_be_tried_again() -> None:
+    scene = Scene((1, 1), max_restarts=5)
+    scene.come("a")
+    scene.coordinator.ask_to_stop("SIGUSR2")
+    scene.said()
+    assert [(number, event["reason"]) for number, event in scene.events] == [(0, "SIGUSR2")]
+    scene.end("a", 0, has_stopped=True)
+    assert [one["exit_code"] for _, one in scene.said("end")] == [75]
+
+
+@pytest.mark.parametrize(("nodes", "goes_on"), [((1, 2), True), ((2, 2), False)])
+def test_a_machine_that_is_told_to_end(nodes: tuple[int, int], *, goes_on: bool) -> None:
+    scene = Scene(nodes)
+    scene.come("a")
+    scene.come("b")
+    scene.coordinator.leave("b", "SIGTERM", 143, scene.now, ends_job=False)
+    scene.end("a", 0)
+    assert (set(scene.starts()) == {"a"}) is goes_on
+    assert (scene.coordinator.phase is Phase.OVER) is not goes_on
+
+
+def test_what_is_said_of_an_attempt_that_is_over_counts_no_more() -> None:
+    scene = Scene((1, 1), max_restarts=1)
+    scene.come("a")
+    scene.fail("a", 0, ValueError("boom"), 0)
+    scene.end("a", 0, failed(ValueError("boom"), 0))
+    assert scene.starts() == {"a": (1, 0, 2)}
+    assert scene.fail("a", 0, ValueError("late"), 1) == []
+    scene.end("a", 0, failed(ValueError("late"), 1))
+    assert scene.coordinator.phase is Phase.RUNNING

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``rankwise env`` says of sets of variables: every row, and why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rankwise.cli.env import as_json, as_text
+from rankwise.environments.explanation import Explanation, explain
+from rankwise.environments.table import TABLE
+
+ENV = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu-00", "MASTER_PORT": "29500"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NODELIST": "gpu-[00-01]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+TORCHRUN = {**ENV, "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1", "GROUP_RANK": "0"}
+SECRET = "plum-tree-17"  # noqa: S105 - of no job
+
+
+def verdicts(explanation: Explanation) -> dict[str, tuple[str, str]]:
+    return {row.name: (row.verdict, row.why) for row in explanation.rows if row.verdict != "not there"}
+
+
+def test_every_row_of_the_table_is_told_in_its_order() -> None:
+    explanation = explain({})
+    assert [row.name for row in explanation.rows] == [row.name for row in TABLE]
+    assert {row.verdict for row in explanation.rows} == {"not there"}
+    assert explanation.decided is not None
+    assert explanation.decided.source == "nobody"
+
+
+def test_what_a_launcher_overrules_is_told_with_its_reason() -> None:
+    explanation = explain({**TORCHRUN, **SLURM, "SLURM_PROCID": "0"})
+    assert explanation.decided is not None
+    assert explanation.decided.source == "torchrun"
+    over = "torchrun started this process; these variables describe the job around it"
+    assert verdicts(explanation) == {
+        "torchrun": ("found", "decides: TORCHELASTIC_RUN_ID is set, which only torch elastic's agent does"),
+        "env": ("overruled", over),
+        "slurm": ("overruled", over),
+    }
+    (slurm,) = [row for row in explanation.rows if row.name == "slurm"]
+    assert ("SLURM_PROCID", "0") in slurm.variables
+    assert (slurm.rank, slurm.world_size) == (0, 4)
+
+
+def test_rows_that_agree_complete_each_other() -> None:
+    explanation = explain({**ENV, **SLURM})
+    assert verdicts(explanation)["slurm"] == (
+        "found",
+        "agrees with plain env:// variables, and adds what that leaves open",
+    )
+    assert explanation.decided is not None
+    assert explanation.decided.node_rank == 0
+
+
+def test_a_step_of_one_task_is_no_launch() -> None:
+    one = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    one |= {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "gpu-00"}
+    explanation = explain({**ENV, **one})
+    assert verdicts(explanation)["slurm"] == ("found", "a step of one task, in which something else was started")
+
+
+def test_a_batch_script_is_in_no_step() -> None:
+    explanation = explain({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    (slurm,) = [row for row in explanation.rows if row.name == "slurm"]
+    assert (slurm.verdict, slurm.why) == ("not there", "SLURM_JOB_ID is set, but Slurm did not start this process")
+    assert ("SLURM_PROCID", "0") in slurm.variables
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "verdict", "why"),
+    [
+        ({"RANK": "1"}, "env", "incomplete", "not set: WORLD_SIZE"),
+        ({**SLURM, "SLURM_PROCID": ""}, "slurm", "incomplete", "not set: SLURM_PROCID"),
+        ({**ENV, "RANK": "one"}, "env", "bad", "RANK='one' is not a whole number from 0 up."),
+        ({**ENV, **SLURM, "SLURM_PROCID": "3"}, "slurm", "found", "complete: "),
+    ],
+)
+def test_what_cannot_be_decided_is_told_with_the_error_that_join_raises(
+    variables: dict[str, str], name: str, verdict: str, why: str
+) -> None:
+    explanation = explain(variables)
+    assert explanation.decided is None
+    assert explanation.error
+    found = verdicts(explanation)[name]
+    assert found[0] == verdict
+    assert found[1].startswith(why)
+    text = as_text(explanation)
+    assert text.startswith("undecided; the script would end with:\n  ")
+    assert explanation.error.splitlines()[0] in text
+
+
+@pytest.mark.parametrize("variables", [{}, ENV, TORCHRUN, SLURM, {**ENV, "RANK": "x"}])
+def test_the_secret_is_never_shown(variables: dict[str, str]) -> None:
+    explanation = explain({**variables, "RANKWISE_SECRET": SECRET, "RANKWISE_RUN_ID": ""})
+    for shown in (as_text(explanation), as_json(explanation), repr(explanation)):
+        assert SECRET not in shown
+    assert "RANKWISE_SECRET is set\n" in as_text(explanation)
+    assert json.loads(as_json(explanation))["secret_is_set"] is True
+
+
+def test_the_text_of_a_rank() -> None:
+    assert as_text(explain(ENV)) == (
+        "rank 1 of 4, started by env\n"
+        "  local rank  found out when the ranks join\n"
+        "  node        found out when the ranks join\n"
+        "  store       gpu-00, port 29500, served by rank 0\n"
+        "  attempt     0\n"
+        "  because     plain env:// variables: RANK=1 WORLD_SIZE=4 MASTER_ADDR=gpu-00 MASTER_PORT=29500, "
+        "because RANK and WORLD_SIZE are set and no launcher's mark is\n"
+        "looked at, in this order:\n"
+        "  rankwise                not there  RANKWISE_RUN_ID is not set\n"
+        "  torchrun                not there  TORCHELASTIC_RUN_ID is not set\n"
+        "  plain env:// variables  found      rank 1 of 4; decides: "
+        "RANK and WORLD_SIZE are set and no launcher's mark is\n"
+        "                                     RANK=1 WORLD_SIZE=4 MASTER_ADDR=gpu-00 MASTER_PORT=29500\n"
+        "  Open MPI                not there  OMPI_COMM_WORLD_RANK is not set\n"
+        "  MPICH                   not there  MPI_LOCALRANKID is not set\n"
+        "  Slurm                   not there  SLURM_JOB_ID is not set\n"
+        "  PMI                     not there  PMI_RANK is not set\n"
+        "RANKWISE_SECRET is not set\n"
+    )

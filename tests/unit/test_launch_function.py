@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused before anything starts, and what travels between a caller and its ranks."""
+
+from __future__ import annotations
+
+import functools
+import io
+import threading
+from typing import Any
+
+import pytest
+
+import rankwise as rw
+from rankwise.errors import ConfigurationError
+from rankwise.launch import by_value, failure
+from rankwise.launch.failure import FailedAttempt
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ranks": 0}, "ranks=0"),
+        ({"ranks": 2.0}, "ranks=2.0"),
+        ({"ranks": True}, "ranks=True"),
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"device": "gpu"}, 'device="auto"'),
+        ({"num_nodes": 0}, "num_nodes=0"),
+        ({"num_nodes": 2}, 'rendezvous="host:port"'),
+        ({"num_nodes": 2, "rendezvous": "gpu-01"}, "host:port"),
+        ({"num_nodes": 2, "rendezvous": "gpu-01:29500", "node_rank": 2}, "from 0 to 1"),
+    ],
+)
+def test_bad_options_are_refused_by_both(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        rw.launch(print, **options)
+    with pytest.raises(ConfigurationError, match=words):
+        rw.launcher(**options)
+
+
+def test_only_a_function_can_be_launched() -> None:
+    with pytest.raises(ConfigurationError, match="3 is not a function"):
+        rw.launch(3, ranks=2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="3 is not a function"):
+        rw.launcher(3)  # type: ignore[call-overload]
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(ConfigurationError, match=r"argument 2 \(a lock\) cannot be pickled"):
+        rw.launch(print, 1, lock)
+    with pytest.raises(ConfigurationError, match=r"argument 'file' \(a lock\) cannot be pickled"):
+        rw.launcher(print)(file=lock)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="the variable 'lock', which the function uses"):
+        rw.launch(functools.partial(lambda x: (x, lock), 1))
+
+
+class Plain(Exception):
+    pass
+
+
+class Odd(Exception):
+    """Of other arguments than it hands on: what unpickles it calls ``__init__`` with one too few."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(f"{code}: {why}")
+        self.code = code
+
+
+class Twice(Exception):
+    """Words its message each time it is made."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"because {why}")
+
+
+@pytest.mark.parametrize(
+    "error", [Plain("a", 1), Odd(3, "no"), Twice("of it"), KeyError("k"), OSError(2, "no such", "file"), SystemExit(3)]
+)
+def test_an_exception_comes_back_the_same(error: BaseException) -> None:
+    told = by_value.raised(error, "text")
+    assert told.pickled is not None
+    same = by_value.exception(told.pickled)
+    assert type(same) is type(error)
+    assert (str(same), same.args, vars(same)) == (str(error), error.args, vars(error))
+
+
+def test_an_exception_that_cannot_travel_leaves_its_words() -> None:
+    error = Plain("holds a lock")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    told = by_value.raised(error, "text")
+    assert (told.pickled, told.type, told.message) == (None, "Plain", "holds a lock")
+
+
+def test_a_class_that_is_here_already_stays_as_it_is() -> None:
+    class Local:
+        def method(self) -> int:
+            return 1
+
+    before = Local.method
+    file = io.BytesIO()
+    by_value.dump(Local(), file)
+    file.seek(0)
+    assert type(by_value.load(file)) is Local
+    assert Local.method is before
+
+
+@pytest.mark.parametrize(
+    ("first", "how"),
+    [
+        (failure.from_exception(ValueError("boom"), 3, 1), "exit code 1"),
+        (failure.from_exit(3, -11, 0.0), "killed by SIGSEGV, exit code 139"),
+    ],
+)
+@pytest.mark.parametrize("hostname", ["", "gpu-01"])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_blame_is_read_back_from_the_report(
+    first: failure.Failure, how: str, hostname: str, world_size: int
+) -> None:
+    failed = FailedAttempt(attempt=0, world_size=world_size, failures=(first,), ends={}, hostname=hostname)
+    assert failure.blamed(failure.report(failed)) == (3, how)
+    assert failure.blamed("[rankwise] 2 ranks on this machine\n") is None

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch script that ``rankwise submit`` writes, word for word, and what it refuses to write."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rankwise.cli import main
+from rankwise.errors import ConfigurationError
+from rankwise.launch.slurm import exit_code, fields_of
+from rankwise.launch.slurm_script import JobOptions, batch_script, seconds_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name=net
+#SBATCH --output=net-%j.log
+#SBATCH --time=2:00:00
+#SBATCH --partition=gpu
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --gpus-per-node=4
+# Preempted or stopped early, the job comes back, and adds to its log.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# So long before the limit, or up to 60 s earlier, the ranks are told to save and stop.
+#SBATCH --signal=USR2@120
+#SBATCH --qos=high
+
+# Drawn here, so that no file holds it: by it the agents and ranks of this job know one another.
+export RANKWISE_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+
+# One agent per node, which starts the ranks there. One that ends does not take the others with it: they have
+# heard of it, and may still be saving.
+srun --export=ALL --cpus-per-task=16 --kill-on-bad-exit=0 \\
+    /env/python -m rankwise run -n 4 train.py --name 'two words'
+code=$?
+
+# 75: the ranks were told to stop, and have saved. The job goes back into the queue.
+if [ $code = 75 ]; then
+    scontrol requeue $SLURM_JOB_ID
+fi
+exit $code
+"""
+
+
+def test_the_script_is_this() -> None:
+    options = JobOptions(
+        nodes=8, gpus_per_node=4, cpus_per_rank=4, time="2:00:00", partition="gpu", job_name="net", more=["--qos=high"]
+    )
+    assert batch_script(options, "/env/python", ["train.py", "--name", "two words"]) == SCRIPT
+
+
+def test_what_is_shown_is_what_bash_can_run(tmp_path: Path) -> None:
+    script = batch_script(JobOptions(job_name='a "name"'), "/a folder/python", ["it's.py", "$HOME"])
+    checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=True)
+    assert checked.stderr == ""
+    assert '#SBATCH --job-name="a \\"name\\""' in script
+
+
+def test_a_dry_run_shows_the_script_and_submits_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    assert main(["submit", "--nodes", "2", "--ranks-per-node", "3", "--dry-run", "train.py", "--nodes", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{sys.executable} -m rankwise run -n 3 train.py --nodes 5" in shown
+    assert "#SBATCH --job-name=train" in shown
+    assert main(["submit", "train.py"]) == 2
+    assert "There is no sbatch on this machine" in capsys.readouterr().err
+    assert main(["submit", "nowhere.py"]) == 2
+    assert "There is no script 'nowhere.py'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nodes": 0}, "--nodes is 0"),
+        ({"ranks_per_node": 0}, "--ranks-per-node is 0"),
+        ({"ranks_per_node": 4, "gpus_per_node": 2}, "4 ranks per node cannot have a GPU each of 2"),
+        ({"time": "3:00"}, "told to stop as soon as they start"),
+        ({"partition": "a\nb"}, "not a value"),
+        ({"account": ""}, "not a value"),
+        ({"more": ["qos=high"]}, "not an option of sbatch"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        JobOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        ("90", 5400),
+        ("3:20", 200),
+        ("1:0:5", 3605),
+        ("2-3", 183600),
+        ("1-0:30", 88200),
+        ("1-1:1:1", 90061),
+        ("UNLIMITED", None),
+        ("1:2:3:4", None),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(time: str, expected: int | None) -> None:
+    assert seconds_of(time) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "expected"),
+    [("COMPLETED", "0:0", 0), ("FAILED", "3:0", 3), ("CANCELLED", "0:15", 143), ("TIMEOUT", "0:0", 1)],
+)
+def test_the_exit_code_is_that_of_the_job(state: str, told: str, expected: int) -> None:
+    assert exit_code(state, told) == expected
+
+
+def test_fields_with_spaces_are_read_whole() -> None:
+    line = (
+        "JobId=7 JobName=a b JobState=RUNNING Reason=None StdOut=/with spaces/net-7.log NtasksPerN:B:S:C=1:0:* Power="
+    )
+    found = fields_of(line)
+    assert (found["JobName"], found["StdOut"], found["Power"]) == ("a b", "/with spaces/net-7.log", "")
