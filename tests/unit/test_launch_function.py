@@ -12,8 +12,7 @@ import pytest
 
 import rankwise as rw
 from rankwise.errors import ConfigurationError
-from rankwise.launch import by_value, failure
-from rankwise.launch.failure import FailedAttempt
+from rankwise.launch import by_value
 
 
 @pytest.mark.parametrize(
@@ -102,20 +101,3 @@ def test_a_class_that_is_here_already_stays_as_it_is() -> None:
     file.seek(0)
     assert type(by_value.load(file)) is Local
     assert Local.method is before
-
-
-@pytest.mark.parametrize(
-    ("first", "how"),
-    [
-        (failure.from_exception(ValueError("boom"), 3, 1), "exit code 1"),
-        (failure.from_exit(3, -11, 0.0), "killed by SIGSEGV, exit code 139"),
-    ],
-)
-@pytest.mark.parametrize("hostname", ["", "gpu-01"])
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_the_blame_is_read_back_from_the_report(
-    first: failure.Failure, how: str, hostname: str, world_size: int
-) -> None:
-    failed = FailedAttempt(attempt=0, world_size=world_size, failures=(first,), ends={}, hostname=hostname)
-    assert failure.blamed(failure.report(failed)) == (3, how)
-    assert failure.blamed("[rankwise] 2 ranks on this machine\n") is None

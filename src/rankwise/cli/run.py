@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from rankwise.launch.target import find_module, find_script
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rankwise.launch.failure import FailedAttempt
     from rankwise.launch.target import Target
 
 DESCRIPTION = """\
@@ -130,7 +132,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Check the command, run it, and return the exit code."""
+    """Check the command, run it, and return the exit code, or end this process with it."""
     if options.hosts is not None:
         return _execute_on_hosts(options)
     launch_options = LaunchOptions(
@@ -150,7 +152,9 @@ def execute(options: argparse.Namespace) -> int:
         target = find_module(options.target, options.arguments)
     else:
         target = find_script(options.target, options.arguments)
-    return launch(target, launch_options, _say)
+    exit_code = launch(target, launch_options, _Terminal())
+    # Every rank is gone and all is said: what Python would still take down, torch first, keeps the person waiting.
+    os._exit(exit_code)
 
 
 def _execute_on_hosts(options: argparse.Namespace) -> int:
@@ -171,7 +175,7 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
     )
     command = Command(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
     hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
-    return launch_on_hosts(command, hosts, host_options, nodes=options.nodes, ssh=ssh, say=_say)
+    return launch_on_hosts(command, hosts, host_options, nodes=options.nodes, ssh=ssh, say=_Terminal().say)
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -188,6 +192,14 @@ def _address(text: str) -> tuple[str, int]:
         raise argparse.ArgumentTypeError(str(error.what)) from error
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+class _Terminal:
+    """Shows on stderr what the launcher has to say."""
+
+    def say(self, text: str) -> None:
+        """Show whole lines."""
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    def report(self, failed: FailedAttempt, text: str) -> None:  # noqa: ARG002 - the text says it all
+        """Show how an attempt failed."""
+        self.say(text)

@@ -8,7 +8,6 @@ Imported by the worker, which writes, and by the agent, which reads.
 from __future__ import annotations
 
 import json
-import re
 import signal
 import time
 import traceback
@@ -209,7 +208,7 @@ def report_elsewhere(failed: FailedAttempt) -> str:
 def _first_line(failed: FailedAttempt) -> str:
     who = rank_prefix(failed.first.rank, failed.world_size, failed.hostname or None)
     first = " first" if failed.world_size > 1 else ""
-    return f"[rankwise] {who} failed{first}: {_how(failed.first)}"
+    return f"[rankwise] {who} failed{first}: {in_words(failed.first)}"
 
 
 def to_dict(value: Failure | FailedAttempt) -> dict[str, Any]:
@@ -228,16 +227,8 @@ def from_dict(told: Mapping[str, Any]) -> FailedAttempt:
     return FailedAttempt(**fields)
 
 
-_BLAME = re.compile(r"^\[rankwise\] \[rank (\d+)/\d+[^\]]*\] failed(?: first)?: (.*)$", re.MULTILINE)
-
-
-def blamed(text: str) -> tuple[int, str] | None:
-    """Return which rank :func:`report` names as the first to fail, and how; ``None`` for any other text."""
-    found = _BLAME.search(text)
-    return (int(found[1]), found[2]) if found else None
-
-
-def _how(failure: Failure) -> str:
+def in_words(failure: Failure) -> str:
+    """Return how a rank ended, in words."""
     if failure.how:
         return failure.how
     code = failure.exit_code

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from rankwise.environments.reading import parse_address
 from rankwise.errors import ConfigurationError, LaunchError, RankFailed, RankwiseError, rank_prefix
-from rankwise.launch import by_value, failure
+from rankwise.launch import by_value
 from rankwise.launch.call import Call, surroundings, write
 from rankwise.launch.launcher_process import LauncherProcess
 from rankwise.launch.options import LaunchOptions
@@ -290,7 +290,7 @@ def _value(message: Message) -> Any:  # noqa: ANN401 - whatever the function ret
 def _error(ended: Message, of_ranks: Sequence[Message]) -> BaseException:
     """Return what the first rank to fail raised, or an error that says how it ended."""
     report: str = ended.read()
-    blamed = failure.blamed(report)
+    blamed = ended.header["blamed"]
     if blamed is None and ended.header["exit_code"] == STOPPED_EXIT_CODE:
         return LaunchError("The ranks saved and stopped early, as they were asked to.", do="call it again to go on")
     if blamed is None:

@@ -31,6 +31,8 @@ from rankwise.launch.call import Function, Message, receive, send
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from rankwise.launch.failure import FailedAttempt
+
 LAST_WORDS_SECONDS = 5.0
 """How long what a launcher has started may outlive it."""
 
@@ -195,15 +197,15 @@ def main(caller_descriptor: int, lifeline: int) -> int:
     function = Function(message.body, caller)
     saying = _Saying()
     try:
-        exit_code = launch(function, function.around.options, saying.say)
+        exit_code = launch(function, function.around.options, saying)
     except Exception as error:  # noqa: BLE001 - the caller raises it
         with tempfile.TemporaryFile(prefix="rankwise-") as file:
             by_value.dump(by_value.raised(error, traceback.format_exc()), file)
             send(caller, {"kind": "refused"}, file)
         return 1
     with tempfile.TemporaryFile(prefix="rankwise-") as file:
-        by_value.dump(saying.report, file)
-        send(caller, {"kind": "ended", "exit_code": exit_code}, file)
+        by_value.dump(saying.last_report, file)
+        send(caller, {"kind": "ended", "exit_code": exit_code, "blamed": saying.blamed}, file)
     return exit_code
 
 
@@ -225,10 +227,17 @@ class _Saying:
     """Shows what the launcher says, but for its last word on a failure: the caller raises that."""
 
     def __init__(self) -> None:
-        self.report = ""
+        self.last_report = ""
+        self.blamed: tuple[int, str] | None = None
+        """The first rank to fail in the last attempt, and how."""
 
     def say(self, text: str) -> None:
-        """Show ``text``, now or when something follows it."""
-        shown, self.report = (self.report, text) if failure.blamed(text) else (self.report + text, "")
-        sys.stderr.write(shown)
+        """Show ``text``, below a report that was not the last word."""
+        sys.stderr.write(self.last_report + text)
         sys.stderr.flush()
+        self.last_report, self.blamed = "", None
+
+    def report(self, failed: FailedAttempt, text: str) -> None:
+        """Keep the text of a failure, and whom it blames."""
+        self.last_report = text
+        self.blamed = failed.first.rank, failure.in_words(failed.first)

@@ -31,6 +31,7 @@ from rankwise.version import VERSION
 if TYPE_CHECKING:
     from types import FrameType
 
+    from rankwise.launch.failure import FailedAttempt
     from rankwise.launch.options import LaunchOptions
     from rankwise.launch.part import Part
     from rankwise.launch.target import Target
@@ -228,11 +229,11 @@ def _launch(
                 wire.close_in_children(listener)
             interface = options.interface or interface_to(host)
             meeting = Meeting(address=(host, port), secret=part.secret, listener=listener, interface=interface)
-        exit_code = launch(target, options, saying.say, meeting)
+        exit_code = launch(target, options, saying, meeting)
     except RankwiseError as error:
         caller.say({"said": "refused", **error_to_dict(_located(error))})
         _leave(REFUSED_EXIT_CODE)
-    caller.say({"said": "ended", "exit_code": exit_code, "report": saying.report})
+    caller.say({"said": "ended", "exit_code": exit_code, "report": saying.last_report})
     # All is told and all is closed: what torch would still take down keeps the person waiting.
     _leave(exit_code)
 
@@ -259,17 +260,19 @@ class _Saying:
     """
 
     def __init__(self, *, is_first: bool) -> None:
-        self.report = ""
+        self.last_report = ""
         self._is_first = is_first
         self._prefix = f"[rankwise on {socket.gethostname()}] "
 
     def say(self, text: str) -> None:
         """Show ``text``, now or when something follows it."""
-        if failure.blamed(text):
-            self.report += text if self._is_first else ""
-            return
-        shown, self.report = self.report + re.sub(r"^\[rankwise\] ", self._prefix, text, flags=re.MULTILINE), ""
+        shown = self.last_report + re.sub(r"^\[rankwise\] ", self._prefix, text, flags=re.MULTILINE)
+        self.last_report = ""
         # A caller that is gone must not keep the launcher from ending its ranks.
         with contextlib.suppress(OSError):
             sys.stderr.write(shown)
             sys.stderr.flush()
+
+    def report(self, failed: FailedAttempt, text: str) -> None:  # noqa: ARG002 - the caller needs the text only
+        """Keep the text of a failure."""
+        self.last_report += text if self._is_first else ""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rankwise.launch.failure import FailedAttempt
     from rankwise.launch.link import Link
     from rankwise.launch.meeting import Meeting
+    from rankwise.launch.saying import Saying
     from rankwise.launch.server import WarmServer
     from rankwise.launch.target import Target
 
@@ -61,13 +62,13 @@ class _Job:
     interrupts: Interrupts
 
 
-def launch(target: Target, options: LaunchOptions, say: Callable[[str], None], meeting: Meeting | None = None) -> int:
+def launch(target: Target, options: LaunchOptions, saying: Saying, meeting: Meeting | None = None) -> int:
     """Run ``target`` on the ranks of this machine, with those of other machines where there are some.
 
     Args:
         target: what each rank runs, already checked.
         options: how many, where.
-        say: shows text to the person; called from this thread.
+        saying: shows the person what there is to say.
         meeting: where the machines meet, where somebody has arranged that already; ``options`` says the same.
 
     Returns:
@@ -95,7 +96,7 @@ def launch(target: Target, options: LaunchOptions, say: Callable[[str], None], m
     os.close(doorbell_w)
     try:
         job = _Job(folder=folder, server=server, doorbell=doorbell_r, interrupts=Interrupts())
-        return _take_part(job, target, options, say, meeting)
+        return _take_part(job, target, options, saying, meeting)
     finally:
         server.close()
 
@@ -117,9 +118,7 @@ def num_ranks_here(options: LaunchOptions, num_gpus: int) -> int:
     return options.num_ranks
 
 
-def _take_part(
-    job: _Job, target: Target, options: LaunchOptions, say: Callable[[str], None], meeting: Meeting | None
-) -> int:
+def _take_part(job: _Job, target: Target, options: LaunchOptions, saying: Saying, meeting: Meeting | None) -> int:
     # While the server already imports what the ranks need.
     import torch.cuda  # noqa: PLC0415
 
@@ -156,7 +155,7 @@ def _take_part(
                 hello,
                 timeout_seconds=timeout_seconds,
                 between=agent.raise_if_interrupted,
-                say=say,
+                say=saying.say,
             )
 
         hosts_job = meeting.listener is not None
@@ -165,16 +164,16 @@ def _take_part(
             open_link=connect,
             interrupts=job.interrupts,
             asking=Asking(opened.enter_context(Control(job.folder, ranks=list(range(num_ranks)))), ranks),
-            say=say,
-            on_failed_attempt=partial(_say_failed_attempt, say, hosts_job),
+            say=saying.say,
+            on_failed_attempt=partial(_report, saying, hosts_job=hosts_job),
             hosts_job=hosts_job,
             can_return=options.can_restart and not hosts_job,
             can_restart=options.max_restarts > 0,
             saves_on_terminate=SAVES_ON_TERMINATE in os.environ,
         )
-        say(_decision(num_ranks))
+        saying.say(_decision(num_ranks))
         if options.nodes[1] == 1:
-            say(unused_nodes())
+            saying.say(unused_nodes())
         return agent.run(options.rendezvous_timeout_seconds)
 
 
@@ -220,8 +219,8 @@ def _python() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def _say_failed_attempt(say: Callable[[str], None], hosts_job: bool, failed: FailedAttempt) -> None:  # noqa: FBT001
-    say(failure.report(failed) if hosts_job else failure.report_elsewhere(failed))
+def _report(saying: Saying, failed: FailedAttempt, *, hosts_job: bool) -> None:
+    saying.report(failed, failure.report(failed) if hosts_job else failure.report_elsewhere(failed))
 
 
 def _decision(num_ranks: int) -> str:
