@@ -13,6 +13,7 @@ from measure import Row, machine, table
 BENCHMARKS = (
     "start_time.py",
     "launch_function.py",
+    "recovery.py",
     "train_step.py",
     "exchange_step.py",
     "record.py",
