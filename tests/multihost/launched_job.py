@@ -32,6 +32,8 @@ class Job:
         self.folder = folder
         meeting = f"{rendezvous or hosts.addresses[0]}:29400"
         self.words = ["--rendezvous", meeting, *options, str(SCRIPT), str(folder), what]
+        self.env: dict[int, dict[str, str]] = {}
+        """More variables for the launcher of a host."""
         self.launchers: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, host: int) -> None:
@@ -41,6 +43,7 @@ class Job:
             "PYTHONPATH": str(Path(rankwise.__file__).parents[1]),
             "RANKWISE_SECRET": "of this test",
             "OMP_NUM_THREADS": "1",
+            **self.env.get(host, {}),
         }
         words = [sys.executable, "-m", "rankwise", "run", "-n", "2", *self.words]
         with (self.folder / f"host{host}-{number}.err").open("w", encoding="utf-8") as file:

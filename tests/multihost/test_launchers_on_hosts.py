@@ -34,8 +34,42 @@ def test_the_way_to_the_rendezvous_is_taken_whatever_the_name_means(hosts: Hosts
     job.check(expected, [(0, 4)])
 
 
-def test_a_rendezvous_by_a_name_that_means_loopback_is_an_error(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["own name", "pods"])
+def test_a_first_machine_that_is_loopback_to_itself_serves_the_others(hosts: Hosts, tmp_path: Path, way: str) -> None:
     job = Job(hosts, tmp_path, "nothing", "--nodes", "2", rendezvous="host0")
+    if way == "pods":
+        # As operators of Kubernetes tell their pods.
+        job.words = job.words[4:]
+        for host, address in enumerate(("localhost", hosts.addresses[0])):
+            job.env[host] = {
+                "MASTER_ADDR": address,
+                "MASTER_PORT": "29400",
+                "RANK": str(host),
+                "WORLD_SIZE": "2",
+            }
+    job.start(0)
+    job.start(1)
+    assert [job.exit_code(0), job.exit_code(1)] == [0, 0], job.said()
+    assert "listening on every interface" in job.said()
+    assert {int(size) for _, size, _, _ in job.steps()} == {4}
+
+
+def test_a_launcher_listens_on_one_address(hosts: Hosts, tmp_path: Path) -> None:
+    job = Job(hosts, tmp_path, "wait", "--nodes", "2")
+    job.start(0)
+    job.start(1)
+    job.wait_for("reached")
+    with (tmp_path / "listening").open("w", encoding="utf-8") as file:
+        assert hosts.start(0, ["ss", "-Htln", "sport = :29400"], stdout=file).wait(10) == 0
+    (tmp_path / "go").touch()
+    assert [job.exit_code(0), job.exit_code(1)] == [0, 0], job.said()
+    listening = (tmp_path / "listening").read_text(encoding="utf-8").splitlines()
+    assert [line.split()[3] for line in listening] == [f"{hosts.addresses[0]}:29400"]
+
+
+def test_a_rendezvous_that_means_loopback_and_is_another_machine_is_an_error(hosts: Hosts, tmp_path: Path) -> None:
+    job = Job(hosts, tmp_path, "nothing", "--nodes", "2", rendezvous="host0")
+    job.words[job.words.index("--nodes") : job.words.index("--nodes")] = ["--node-rank", "1"]
     job.start(0)
     assert job.exit_code(0) == 2, job.said()
     assert "host0 means this machine itself, and other machines have to reach it" in job.said()

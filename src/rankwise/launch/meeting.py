@@ -30,53 +30,83 @@ class Meeting:
     """Where this machine serves the job; ``None`` where another one does."""
     interface: str | None = None
     """Network interface that leads to the other machines; ``None`` for a job on one machine."""
+    words: str = ""
+    """What a person should know about it, as a line; empty where all is as expected."""
 
 
 def meet(options: LaunchOptions) -> Meeting:
     """Return where to meet; serves nothing yet, but holds the port where this machine is to.
 
     Raises:
-        ConfigurationError: the host is unknown, means loopback here, or is not this machine although this is node
-            0; the port is taken.
+        ConfigurationError: the host is unknown, means loopback here and is not this machine's own name, or is not
+            this machine although this is node 0; the port is taken.
     """
     if options.rendezvous is None:
         listener = wire.listen(LOOPBACK, 0)
         return Meeting(address=listener.getsockname()[:2], secret=secret.draw(), listener=listener)
     host, port = options.rendezvous
-    address, listens_on = _addresses(host, options)
+    place = _place(host, options)
     listener = None
-    if listens_on is not None and options.node_rank in {None, 0}:
-        listener = _listen(listens_on, port, options)
-    interface = interface_to(address) if options.interface is None else known_interface(options.interface)
+    if place.listens_on is not None and options.node_rank in {None, 0}:
+        listener = _listen(place.listens_on, port, options)
+    interface = interface_to(place.address) if options.interface is None else known_interface(options.interface)
     if listener is not None:
         port = listener.getsockname()[1]
-    return Meeting(address=(address, port), secret=secret.shared_by_machines(), listener=listener, interface=interface)
+    return Meeting(
+        address=(place.address, port),
+        secret=secret.shared_by_machines(),
+        listener=listener,
+        interface=interface,
+        words=place.words if listener is not None else "",
+    )
 
 
-def _addresses(host: str, options: LaunchOptions) -> tuple[str, str | None]:
-    """Return the address to connect to, and the one to listen on where this machine may be the host."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """The rendezvous as this machine sees it."""
+
+    address: str
+    """To connect to."""
+    listens_on: str | None
+    """Where this machine may be the host, what to listen on."""
+    words: str = ""
+
+
+def _place(host: str, options: LaunchOptions) -> _Place:
     found = network.resolve(host)
     outside = [address for address in found if not network.is_loopback(address)]
     if not outside:
+        # Debian writes the machine's own name into /etc/hosts as 127.0.1.1; operators of Kubernetes tell the first
+        # pod that it is localhost.
+        is_itself = options.node_rank == 0 or (options.node_rank is None and host == socket.gethostname())
+        if is_itself and (options.told_by_scheduler or host not in {*found, "localhost"}):
+            return _every_interface(host, options)
         if host in {*found, "localhost"}:
-            return found[0], found[0]
-        if options.node_rank == 0:
-            return network.main_address() or LOOPBACK, EVERY_INTERFACE
+            return _Place(address=found[0], listens_on=found[0])
         raise network.loopback_name(host, found)
     address = outside[0]
     if network.is_own(address):
-        return address, address
+        return _Place(address=address, listens_on=address)
     if options.node_rank != 0:
-        return address, None
+        return _Place(address=address, listens_on=None)
     if environments.in_kubernetes():
         # The name may be a service's, in front of this pod.
-        return network.main_address() or LOOPBACK, EVERY_INTERFACE
+        return _every_interface(host, options)
     raise ConfigurationError(
         f"This is node 0, and the rendezvous {host} is another machine.",
         where=socket.gethostname(),
         evidence=f"{host} is {address}; this machine has {', '.join(network.own_addresses()) or 'no address'}",
         do="give node 0 to the machine that --rendezvous names, or name an address of this one",
     )
+
+
+def _every_interface(host: str, options: LaunchOptions) -> _Place:
+    address = network.main_address() or LOOPBACK
+    if options.interface is not None:
+        held = [one.addresses for one in network.interfaces() if one.name == options.interface]
+        address = next((addresses[0] for addresses in held if addresses), address)
+    words = f"[rankwise] {host} is no address of this machine that others reach; listening on every interface\n"
+    return _Place(address=address, listens_on=EVERY_INTERFACE, words=words)
 
 
 def _listen(address: str, port: int, options: LaunchOptions) -> socket.socket | None:

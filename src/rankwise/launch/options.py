@@ -32,6 +32,8 @@ class LaunchOptions:
     """Number of this machine; ``None`` lets the machines be numbered in the order they come."""
     rendezvous: tuple[str, int] | None = None
     """Host and port where the machines meet: an address of one of them, the same on all."""
+    told_by_scheduler: bool = False
+    """Whether a scheduler named the rendezvous, for which ``localhost`` on node 0 is node 0 itself."""
     rendezvous_timeout_seconds: float = RENDEZVOUS_TIMEOUT_SECONDS
     """How long the machines wait for one another at the start."""
     interface: str | None = None

@@ -49,4 +49,6 @@ def with_scheduler(options: LaunchOptions) -> LaunchOptions:
             "or start the ranks themselves: srun python train.py",
         )
     size = reading.world_size
-    return replace(options, nodes=(size, size), node_rank=reading.rank, rendezvous=reading.address)
+    return replace(
+        options, nodes=(size, size), node_rank=reading.rank, rendezvous=reading.address, told_by_scheduler=True
+    )

@@ -171,7 +171,7 @@ def _take_part(job: _Job, target: Target, options: LaunchOptions, saying: Saying
             can_restart=options.max_restarts > 0,
             saves_on_terminate=SAVES_ON_TERMINATE in os.environ,
         )
-        saying.say(_decision(num_ranks))
+        saying.say(_decision(num_ranks) + meeting.words)
         if options.nodes[1] == 1:
             saying.say(unused_nodes())
         return agent.run(options.rendezvous_timeout_seconds)
