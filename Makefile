@@ -48,7 +48,7 @@ unit: setup  ## pure values, in seconds
 multiprocess: setup  ## real groups of ranks on this machine
 	$(PYTEST) tests/multiprocess
 
-multihost: setup  ## ranks on hosts that are network namespaces; needs root and iproute2
+multihost: setup  ## hosts that are network namespaces, Slurm, Open MPI, ssh; needs root and what .ci/run installs
 	$(PYTEST) tests/multihost
 
 e2e: setup  ## commands and examples, as a user runs them

@@ -256,7 +256,7 @@ def threads(job: Job) -> list[Finding]:
             do = f"OMP_NUM_THREADS={fewest}, or give each rank more cores (srun --cpus-per-task, mpirun --bind-to none)"
             found.append(Finding(check="threads", level=WARNING, what=what, do=do))
     first = job.ranks[0].machine
-    what = f"{first.num_threads} per rank; {len(first.cores)} cores"
+    what = f"{first.num_threads} per rank; {len(first.cores)} core{'s' if len(first.cores) > 1 else ''}"
     return found or [Finding(check="threads", level=OK, what=what)]
 
 
