@@ -224,7 +224,7 @@ def two_machines(side: str, *options: str) -> Iterator[tuple[Job, object]]:
             end(job)
 
 
-RANKWISE_OPTIONS = ("--rendezvous", "{host}:29400", "--max-restarts", "3")
+RANKWISE_OPTIONS = ("--rendezvous", "{host}:29400")
 TORCHRUN_OPTIONS = ("--rdzv-backend=c10d", "--rdzv-endpoint={host}:29400", "--max-restarts=3")
 
 
@@ -274,6 +274,11 @@ def node_lost_to_step(side: str) -> float:
         return next((t - lost for _, n, t in job.steps() if n == 2 and t > lost), float("inf"))
 
 
+def against_limit(what: str, taken: float, limit_seconds: int) -> Row:
+    """Return the row of a time that has a limit and no peer in the same run."""
+    return Row(what, seconds(taken), f"limit {limit_seconds} s", taken / limit_seconds, 1)
+
+
 def main() -> None:
     if "tally" in sys.argv:
         numbers = [int(word) for word in sys.argv[2:] if word.isdecimal()]
@@ -297,17 +302,13 @@ def main() -> None:
             median_ratio(ours, theirs),
             0.4,
         ),
-        Row("kill -9 of a node to the next step, of 20 s", seconds(ours_lost), seconds(theirs_lost), ours_lost / 20, 1),
-        Row("SIGSTOP of a rank to the next step, of 15 s", seconds(stopped), "-", stopped / 15, 1),
-        Row("link cut until all launchers have ended, of 60 s", seconds(cut), "-", cut / 60, 1),
-        Row("link cut until the other node goes on alone, of 20 s", seconds(alone), "-", alone / 20, 1),
-        Row(
-            f"link cut for 4 s, from healing to the next step ({'no restart' if same else 'RESTARTED'}), of 10 s",
-            seconds(healed),
-            "-",
-            healed / 10,
-            1,
+        against_limit(
+            f"kill -9 of a node to the next step of the other (torchrun {seconds(theirs_lost)})", ours_lost, 20
         ),
+        against_limit("SIGSTOP of a rank to the next step", stopped, 15),
+        against_limit("link cut until all launchers and ranks have ended", cut, 60),
+        against_limit("link cut until the other node goes on alone", alone, 20),
+        against_limit(f"link cut for 4 s: healing to next step, {'same' if same else 'ANOTHER'} attempt", healed, 10),
     ]
     show(rows)
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from rankwise.stopping import Stopping
 
+INSISTENT = 3
+"""The SIGTERM that ends a process at once: Slurm itself sends two, ahead of SIGKILL."""
+
 
 def listen(stopping: Stopping, names: Sequence[str]) -> Callable[[], None]:
     """Have signals ask for a stop; return what puts the old handlers back.
@@ -49,6 +52,7 @@ class _Listener:
     def __init__(self, stopping: Stopping, number: signal.Signals) -> None:
         self._stopping = stopping
         self._number = number
+        self._num_heard = 0
         self._before = signal.getsignal(number)
         # None: installed by other than Python code, which cannot be called from here.
         self._is_ours = self._before not in {signal.SIG_IGN, None}
@@ -62,7 +66,9 @@ class _Listener:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         is_first = not self._stopping.was_asked
-        if self._number is signal.SIGTERM and self._before is signal.SIG_DFL and not self._stopping.will_notice:
+        self._num_heard += 1
+        is_insistent = not self._stopping.will_notice or self._num_heard >= INSISTENT
+        if self._number is signal.SIGTERM and self._before is signal.SIG_DFL and is_insistent:
             # Nothing would come of waiting: the process ends as it would without rankwise.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

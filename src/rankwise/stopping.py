@@ -38,6 +38,8 @@ class _Save:
 
     source: StepSource
     run: Callable[[], object]
+    is_restored: bool
+    """Whether the job would resume from what it saves."""
 
 
 class Stopping:
@@ -78,6 +80,8 @@ class Stopping:
         self._told: str | None = None
         self._reason: str | None = None
         self._passed = 0
+        self._is_asked_by_hand = False
+        self._has_said = False
         self._last: int | None = None
         self._someone_left = False
         self._saves: dict[str, _Save] = {}
@@ -97,19 +101,29 @@ class Stopping:
     @property
     def will_notice(self) -> bool:
         """Whether the script has shown, so far, that it comes to boundaries."""
-        return self._passed > 0 or bool(self._saves)
+        return self._is_asked_by_hand or bool(self._saves)
 
     # -- what the rooms above tell -----------------------------------------------------------------
 
-    def save_with(self, name: str, source: StepSource, run: Callable[[], object]) -> None:
+    def save_with(self, name: str, source: StepSource, run: Callable[[], object], *, is_restored: bool) -> None:
         """Save by ``run`` when the job stops before a step of ``source``.
 
         Args:
             name: of what is saved; a later call with the same name replaces this one.
             source: what the loop iterates.
             run: saves. Called by: every rank.
+            is_restored: whether the job has looked there for what to resume from. One that has not only counts
+                where it is the first of its source.
         """
-        self._saves[name] = _Save(source, run)
+        before = self._saves.get(name)
+        is_restored = is_restored or (before is not None and before.is_restored)
+        others = {other: save for other, save in self._saves.items() if other != name and save.source is source}
+        if others and not is_restored:
+            return
+        for other, save in others.items():
+            if not save.is_restored:
+                del self._saves[other]
+        self._saves[name] = _Save(source, run, is_restored)
 
     def forget(self, name: str) -> None:
         """Undo :meth:`save_with`."""
@@ -138,7 +152,13 @@ class Stopping:
             PeerMissing: other ranks did not say how far they are.
         """
         saves = [save.run for save in self._saves.values() if save.source is source]
-        if saves and self.is_here():
+        if len(saves) < len(self._saves):
+            # Each of several sources has a state of its own: to save one would leave the others behind.
+            if self._told is not None and not self._has_said:
+                self._has_said = True
+                say_nothing_to_save()
+            return
+        if saves and self._pass():
             for run in saves:
                 run()
             self.stop()
@@ -151,6 +171,10 @@ class Stopping:
         Raises:
             PeerMissing: other ranks did not say how far they are.
         """
+        self._is_asked_by_hand = True
+        return self._pass()
+
+    def _pass(self) -> bool:
         # A loader read ahead by a thread of the script's own is between no two steps.
         if threading.get_ident() != self._thread or self._is_mid_step():
             return False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from rankwise import network
 from rankwise.store.wire import listen
 
 if TYPE_CHECKING:
@@ -147,6 +148,38 @@ def test_a_mistake_is_told_at_once(command: Command, words: tuple[str, ...], tex
     command.write("train.py", HELLO)
     ended = command.run(*words, "train.py", env=SECRET)
     assert (ended.returncode, text in ended.stderr) == (2, True), ended.stderr
+
+
+def test_ranks_send_through_the_interface_that_is_named(command: Command, port: int) -> None:
+    command.write("train.py", "import os; print(os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'])")
+    # An address of another interface, where there is one: else it would be lo by itself.
+    address = network.main_address() or "127.0.0.1"
+    ended = command.run("--rendezvous", f"{address}:{port}", "--interface", "lo", "train.py", env=SECRET)
+    assert ended.stdout == "lo =lo\n", ended.stderr
+
+
+def test_ranks_compare_what_they_call_where_that_is_asked(command: Command) -> None:
+    # Without being asked to they would hang here first: gradients and all_reduce wait at different places.
+    command.write(
+        "train.py",
+        """
+        import torch
+        import rankwise as rw
+        with rw.join() as world:
+            model = rw.replicate(torch.nn.Linear(5, 3))
+            if world.rank == 0:
+                rw.all_reduce(torch.ones(2))
+            else:
+                model(torch.randn(2, 5)).sum().backward()
+        """,
+    )
+    ended = command.run("-n", "2", "--check", "train.py")
+    assert ended.returncode == 1
+    told = "CollectiveMismatch: Ranks called different collectives."
+    assert told in ended.stderr
+    after = ended.stderr.rpartition(told)[2]
+    assert 'rank 0: all_reduce("sum", float32[2]) at train.py:7 in <module>' in after
+    assert "rank 1: gradients of Linear, bucket 0: float32[18] at train.py:9 in <module>" in after
 
 
 def test_stacks_shows_where_ranks_are(command: Command, launchers: Launchers) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank runs where the job is stopped and resumed: trains from the newest checkpoint, slowly at first.
+"""What each rank runs where the job is stopped and resumed: trains from the newest checkpoint, slowly until told.
 
-Argument: the folder. Rank 0 says in ``begun`` that the first run is under way; each rank writes what it came to.
-Tests import ``train`` for the one-rank run.
+Argument: the folder. Rank 0 says in ``begun`` that a run is under way; the file ``hurry`` ends the waiting between
+steps; each rank writes what it came to. Tests import ``train`` for the one-rank run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import rankwise as rw
 EPOCHS = 40
 NUM_SAMPLES = 61
 STEP_SECONDS = 0.03
-"""How long a step of the first run takes at least, so that it is stopped before it ends."""
+"""How long a step takes at least, so that a run is stopped before it ends."""
+STEPS_BEFORE_BEGUN = 4
 Parameters = dict[str, torch.Tensor]
 
 
@@ -31,18 +32,18 @@ def train(world: rw.World, folder: Path | None = None) -> Parameters:
     model = rw.replicate(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = rw.DataLoader(TensorDataset(x, y), global_batch_size=7, shuffle=True)
-    is_first = False
     if folder is not None:
-        restored = rw.Checkpointer(folder / "net").restore(model=model, optimizer=optimizer, loader=loader)
-        is_first = restored is None
-    for epoch in range(loader.epoch, EPOCHS):
-        for number, (x_part, y_part) in enumerate(loader):
+        rw.Checkpointer(folder / "net").restore(model=model, optimizer=optimizer, loader=loader)
+    num_steps = 0
+    for _ in range(loader.epoch, EPOCHS):
+        for x_part, y_part in loader:
             nn.functional.mse_loss(model(x_part), y_part).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if is_first and folder is not None:
+            num_steps += 1
+            if folder is not None and not (folder / "hurry").exists():
                 time.sleep(STEP_SECONDS)
-                if world.rank == 0 and (epoch, number) == (0, 3):
+                if world.rank == 0 and num_steps == STEPS_BEFORE_BEGUN:
                     (folder / "begun").touch()
     return {key: value.clone() for key, value in model.state_dict().items()}
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import textwrap
@@ -114,6 +115,7 @@ def test_a_step_that_is_told_to_stop_saves_and_its_job_goes_on_where_it_was(slur
     slurm.await_file(tmp_path / "begun")
     slurm.run("scancel", "--signal=USR2", job_id)
     slurm.skip_begin_time(job_id)
+    (tmp_path / "hurry").touch()
     job = slurm.await_job(job_id, lambda job: job["JobState"] in {"COMPLETED", "FAILED"})
     said = (tmp_path / "out").read_text()
     assert job["JobState"] == "COMPLETED", said
@@ -124,23 +126,51 @@ def test_a_step_that_is_told_to_stop_saves_and_its_job_goes_on_where_it_was(slur
 
 
 @pytest.mark.timeout(180)
-def test_a_submitted_job_that_is_preempted_goes_on_where_it_was(slurm: Slurm, tmp_path: Path) -> None:
-    shape = ("--nodes", "2", "--ranks-per-node", "1", "--time", "1:00:00")
+def test_a_submitted_job_that_is_told_to_stop_and_then_preempted_goes_on_where_it_was(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    shape = ("--nodes", "2", "--ranks-per-node", "2", "--time", "1:00:00")
     command = (sys.executable, "-m", "rankwise", "submit", *shape, str(INTERRUPTED), str(tmp_path))
     following = slurm.start(*command, cwd=tmp_path)
-    slurm.await_file(tmp_path / "begun")
+    begun = tmp_path / "begun"
+    slurm.await_file(begun)
     job_id = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
+    slurm.run("scancel", "--signal=USR2", job_id)
+    slurm.skip_begin_time(job_id)
+    begun.unlink()
+    slurm.await_file(begun)
     high = slurm.run(
         "sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=high", "--wrap=true", cwd=tmp_path
     )
     assert high.exit_code == 0, high.stderr
     slurm.skip_begin_time(job_id)
+    (tmp_path / "hurry").touch()
     shown, errors = following.communicate(timeout=120)
     assert following.returncode == 0, shown + errors
     assert f"job {job_id} is submitted" in errors
-    assert "stopped early because of SIGTERM, and saved" in shown, shown
+    for number, signal_name in enumerate(("SIGUSR2", "SIGTERM"), 1):
+        assert f"stopped early because of {signal_name}, and saved; exit code 75" in shown, shown
+        assert f"restored {tmp_path}/net/checkpoint-{number:06}" in shown, shown
+    assert slurm.job(job_id)["Restarts"] == "2"
     assert f"job {job_id}: COMPLETED" in shown
-    check_resumed(tmp_path, 2)
+    check_resumed(tmp_path, NUM_RANKS)
+
+
+def test_each_task_of_a_step_tells_who_started_it_and_all_are_examined_together(slurm: Slurm, tmp_path: Path) -> None:
+    srun = ("srun", "--nodes=2", "--ntasks-per-node=1")
+    rankwise = (sys.executable, "-m", "rankwise")
+    # A file each: srun cuts lines at 1024 bytes, and mixes what tasks write there.
+    told = slurm.run(*srun, "--output=env-%t", *rankwise, "env", "--json", cwd=tmp_path)
+    assert told.exit_code == 0, told.stderr
+    decided = [json.loads((tmp_path / f"env-{rank}").read_text())["decided"] for rank in range(2)]
+    expected = [(rank, 2, "slurm") for rank in range(2)]
+    assert [(one["rank"], one["world_size"], one["source"]) for one in decided] == expected
+    ran = slurm.run(*srun, *rankwise, "doctor", "--json")
+    assert ran.exit_code == 0, ran.stdout + ran.stderr
+    read = json.loads(ran.stdout)
+    assert [(facts["rank"], facts["world_size"], facts["source"]) for facts in read["ranks"]] == expected
+    assert [facts["machine"]["hostname"] for facts in read["ranks"]] == slurm.hosts.hostnames
+    assert "error" not in {finding["level"] for finding in read["findings"]}
 
 
 def test_what_slurm_refuses_is_shown_in_its_own_words(slurm: Slurm, tmp_path: Path) -> None:
@@ -148,6 +178,7 @@ def test_what_slurm_refuses_is_shown_in_its_own_words(slurm: Slurm, tmp_path: Pa
     ran = slurm.run(sys.executable, *command, cwd=tmp_path)
     assert ran.exit_code == 2
     assert "invalid partition specified: nowhere" in ran.stderr
+    assert "\n  do        sinfo shows the partitions and their limits; --dry-run shows the script\n" in ran.stderr
 
 
 def test_ctrl_c_stops_following_and_not_the_job(slurm: Slurm, tmp_path: Path) -> None:

@@ -239,3 +239,46 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path: Path) -> None:
     results = run_ranks(_one_rank_never_counts, 2, str(tmp_path), join_timeout_seconds=1.0)
     assert isinstance(results[0].error, PeerMissing)
     assert results[0].error.ranks == (1,)
+
+
+def _beside_the_best(_: World, folder: str) -> str:
+    """Train with one folder to resume from and one for the best; return what the best holds when told to stop."""
+    model, optimizer, loader = _prepare(0)
+    rw.Checkpointer(f"{folder}/last").restore(model=model, optimizer=optimizer, loader=loader)
+    best = rw.Checkpointer(f"{folder}/best", keep=1)
+    best.save(model=model, optimizer=optimizer, loader=loader)
+    try:
+        for number, _batch in enumerate(loader):
+            if number == 2:
+                current().stopping.ask("the test")
+    except SystemExit:
+        return ",".join(sorted(path.name for path in Path(folder).glob("*/*")))
+    return "never stopped"
+
+
+def _of_two_loaders(_: World, folder: str) -> int:
+    """Train two models on two loaders, each with a folder of its own; return how many steps were taken."""
+    steps = 0
+    loaders = []
+    for name in ("a", "b"):
+        model, optimizer, loader = _prepare(0)
+        rw.Checkpointer(f"{folder}/{name}").restore(model=model, optimizer=optimizer, loader=loader)
+        loaders.append(loader)
+    current().stopping.ask("the test")
+    for loader in loaders:
+        for _batch in loader:
+            steps += 1
+    return steps
+
+
+def test_a_stop_leaves_the_folder_of_the_best_as_it_is(tmp_path: Path) -> None:
+    (result,) = run_ranks(_beside_the_best, 1, str(tmp_path))
+    assert result.get() == "checkpoint-000001,checkpoint-000001"
+    saved = [path.parent for path in tmp_path.glob("*/*")]
+    assert sorted(folder.name for folder in saved) == ["best", "last"]
+
+
+def test_of_two_loops_in_turn_none_is_saved_without_the_other(tmp_path: Path) -> None:
+    (result,) = run_ranks(_of_two_loaders, 1, str(tmp_path))
+    assert result.get() == 2 * NUM_BATCHES
+    assert not list(tmp_path.glob("*/*"))

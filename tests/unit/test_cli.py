@@ -24,8 +24,7 @@ Each rank is a process of its own, which behaves as under `python script.py argu
 The exit code is that of the first rank to fail; its traceback is shown last.
 
 positional arguments:
-  script.py | module    what every rank runs
-  arguments             passed on to it
+  script.py | module    what every rank runs, and its arguments
 
 options:
   -h, --help            show this help message and exit

@@ -117,20 +117,22 @@ def test_a_machine_that_never_comes_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "words"),
+    ("second", "words", "evidence"),
     [
-        ({"node_rank": 0}, "Two machines are node 0: a and b."),
-        ({"script": "other"}, "b and a would not run the same job."),
+        ({"node_rank": 0}, "Two machines are node 0: a and b.", "a was heard 0.0 s ago"),
+        ({"script": "other"}, "b and a would not run the same job.", "script: a has one, b has other"),
+        ({"rankwise": "0.2"}, "b and a would not run the same job.", "rankwise: a has 0.1, b has 0.2"),
     ],
 )
-def test_a_machine_that_contradicts_is_refused(second: dict[str, Any], words: str) -> None:
+def test_a_machine_that_contradicts_is_refused(second: dict[str, Any], words: str, evidence: str) -> None:
     scene = Scene((2, 2))
-    scene.come("a", node_rank=0, script="one")
-    ((to, refusal),) = scene.come("b", **{"node_rank": 1, "script": "one", **second})
-    assert (to, refusal["do"], refusal["what"]) == ("b", "refuse", words)
+    job: dict[str, Any] = {"script": "one", "rankwise": "0.1"}
+    scene.come("a", node_rank=0, **job)
+    ((to, refusal),) = scene.come("b", **{"node_rank": 1, **job, **second})
+    assert (to, refusal["do"], refusal["what"], refusal["evidence"]) == ("b", "refuse", words, evidence)
     assert refusal["advice"]
-    scene.come("c", node_rank=1, script="one")
-    assert scene.come("d", node_rank=None, script="one")[0][1]["what"] == "The job has all its 2 nodes."
+    scene.come("c", node_rank=1, **job)
+    assert scene.come("d", node_rank=None, **job)[0][1]["what"] == "The job has all its 2 nodes."
 
 
 def test_a_failure_without_restarts_lets_the_others_end_and_names_the_cause() -> None:

@@ -36,7 +36,10 @@ MACHINE = Machine(
     gpus=("H100", "H100"),
     num_gpu_files=2,
     backends=("gloo", "nccl"),
-    interfaces=(Interface(name="eth0", addresses=("10.0.0.1",), is_up=True, is_loopback=False),),
+    interfaces=(
+        Interface(name="eth0", addresses=("10.0.0.1",), is_up=True, is_loopback=False),
+        Interface(name="lo", addresses=("127.0.0.1",), is_up=True, is_loopback=True),
+    ),
     own_name_addresses=("10.0.0.1",),
     own_addresses=("10.0.0.1",),
     free_port_error="",

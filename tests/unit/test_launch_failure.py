@@ -47,6 +47,29 @@ def test_the_first_failure_is_to_blame_and_echoes_are_not() -> None:
     assert failure.by_blame([echo, later, killed]) == (killed, later, echo)
 
 
+class Odd(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_an_exception_that_cannot_be_read_is_described_all_the_same() -> None:
+    try:
+        raise Odd
+    except Odd as error:
+        described = failure.from_exception(error, 0, 1)
+    assert described.type == "Odd"
+    assert "cannot be read: ValueError" in described.message
+    assert "raise Odd" in described.traceback
+
+
+def test_a_text_too_long_to_read_keeps_its_beginning_and_its_end() -> None:
+    described = failure.from_exception(ValueError("a" * 10_000_000 + "the end"), 0, 1)
+    assert len(described.message) < 70_000
+    assert described.message.startswith("aaa")
+    assert described.message.endswith("the end")
+    assert "characters are left out here" in described.message
+
+
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     written = failure.from_exception(ValueError("bo\udc80m \N{SNOWMAN}"), 3, 1)
     failure.write(written, str(tmp_path / "error.json"))

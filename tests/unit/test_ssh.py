@@ -26,6 +26,7 @@ from rankwise.launch.part import (
     part_to_dict,
 )
 from rankwise.launch.ssh import passed_on, ssh_argv
+from rankwise.version import VERSION
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,7 +153,10 @@ def run(tmp_path: Path, ssh: str, *options: str) -> tuple[int, str]:
         ),
         (
             'eval "$remote" | sed -u \'s/"rankwise": "[^"]*"/"rankwise": "9.9"/\'',
-            "ConfigurationError: a has rankwise 9.9, and this machine ",
+            (
+                "ConfigurationError: a has rankwise 9.9, and this machine {version}.\n"
+                "  do        {ssh} -F x a {python} -m pip install rankwise=={version}\n"
+            ),
         ),
         ("echo hello; exit 3", "LaunchError: a ended before any rank was started: exit code 3.\n  evidence  hello\n"),
         (
@@ -164,7 +168,7 @@ def run(tmp_path: Path, ssh: str, *options: str) -> tuple[int, str]:
 def test_a_host_that_does_not_come_up_is_named_with_the_next_command(tmp_path: Path, ssh: str, expected: str) -> None:
     exit_code, said = run(tmp_path, ssh.replace("{python}", sys.executable))
     assert exit_code == 2
-    assert said.startswith(expected.format(python=sys.executable, ssh=tmp_path / "ssh"))
+    assert said.startswith(expected.format(python=sys.executable, ssh=tmp_path / "ssh", version=VERSION))
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class Checkpointer:
         if step is not None and (type(step) is not int or step < 0):
             raise ConfigurationError(f"A checkpoint cannot have the number {step!r}.", do="pass step >= 0")
         target = self._save(current(), step, objects, asynchronous=self.asynchronous)
-        self._save_at_stop(objects)
+        self._save_at_stop(objects, is_restored=False)
         return target
 
     def restore(self, **objects: object) -> Path | None:
@@ -129,7 +129,7 @@ class Checkpointer:
         _refuse_immutable(objects)
         self.wait()
         path = self._restore(Together(current()), objects)
-        self._save_at_stop(objects)
+        self._save_at_stop(objects, is_restored=True)
         return path
 
     def stop_if_asked(self, **objects: object) -> None:
@@ -241,14 +241,17 @@ class Checkpointer:
             write(ranks, job)
         return target
 
-    def _save_at_stop(self, objects: dict[str, object]) -> None:
-        """Have these objects saved when the job stops before a step of the loader among them."""
+    def _save_at_stop(self, objects: dict[str, object], *, is_restored: bool) -> None:
+        """Have these objects saved when the job stops before a step of the loader among them.
+
+        Where the job resumes from is where it is saved: a folder of the best checkpoints stays as it is.
+        """
         loaders = [thing for thing in objects.values() if isinstance(thing, StepSource)]
         # Of several, nobody knows which hands out its batch first: the others' positions would be one ahead.
         if len(loaders) == 1:
             session = current()
             save = partial(self._save, session, None, objects, asynchronous=False)
-            session.stopping.save_with(str(self.directory), loaders[0], save)
+            session.stopping.save_with(str(self.directory), loaders[0], save, is_restored=is_restored)
 
     # -- saving in the background ------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from rankwise.cli.words import add_command
 from rankwise.environments.reading import parse_address
 from rankwise.errors import ConfigurationError
 from rankwise.launch.hosts import parse_hosts
@@ -126,8 +127,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="how long the machines wait for one another at the start (default: 600)",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
-    parser.add_argument("target", metavar="script.py | module", help="what every rank runs")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to it")
+    add_command(parser, "what every rank runs, and its arguments")
     parser.set_defaults(execute=execute)
 
 

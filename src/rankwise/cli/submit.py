@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankwise.cli.words import add_command
 from rankwise.launch.slurm import follow, submit
 from rankwise.launch.slurm_script import SAVE_SECONDS, JobOptions, batch_script
 from rankwise.launch.target import find_module, find_script
@@ -71,8 +72,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="show the script for sbatch and submit nothing")
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
-    parser.add_argument("target", metavar="script.py | module", help="what every rank runs")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to it")
+    add_command(parser, "what every rank runs, and its arguments")
     parser.set_defaults(execute=execute)
 
 
@@ -95,7 +95,8 @@ def execute(options: argparse.Namespace) -> int:
         save_seconds=options.save_seconds,
         more=options.sbatch,
     )
-    words = [*(["-m"] if options.module else []), options.target, *options.arguments]
+    dashes = ["--"] if options.target.startswith("-") else []
+    words = [*(["-m"] if options.module else []), *dashes, options.target, *options.arguments]
     script = batch_script(job, sys.executable, words)
     if options.dry_run:
         sys.stdout.write(script)

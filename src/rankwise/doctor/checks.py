@@ -106,6 +106,9 @@ def networks(job: Job) -> list[Finding]:
     ways: list[str] = []
     for first, *_ in job.hosts:
         machine = first.machine
+        if not any(one.is_loopback and one.is_up for one in machine.interfaces):
+            what = f"the loopback interface of {machine.hostname} is down: no rank there can reach another"
+            found.append(Finding(check="network", level=ERROR, what=what, do="ip link set lo up"))
         if len(job.hosts) > 1 and not machine.own_addresses:
             what = f"{machine.hostname} has no address that other hosts could reach"
             found.append(Finding(check="network", level=ERROR, what=what, do="ip -brief address"))

@@ -83,6 +83,12 @@ def unpicklable_part(fn: object, args: Sequence[object], kwargs: Mapping[str, ob
     return "the function", _refusal(fn) or "unknown"
 
 
+def classes_of_main() -> list[type]:
+    """Return the classes of ``__main__`` that came by value, in arguments too."""
+    tracked: Mapping[type, object] = getattr(importlib.import_module("cloudpickle.cloudpickle"), _TRACKER, {})
+    return [kind for kind in list(tracked) if kind.__module__ == "__main__" and "." not in kind.__qualname__]
+
+
 def plain_function(fn: Any) -> Any:  # noqa: ANN401 - a function, or whatever else is called
     """Return the function within partials, bound methods and decorators."""
     while True:

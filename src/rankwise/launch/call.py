@@ -18,8 +18,9 @@ import sys
 import tempfile
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
 from rankwise.errors import RankFailed, rank_prefix
@@ -224,6 +225,9 @@ def _bind(fn: object, main: ModuleType) -> None:
 
     Plain pickle finds its classes there: what a loader's workers send to their rank, for example.
     """
-    variables: dict[str, object] = getattr(by_value.plain_function(fn), "__globals__", {})
+    for kind in by_value.classes_of_main():
+        main.__dict__.setdefault(kind.__name__, kind)
+    plain = by_value.plain_function(fn if isinstance(fn, FunctionType | partial | MethodType) else type(fn).__call__)
+    variables: dict[str, object] = getattr(plain, "__globals__", {})
     if variables.get("__name__") == "__main__":
         main.__dict__.update({name: value for name, value in variables.items() if not name.startswith("__")})

@@ -30,6 +30,7 @@ _LOST_PEER_WORDS = (
 )
 """What Gloo, NCCL and the store say when the process at the other end has died."""
 
+LONGEST_TEXT = 1 << 16
 OUT_OF_MEMORY = "by the kernel: the machine, or its memory limit, had no memory left"
 KILLED = "by a person, a program or a scheduler, not by the kernel for memory"
 
@@ -84,12 +85,27 @@ def from_exception(error: BaseException, rank: int, exit_code: int) -> Failure:
     return Failure(
         rank=rank,
         type=type(error).__name__,
-        message=str(error),
-        traceback="" if is_exit else "".join(traceback.format_exception(error)),
+        message=_cut(_text(error)),
+        traceback="" if is_exit else _cut("".join(traceback.format_exception(error))),
         time=time.time(),
         secondary=_is_echo(error),
         exit_code=exit_code,
     )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:  # noqa: BLE001 - an exception of the user's may do anything
+        return f"<its message cannot be read: {type(problem).__name__}>"
+
+
+def _cut(text: str) -> str:
+    """Return ``text`` with the middle left out where it is too long to be read, or sent."""
+    if len(text) <= LONGEST_TEXT:
+        return text
+    head, tail = LONGEST_TEXT // 4, LONGEST_TEXT // 2
+    return f"{text[:head]}\n... {len(text) - head - tail} characters are left out here ...\n{text[-tail:]}"
 
 
 def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | None = None) -> Failure:
@@ -246,7 +262,9 @@ def _is_echo(error: BaseException | None) -> bool:
         seen.add(id(error))
         if isinstance(error, PeerFailed | PeerMissing):
             return True
-        if isinstance(error, RuntimeError | OSError) and any(words in str(error).lower() for words in _LOST_PEER_WORDS):
+        if isinstance(error, RuntimeError | OSError) and any(
+            words in _text(error).lower() for words in _LOST_PEER_WORDS
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -8,7 +8,9 @@ what comes back values or an exception. Starts no rank itself. Imported by users
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import tempfile
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from rankwise.environments.reading import parse_address
@@ -200,6 +202,11 @@ def _options(
 def _check_callable(fn: object) -> None:
     if not callable(fn):
         raise ConfigurationError(f"{fn!r} is not a function.", do="pass the function, then its arguments")
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise ConfigurationError(
+            f"{fn.__qualname__} does not run when it is called: it is asynchronous, or a generator.",
+            do="launch a plain function, which runs it: asyncio.run(...), list(...)",
+        )
 
 
 def _refuse_in_a_rank() -> None:
@@ -225,6 +232,11 @@ def _run(call: Call, options: LaunchOptions) -> list[Any]:
     with LauncherProcess() as process:
         try:
             file = write(surroundings(name, options), call)
+        except OSError as error:
+            raise LaunchError(
+                f"{name} and its arguments could not be written to {tempfile.gettempdir()}: {error.strerror}.",
+                do="free space there, or set TMPDIR to a folder with more",
+            ) from None
         except Exception:  # noqa: BLE001 - pickling runs any code of the user's
             part, problem = by_value.unpicklable_part(call.fn, call.args, call.kwargs)
             raise ConfigurationError(

@@ -196,9 +196,12 @@ def main(caller_descriptor: int, lifeline: int) -> int:
         return 1
     function = Function(message.body, caller)
     saying = _Saying()
+    own_pid = os.getpid()
     try:
         exit_code = launch(function, function.around.options, saying)
-    except Exception as error:  # noqa: BLE001 - the caller raises it
+    except Exception as error:
+        if os.getpid() != own_pid:
+            raise  # in a rank, which left through here
         with tempfile.TemporaryFile(prefix="rankwise-") as file:
             by_value.dump(by_value.raised(error, traceback.format_exc()), file)
             send(caller, {"kind": "refused"}, file)

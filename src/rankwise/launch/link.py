@@ -6,6 +6,7 @@ Decides nothing. Messages are JSON. Imported by the agent and by the launcher's 
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import LaunchError
 from rankwise.launch.coordinator import LOST_SECONDS
+from rankwise.network import is_loopback
 from rankwise.store import wire
 
 if TYPE_CHECKING:
@@ -29,6 +31,12 @@ TRY_SECONDS = 1.0
 """How long one try to connect takes at most, so that Ctrl-C is heard in between."""
 NOTICE_SECONDS = 5.0
 """After how long it is said what is waited for."""
+
+
+def _is_hopeless(error: Exception, host: str) -> bool:
+    """Return whether an error cannot go away by itself: no machine's own loopback comes up later."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.ENETUNREACH and is_loopback(host)
 
 
 class LinkLost(ConnectionError):
@@ -141,7 +149,7 @@ def open_link(
             return Link(wire.open_connection(host, port, secret, PURPOSE, TRY_SECONDS), hello)
         except (TimeoutError, LinkLost) as error:
             waited = time.monotonic() - start
-            if waited > timeout_seconds:
+            if waited > timeout_seconds or _is_hopeless(error, host):
                 raise LaunchError(
                     f"Nothing answered at the rendezvous {host}:{port} for {waited:.0f} s.",
                     evidence=str(error),

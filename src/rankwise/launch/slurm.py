@@ -83,7 +83,7 @@ def follow(job_id: str, say: Callable[[str], None]) -> int:
             state_said = state
             reason = "" if job["Reason"] == "None" else f" ({job['Reason']})"
             say(f"[rankwise] job {job_id}: {state}{reason}\n")
-        if state in ENDED:
+        if state in ENDED or (state == "PREEMPTED" and job.get("Requeue") == "0"):
             return exit_code(state, job["ExitCode"])
         time.sleep(LOOK_SECONDS)
 

@@ -156,7 +156,13 @@ def _directives(options: JobOptions, cpus: int) -> list[str]:
             f"# So long before the limit, or up to {SLACK_SECONDS} s earlier, the ranks are told to save and stop.",
             f"#SBATCH --signal=USR2@{options.save_seconds}",
         ]
-    return [*lines, *(f"#SBATCH {option}" for option in options.more)]
+    return [*lines, *(f"#SBATCH {_option(option)}" for option in options.more)]
+
+
+def _option(text: str) -> str:
+    """Return an option of the user's with its value as one word, unless it is quoted already."""
+    name, equals, value = text.partition("=")
+    return text if '"' in value or "'" in value else f"{name}{equals}{_word(value) if value else ''}"
 
 
 def _word(value: str) -> str:

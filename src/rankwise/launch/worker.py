@@ -129,8 +129,8 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _leave_word(error: BaseException, start: RankStart, exit_code: int, doorbell: int) -> None:
-    # Nothing may keep the rank from ending: a full disk least of all.
-    with contextlib.suppress(OSError):
+    # Nothing may keep the rank from ending: neither a full disk nor an exception of the script's own making.
+    with contextlib.suppress(Exception):
         written = failure.from_exception(error, start.rank, exit_code)
         failure.write(written, start.variables["RANKWISE_ERROR_FILE"])
         os.write(doorbell, b"!")
