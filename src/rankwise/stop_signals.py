@@ -12,6 +12,7 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
+from rankwise import stopping as before_joining
 from rankwise.stopping import say_nothing_to_save
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def listen(stopping: Stopping, names: Sequence[str]) -> Callable[[], None]:
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     stopping.signals = tuple(names)
+    for name in before_joining.early:
+        stopping.ask(name)
     listeners = [_Listener(stopping, signal.Signals[name]) for name in names]
 
     def restore() -> None:

@@ -7,6 +7,7 @@ no signal itself; never touches the process group. Used by watch, the loader, th
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -26,6 +27,15 @@ STOPPED_EXIT_CODE = 75
 """How a rank ends that has stopped early and saved: ``EX_TEMPFAIL`` of sysexits.h, "try again later"."""
 SLICE_SECONDS = 0.2
 """How long a rank waits for the others' counts before it looks whether they still run."""
+
+
+early: list[str] = []
+"""Signals that came before anybody had joined."""
+
+
+def note_early(number: int, _frame: object) -> None:
+    """Handle a signal in a rank that has not joined yet; ``join()`` heeds it."""
+    early.append(signal.Signals(number).name)
 
 
 class StepSource:

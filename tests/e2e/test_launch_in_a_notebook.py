@@ -93,14 +93,13 @@ def train(data):
             rw.barrier()
         torch.manual_seed(0)
         model = rw.replicate(torch.nn.Linear(3, 1).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         loader = rw.DataLoader(data, global_batch_size=8, shuffle=True)
         for _ in range(2):
             for x, y in loader:
                 torch.nn.functional.mse_loss(model(x), y).backward()
-                with torch.no_grad():
-                    for p in model.parameters():
-                        p -= 0.05 * p.grad
-                model.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
         return Box(torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 def waits():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,10 +180,48 @@ def test_a_lost_machine_is_gone_on_without_and_costs_no_restart() -> None:
     scene.come("a")
     scene.come("b")
     scene.hear_all_but("b", seconds=LOST_SECONDS + 1)
-    assert [(to, one["do"]) for to, one in scene.said()] == [("a", "stop")]
+    assert [(to, one["do"]) for to, one in scene.said()] == [("b", "drop"), ("a", "stop")]
     assert [(event["kind"], event["rank"]) for _, event in scene.events] == [("failed", 2), ("failed", 3)]
     scene.end("a", 0, failed(PeerFailed("rank 2 failed", rank=2), 0))
     assert scene.starts() == {"a": (1, 0, 2)}
+
+
+def test_time_in_which_the_coordinator_stood_still_is_nobodys_silence() -> None:
+    scene = Scene((1, 2))
+    scene.come("a")
+    scene.come("b")
+    scene.said()
+    scene.now += 10 * LOST_SECONDS
+    scene.coordinator.tick(scene.now)
+    assert scene.said() == []
+    scene.hear_all_but("b", seconds=LOST_SECONDS + 1)
+    assert ("b", {"do": "drop"}) in scene.said()
+
+
+def test_a_machine_that_starts_anew_before_its_end_is_noticed_is_told_to_wait() -> None:
+    scene = Scene((2, 2), max_restarts=1)
+    scene.come("a", node_rank=0)
+    scene.come("b", node_rank=1)
+    scene.hear_all_but("b", seconds=LOST_SECONDS / 2)
+    scene.said()
+    assert scene.come("new b", node_rank=1) == [("new b", {"do": "wait"})]
+    scene.hear_all_but("b", seconds=LOST_SECONDS)
+    scene.end("a", 0)
+    scene.come("new b", node_rank=1)
+    assert scene.coordinator.phase is Phase.RUNNING
+
+
+def test_what_was_heard_first_is_to_blame_whatever_the_clocks_say() -> None:
+    scene = Scene((2, 2))
+    scene.come("a")
+    scene.come("b")
+    first, second = failed(ValueError("first"), 2), failed(ValueError("second"), 0)
+    ahead = replace(first, time=first.time + 3600)
+    scene.coordinator.fail("b", 0, ahead)
+    scene.end("a", 0, second)
+    scene.end("b", 0, ahead)
+    report = failure.from_dict(next(one["failed"] for _, one in scene.said() if one["do"] == "report"))
+    assert report.first.rank == 2
 
 
 def test_a_short_silence_is_no_loss() -> None:
@@ -251,6 +290,18 @@ def test_a_machine_that_comes_later_is_taken_in_where_the_ranks_can_save() -> No
     assert scene.starts() == {"a": (1, 0, 4), "b": (1, 2, 4)}
 
 
+def test_a_machine_that_comes_and_goes_ends_no_ranks() -> None:
+    scene = Scene((1, 2))
+    scene.come("a")
+    scene.hear_all_but("b", "c", seconds=LAST_CALL_SECONDS + 1)
+    scene.come("b")
+    scene.coordinator.go("b", scene.now, "is gone")
+    scene.hear_all_but("b", "c", seconds=GROW_SECONDS + 1)
+    assert scene.said("stop") == []
+    scene.end("a", 0, has_stopped=True)
+    assert scene.starts() == {"a": (1, 0, 2)}, "asked to save, the ranks ended, and go on"
+
+
 def test_ranks_that_do_not_save_are_ended_for_a_machine_that_comes() -> None:
     scene = Scene((1, 2))
     scene.come("a")
@@ -278,6 +329,15 @@ def test_being_asked_to_stop_ends_the_job_as_one_to_be_tried_again() -> None:
     scene.said()
     assert [(number, event["reason"]) for number, event in scene.events] == [(0, "SIGUSR2")]
     scene.end("a", 0, has_stopped=True)
+    assert [one["exit_code"] for _, one in scene.said("end")] == [75]
+
+
+def test_being_asked_to_stop_outlives_a_failure() -> None:
+    scene = Scene((1, 1), max_restarts=5)
+    scene.come("a")
+    scene.coordinator.ask_to_stop("SIGUSR2")
+    scene.fail("a", 0, ValueError("boom"), 0)
+    scene.end("a", 0, failed(ValueError("boom"), 0))
     assert [one["exit_code"] for _, one in scene.said("end")] == [75]
 
 

@@ -53,10 +53,9 @@ class Odd(Exception):
 
 
 def test_an_exception_that_cannot_be_read_is_described_all_the_same() -> None:
-    try:
+    with pytest.raises(Odd) as caught:
         raise Odd
-    except Odd as error:
-        described = failure.from_exception(error, 0, 1)
+    described = failure.from_exception(caught.value, 0, 1)
     assert described.type == "Odd"
     assert "cannot be read: ValueError" in described.message
     assert "raise Odd" in described.traceback

@@ -33,6 +33,8 @@ LOOK_SECONDS = 0.5
 """How often the agent looks at what nobody tells it: silence, stopped processes."""
 STOP_SECONDS = 3.0
 """How long ranks have to end after Ctrl-C or SIGTERM."""
+AGAIN_SECONDS = 1.0
+"""How long a machine that was told to wait waits before it comes again."""
 LOST_EXIT_CODE = 1
 TERMINATE_SECONDS = 1.0
 """How long a rank has to end between SIGTERM and SIGKILL, after another's failure."""
@@ -93,6 +95,7 @@ class Agent:
             "say": self._say_for_all,
             "report": self._tell_of_failure,
             "refuse": self._be_refused,
+            "wait": self._come_again,
             "end": self._take_leave,
         }
 
@@ -112,7 +115,9 @@ class Agent:
         except Interrupted as interrupted:
             return self._end_at_once(interrupted.number)
         finally:
-            self._ranks.clear()
+            # Where the server is gone, the ranks are too, and the reason is on its way up.
+            with contextlib.suppress(OSError, LaunchError):
+                self._ranks.clear()
             if self._link is not None:
                 self._link.close()
 
@@ -149,9 +154,11 @@ class Agent:
         if link in readable:
             for message in link.receive():
                 self._obey(message)
+                if self._link is not link:
+                    return
         if self._asking in readable:
             self._asking.serve(link)
-        link.keep_alive()
+        link.check()
         self._look_for_stopped(link)
         self._go_on_ending()
         if self._is_attempt_on and not self._ranks.running:
@@ -222,6 +229,14 @@ class Agent:
 
     def _be_refused(self, message: dict[str, Any]) -> NoReturn:
         raise ConfigurationError(message["what"], evidence=message["evidence"] or None, do=message["advice"])
+
+    def _come_again(self, _message: dict[str, Any]) -> None:
+        """Introduce this machine anew a little later: another may stand in its place that is gone."""
+        if self._link is not None:
+            self._link.close()
+        if select.select([self._interrupts.fileno()], [], [], AGAIN_SECONDS)[0]:
+            self._heed(self._interrupts.take())
+        self._link = self._open_link(RETURN_SECONDS)
 
     def _take_leave(self, message: dict[str, Any]) -> None:
         self._exit_code = message["exit_code"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from rankwise.launch import failure
 from rankwise.launch.failure import FailedAttempt, Failure
-from rankwise.launch.nodes import Member, Node, place, ranks_in_words, refusal_of
+from rankwise.launch.nodes import Member, Node, place, ranks_in_words, refusal_of, who_is_missing
 from rankwise.stopping import STOPPED_EXIT_CODE
 
 Message = dict[str, Any]
@@ -29,6 +29,8 @@ PEERS_SECONDS = 5.0
 """How long the other ranks have to end by themselves after a failure, where no restart follows."""
 CAUSE_SECONDS = 0.5
 """How long the cause of a failure that is only an echo is waited for, where a restart follows."""
+STOOD_STILL_SECONDS = 2.0
+"""More than that between two ticks, and this machine has not been running."""
 GROW_SECONDS = 30.0
 """How long ranks have to save and stop, where machines have come back."""
 
@@ -56,7 +58,12 @@ class _Attempt:
     lost_ranks: set[int] = field(default_factory=set[int])
     has_stopped: bool = False
     """Whether a rank saved and stopped, as it was asked to."""
+    is_to_grow: bool = False
+    """Whether its ranks were asked to save and end for a machine that has come."""
     grow_deadline: float | None = None
+    """When they are ended for it, should they not save; ``None`` where it has gone again."""
+    arrivals: dict[int, int] = field(default_factory=dict[int, int])
+    """In which order the failures of ranks were heard of: clocks of machines differ."""
 
 
 class Coordinator:
@@ -87,8 +94,13 @@ class Coordinator:
         self._last_call: float | None = None
         self._asked_to_stop = False
         self._why_incomplete = ""
+        self._ticked = now
         self._messages: list[tuple[str, Message]] = []
         self._events: list[tuple[int, Message]] = []
+
+    @property
+    def _is_one_rank(self) -> bool:
+        return self._attempt is not None and self._attempt.world_size == 1
 
     def take(self) -> tuple[list[tuple[str, Message]], list[tuple[int, Message]]]:
         """Return what is to be sent, as (machine, message), and (attempt, event) for the attempt's event log."""
@@ -104,7 +116,7 @@ class Coordinator:
             self.go(node.node_id, now, "came anew")
         refusal = self._refusal(node, now)
         if refusal is not None:
-            self._messages.append((node.node_id, {"do": "refuse", **refusal}))
+            self._messages.append((node.node_id, refusal))
             return
         self._members[node.node_id] = Member(node, heard=now, order=self._num_arrivals)
         self._num_arrivals += 1
@@ -112,6 +124,7 @@ class Coordinator:
             place = f"{len(self._members)} of {self._how_many()}"
             self._say(f"[rankwise] {node.hostname} has come with {ranks_in_words(node.num_ranks)} ({place})\n")
         if self.phase is Phase.RUNNING and self._attempt is not None:
+            self._attempt.is_to_grow = True
             self._attempt.grow_deadline = now + GROW_SECONDS
             self._say("[rankwise] the ranks save at their next step and start anew with it\n")
             self._have_saved(f"{node.hostname} has come")
@@ -137,6 +150,8 @@ class Coordinator:
                 self._events.append((self._attempt.number, _failed_event(lost, member.node.hostname)))
             self._stop(0.0 if self._goes_on_without() or self._restarts_left() else PEERS_SECONDS)
             self._conclude_if_ended(now)
+        elif self._attempt is not None and all(other.is_running for other in self._members.values()):
+            self._attempt.grow_deadline = None
         if not self._members:
             self.phase = Phase.OVER
 
@@ -145,8 +160,11 @@ class Coordinator:
         current = self._attempt
         if self.phase is not Phase.RUNNING or current is None or current.number != attempt:
             return
-        member = self._members[node_id]
+        member = self._members.get(node_id)
+        if member is None:
+            return
         current.failures.setdefault(failed.rank, failed)
+        current.arrivals.setdefault(failed.rank, len(current.arrivals))
         current.hostnames[failed.rank] = member.node.hostname
         if not failed.secondary:
             self._events.append((attempt, _failed_event(failed, member.node.hostname)))
@@ -174,8 +192,12 @@ class Coordinator:
 
     def ask_to_stop(self, reason: str) -> None:
         """Somebody wants the ranks to save and end at their next step."""
-        if self.phase is Phase.RUNNING and self._attempt is not None and not self._asked_to_stop:
-            self._asked_to_stop = True
+        if self.phase is Phase.OVER:
+            return
+        is_first, self._asked_to_stop = not self._asked_to_stop, True
+        if self.phase is Phase.GATHERING:
+            self._over(STOPPED_EXIT_CODE)
+        elif self.phase is Phase.RUNNING and (is_first or self._is_one_rank):
             self._have_saved(reason)
 
     def end(self, node_id: str, attempt: int, report: Message, now: float) -> None:
@@ -196,8 +218,13 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
+        # Time in which this machine itself stood still (Ctrl-Z, a debugger) is nobody's silence.
+        stood_still = now - self._ticked if now - self._ticked > STOOD_STILL_SECONDS else 0.0
+        self._ticked = now
         for node_id, member in list(self._members.items()):
-            if now - member.heard > LOST_SECONDS:
+            member.heard += stood_still
+            if now - member.heard > LOST_SECONDS and not member.node.serves:
+                self._messages.append((node_id, {"do": "drop"}))
                 self.go(node_id, now, f"is lost: no word from it for {now - member.heard:.0f} s")
         if self.phase is Phase.GATHERING:
             self._gather(now)
@@ -217,7 +244,7 @@ class Coordinator:
         is_time = not is_first or (self._last_call is not None and now >= self._last_call)
         if num_nodes == self.max_nodes or (num_nodes >= self.min_nodes and is_time):
             self._start()
-        elif now > self._deadline:
+        elif num_nodes < self.min_nodes and now > self._deadline:
             self._give_up()
 
     def _start(self) -> None:
@@ -247,26 +274,20 @@ class Coordinator:
         self._num_arrivals = len(members)
 
     def _give_up(self) -> None:
-        here = ", ".join(member.node.hostname for member in sorted(self._members.values(), key=place)) or "none"
-        absent = self.min_nodes - len(self._members)
-        given = {member.node.node_rank for member in self._members.values()}
-        numbers = [number for number in range(self.min_nodes) if number not in given]
-        which = f"node {', '.join(map(str, numbers))}" if None not in given and len(numbers) == absent else ""
-        if not which:
-            which = f"{absent} of {self.min_nodes} nodes"
+        which, here = who_is_missing(list(self._members.values()), self.min_nodes)
         waited = RETURN_SECONDS if self._num_attempts else self._timeout_seconds
         come = "came back" if self._num_attempts else "came"
         self._over(
             1,
             f"{which} never {come}: waited {waited:.0f} s at {self._rendezvous}.",
             evidence=f"here: {here}" + (f"\n{self._why_incomplete}" if self._why_incomplete else ""),
-            do=f"start it on the missing machine too: rankwise run --rendezvous {self._rendezvous} ...; "
-            "`rankwise doctor` there says whether it reaches this address",
+            do=f"start it there too: rankwise run --rendezvous {self._rendezvous} ...; or ask there: rankwise doctor",
         )
 
     def _refusal(self, node: Node, now: float) -> Message | None:
         if self.phase is Phase.OVER:
-            return {"what": "The job is over.", "evidence": "", "advice": "start it anew on every machine"}
+            over = {"what": "The job is over.", "evidence": "", "advice": "start it anew on every machine"}
+            return {"do": "refuse", **over}
         return refusal_of(node, list(self._members.values()), self.max_nodes, now)
 
     # -- stopping ----------------------------------------------------------------------------------
@@ -285,7 +306,7 @@ class Coordinator:
         """Ask the ranks to save and end at their next step."""
         if self._attempt is None:
             return
-        if self._attempt.world_size > 1:
+        if not self._is_one_rank:
             self._events.append((self._attempt.number, {"kind": "stop", "rank": None, "reason": reason}))
             return
         # One rank alone follows no event log.
@@ -294,9 +315,8 @@ class Coordinator:
 
     def _conclude_if_ended(self, now: float) -> None:
         current = self._attempt
-        if current is None or any(member.is_running for member in self._members.values()):
-            return
-        if self.phase is Phase.OVER:
+        is_anyone_running = any(member.is_running for member in self._members.values())
+        if current is None or is_anyone_running or self.phase is Phase.OVER:
             return
         if current.failures:
             self._conclude_failure(current, now)
@@ -308,7 +328,7 @@ class Coordinator:
     def _grows(self, current: _Attempt) -> bool:
         """Return whether the attempt ended for machines that have come, and not by itself."""
         was_ended = current.has_stopped or self.phase is Phase.STOPPING
-        return current.grow_deadline is not None and was_ended and not self._asked_to_stop
+        return current.is_to_grow and was_ended and not self._asked_to_stop
 
     def _conclude_failure(self, current: _Attempt, now: float) -> None:
         failed = self._failed_attempt(current)
@@ -316,17 +336,18 @@ class Coordinator:
         if not causes and current.lost_ranks and self._goes_on_without():
             self._restart("going on without the lost node", now)
             return
-        exit_code = failure.shell_code(failed.first.exit_code) or 1
-        if not self._restarts_left():
-            self._report(failed)
-            self._over(exit_code)
-            return
         self._report(failed)
+        if not self._restarts_left():
+            self._over(failure.shell_code(failed.first.exit_code) or 1)
+            return
         self._restarts_used += 1
         self._why_incomplete = f"rank {failed.first.rank}: {failed.first.type}"
         self._restart(f"restart {self._restarts_used} of {self._max_restarts}", now)
 
     def _restart(self, how: str, now: float) -> None:
+        if self._asked_to_stop:
+            self._over(STOPPED_EXIT_CODE)
+            return
         self._say(f"[rankwise] {how}\n")
         self.phase = Phase.GATHERING
         self._deadline = now + RETURN_SECONDS
@@ -335,7 +356,9 @@ class Coordinator:
         self._gather(now)
 
     def _failed_attempt(self, current: _Attempt) -> FailedAttempt:
-        failures = failure.by_blame(current.failures.values())
+        by_clock = failure.by_blame(current.failures.values())
+        last = len(current.arrivals)
+        failures = tuple(sorted(by_clock, key=lambda one: (one.secondary, current.arrivals.get(one.rank, last))))
         first = failures[0].rank
         return FailedAttempt(
             attempt=current.number,

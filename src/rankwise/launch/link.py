@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import select
 import socket
 import threading
 import time
@@ -52,8 +53,10 @@ class Link:
         self._sending = threading.Lock()
         self._arrived = b""
         self._heard = time.monotonic()
-        self._signed = 0.0
+        self._is_closed = threading.Event()
         self.send(hello)
+        # A thread: whoever reads what the launcher says may keep it waiting.
+        threading.Thread(target=self._give_signs, name="rankwise-link", daemon=True).start()
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when there is something to hear."""
@@ -72,19 +75,24 @@ class Link:
         except OSError as error:
             raise LinkLost(str(error)) from error
 
-    def keep_alive(self) -> None:
-        """Send a sign of life where it is time for one, and see that the other end gives some.
+    def check(self) -> None:
+        """See that the other end gives signs of life.
 
         Raises:
             LinkLost: the coordinator has been silent too long.
         """
-        now = time.monotonic()
-        if now - self._signed >= SIGN_SECONDS:
-            self._signed = now
-            self.send({"do": "alive"})
-        if now - self._heard > LOST_SECONDS:
-            message = f"no word from it for {now - self._heard:.0f} s"
+        silent_seconds = time.monotonic() - self._heard
+        if silent_seconds > LOST_SECONDS and not select.select([self._connection], [], [], 0)[0]:
+            message = f"no word from it for {silent_seconds:.0f} s"
             raise LinkLost(message)
+
+    def _give_signs(self) -> None:
+        while not self._is_closed.wait(SIGN_SECONDS):
+            try:
+                self.send({"do": "alive"})
+            except (LinkLost, ValueError):
+                # The agent finds out by itself.
+                return
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived; call it when the descriptor is readable.
@@ -105,7 +113,11 @@ class Link:
         self._arrived += data
         messages: list[Message] = []
         while len(self._arrived) >= wire.NUMBER.size:
-            end = wire.NUMBER.size + wire.checked_length(self._arrived[: wire.NUMBER.size], LARGEST_MESSAGE_BYTES)
+            try:
+                length = wire.checked_length(self._arrived[: wire.NUMBER.size], LARGEST_MESSAGE_BYTES)
+            except ConnectionError as error:
+                raise LinkLost(str(error)) from error
+            end = wire.NUMBER.size + length
             if len(self._arrived) < end:
                 break
             messages.append(json.loads(self._arrived[wire.NUMBER.size : end]))
@@ -114,6 +126,7 @@ class Link:
 
     def close(self) -> None:
         """Close the connection."""
+        self._is_closed.set()
         self._connection.close()
 
 

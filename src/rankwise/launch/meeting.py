@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rankwise import environments, network
@@ -25,7 +25,7 @@ class Meeting:
     """A job's address as this machine uses it."""
 
     address: tuple[str, int]
-    secret: str
+    secret: str = field(repr=False)
     listener: socket.socket | None = None
     """Where this machine serves the job; ``None`` where another one does."""
     interface: str | None = None
@@ -43,7 +43,8 @@ def meet(options: LaunchOptions) -> Meeting:
     """
     if options.rendezvous is None:
         listener = wire.listen(LOOPBACK, 0)
-        return Meeting(address=listener.getsockname()[:2], secret=secret.draw(), listener=listener)
+        interface = None if options.interface is None else known_interface(options.interface)
+        return Meeting(address=listener.getsockname()[:2], secret=secret.draw(), listener=listener, interface=interface)
     host, port = options.rendezvous
     place = _place(host, options)
     listener = None

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+SUSPICIOUS_SECONDS = 2.5
+"""After how long without a word a machine may be gone."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
@@ -42,10 +45,16 @@ class Member:
 
 
 def refusal_of(node: Node, members: Sequence[Member], max_nodes: int, now: float) -> dict[str, Any] | None:
-    """Return why a machine cannot take part beside those that do, or ``None`` where it can."""
+    """Return the answer to a machine that cannot take part beside those that do, or ``None`` where it can.
+
+    It is told to wait where one in its way may be gone: a machine that starts anew comes before its end is noticed.
+    """
     for member in members:
         if node.node_rank is not None and member.node.node_rank == node.node_rank:
+            if now - member.heard > SUSPICIOUS_SECONDS:
+                return {"do": "wait"}
             return {
+                "do": "refuse",
                 "what": f"Two machines are node {node.node_rank}: {member.node.hostname} and {node.hostname}.",
                 "evidence": f"{member.node.hostname} was heard {now - member.heard:.1f} s ago",
                 "advice": "give each machine its own --node-rank, or none of them",
@@ -57,6 +66,7 @@ def refusal_of(node: Node, members: Sequence[Member], max_nodes: int, now: float
         }
         if differing:
             return {
+                "do": "refuse",
                 "what": f"{node.hostname} and {member.node.hostname} would not run the same job.",
                 "evidence": "\n".join(
                     f"{name}: {member.node.hostname} has {theirs}, {node.hostname} has {ours}"
@@ -65,12 +75,26 @@ def refusal_of(node: Node, members: Sequence[Member], max_nodes: int, now: float
                 "advice": "bring the same script and versions to every machine, and give each the same command",
             }
     if len(members) >= max_nodes:
+        if any(now - member.heard > SUSPICIOUS_SECONDS for member in members):
+            return {"do": "wait"}
         return {
+            "do": "refuse",
             "what": f"The job has all its {max_nodes} nodes.",
             "evidence": "here: " + ", ".join(member.node.hostname for member in members),
             "advice": "raise --nodes on every machine, or give the other job another port",
         }
     return None
+
+
+def who_is_missing(members: Sequence[Member], min_nodes: int) -> tuple[str, str]:
+    """Return in words which machines have not come, and which have."""
+    here = ", ".join(member.node.hostname for member in sorted(members, key=place)) or "none"
+    given = {member.node.node_rank for member in members}
+    numbers = [number for number in range(min_nodes) if number not in given]
+    absent = min_nodes - len(members)
+    if None not in given and len(numbers) == absent:
+        return f"node {', '.join(map(str, numbers))}", here
+    return f"{absent} of {min_nodes} nodes", here
 
 
 def place(member: Member) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import threading
 import time
@@ -52,7 +53,11 @@ class Terminal:
         self._open_line_of = None if ends_line else owner
         try:
             while data:
-                data = data[os.write(self.descriptor, data) :]
+                try:
+                    data = data[os.write(self.descriptor, data) :]
+                except BlockingIOError:
+                    # Somebody else made the stream non-blocking, and its reader is slow.
+                    select.select([], [self.descriptor], [])
         except OSError:
             # The reader has left (`| head`). The ranks find out as under python: by a broken pipe.
             self.is_gone = True
@@ -123,7 +128,11 @@ class Output:
         """Add what the rank itself did not write to the file of its stderr, where there is one."""
         path = self.log_path(rank, attempt)
         if path is not None:
-            with Path(path).open("a", encoding="utf-8") as file:
+            # The report says it all again.
+            with (
+                contextlib.suppress(OSError),
+                Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file,
+            ):
                 file.write(text)
 
     def drain(self, timeout_seconds: float = 2.0) -> None:
@@ -148,7 +157,7 @@ class Output:
         path = self.log_path(rank, attempt, number)
         stream = _Stream(reader, rank, terminal, tail=tail)
         if path is not None:
-            stream.file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - closed with the stream
+            stream.file = Path(path).open("ab")  # noqa: SIM115 - closed with the stream
             stream.terminal = terminal if rank == 0 else None
         elif number == STDERR:
             stream.prefix = rank_prefix(rank, world_size).encode() + b" "
@@ -181,11 +190,25 @@ class Output:
                 if stream.pending and now - stream.since >= IDLE_SECONDS:
                     _show(stream, rest=True)
 
+    def _keep(self, stream: _Stream, data: bytes) -> None:
+        """Write to the stream's file, or no more where that fails: a full disk must not stop the ranks."""
+        if stream.file is None:
+            return
+        try:
+            stream.file.write(data)
+            stream.file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                stream.file.close()
+            words = f"[rankwise] {stream.file.name} is kept no longer: {error.strerror}\n".encode()
+            stream.file = None
+            self._terminals[STDERR].write(words, self, ends_line=True)
+
     def _read(self, stream: _Stream) -> bool:
         """Read what there is; return whether there may be more."""
         data = os.read(stream.descriptor, 1 << 16)
         if stream.file is not None:
-            stream.file.write(data)
+            self._keep(stream, data)
         stream.pending += data
         stream.since = time.monotonic()
         is_over = not data or (stream.terminal is not None and stream.terminal.is_gone)

@@ -8,7 +8,7 @@ and stand behind a mark that no rank knows. Imported by both ends, ``ssh`` and `
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rankwise.errors import ConfigurationError, LaunchError, RankwiseError
@@ -34,7 +34,7 @@ class Part:
     """The host of number 0 serves the job."""
     peers: tuple[str, ...]
     """Addresses of the other hosts, for the first to find the network that leads there."""
-    secret: str
+    secret: str = field(repr=False)
     """Of this job: drawn for it, never in a file nor among a process's words."""
     variables: dict[str, str]
     """Environment variables that are passed on."""

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rankwise.launch.output import Output
     from rankwise.launch.server import WarmServer
 
+LONGEST_LINE = 2000
+"""How much is shown of a line that a failed rank wrote."""
 STOPPED_SECONDS = 6.0
 """After how long a rank that somebody stopped (SIGSTOP) is spoken of, and where it can be, replaced."""
 
@@ -49,7 +51,7 @@ class JobFacts:
     folder: str
     """Temporary, for what ranks write down about their own end."""
     store: tuple[str, int]
-    secret: str
+    secret: str = field(repr=False)
     interface: str | None
     check: bool
 
@@ -72,6 +74,7 @@ class LocalRanks:
         self._doorbell = doorbell
         self._oom_count = OomCount()
         self._ends: dict[int, str] = {}
+        self._unheard: list[Failure | int] = []
         self._still_since: dict[int, float] = {}
 
     def start(self, layout: Layout) -> None:
@@ -86,6 +89,16 @@ class LocalRanks:
             self._server.start(RankStart(rank=rank, attempt=layout.attempt, variables=variables), streams)
             descriptors_closed(streams)
             self.running.add(rank)
+            self._hear_of_start(rank)
+
+    def _hear_of_start(self, rank: int) -> None:
+        """Return when a rank is there: asking on and on without hearing would block both ends."""
+        while rank not in self.processes:
+            said = self._server.hear()
+            if isinstance(said, Started):
+                self.processes[said.rank] = said.pid
+            elif isinstance(said, Ended):
+                self._unheard += self._note_end(said)
 
     def sources(self) -> list[int]:
         """Return the descriptors that are readable when there is something to hear."""
@@ -93,7 +106,7 @@ class LocalRanks:
 
     def hear(self, readable: list[int]) -> list[Failure | int]:
         """Take in what ranks said: failures that are new, and numbers of ranks that ended well while others run."""
-        heard: list[Failure | int] = []
+        heard, self._unheard = self._unheard, []
         if self._doorbell in readable:
             os.read(self._doorbell, 4096)
             for rank in sorted(self.running):
@@ -172,7 +185,7 @@ class LocalRanks:
             "ends": {
                 rank: self._ends.get(rank, "ended with exit code 0") for rank in range(first, first + self.num_ranks)
             },
-            "tails": {rank: list(self._output.stderr_tail(rank)) for rank in self.failures},
+            "tails": {rank: [line[:LONGEST_LINE] for line in self._output.stderr_tail(rank)] for rank in self.failures},
             "logs": {rank: path for rank, path in logs.items() if path is not None},
             "has_stopped": self.has_stopped,
         }

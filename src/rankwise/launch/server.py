@@ -20,10 +20,11 @@ import socket
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from rankwise import stopping
 from rankwise.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 LONGEST_MESSAGE_BYTES = 1 << 17
+QUIET_SECONDS = 5.0
+"""How long nothing has happened when there is time for what only a restart needs."""
 LAST_RESORT_SECONDS = 4
 """After how long the server stops waiting for a killed process that the kernel holds on to."""
 
@@ -65,7 +68,7 @@ class RankStart:
 
     rank: int
     attempt: int
-    variables: dict[str, str]
+    variables: dict[str, str] = field(repr=False)
 
 
 class WarmServer:
@@ -133,7 +136,9 @@ class WarmServer:
             os.waitpid(self._pid, 0)
 
 
-def fork_server(run_rank: Callable[[RankStart], int], *, folder: str, doorbell: int) -> WarmServer:
+def fork_server(
+    run_rank: Callable[[RankStart], int], *, folder: str, doorbell: int, expects_restarts: bool = False
+) -> WarmServer:
     """Fork the warm server off this process, which must have no threads yet.
 
     Returns in the launcher only. A rank runs ``run_rank`` and ends with its exit code, through the
@@ -143,6 +148,7 @@ def fork_server(run_rank: Callable[[RankStart], int], *, folder: str, doorbell: 
         run_rank: what each rank does; it came into memory before the fork, so nothing is pickled.
         folder: the job's temporary folder, which the server removes as the last one to go.
         doorbell: descriptor of the launcher's that must not stay open here.
+        expects_restarts: whether the server uses quiet time to import what ranks import while they train.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -153,15 +159,16 @@ def fork_server(run_rank: Callable[[RankStart], int], *, folder: str, doorbell: 
         return WarmServer(ours, pid)
     ours.close()
     os.close(doorbell)
-    start = _Server(theirs, folder).serve()
+    start = _Server(theirs, folder, expects_restarts=expects_restarts).serve()
     sys.exit(run_rank(start))
 
 
 class _Server:
     """The server's end. ``serve`` returns in a forked rank only."""
 
-    def __init__(self, connection: socket.socket, folder: str) -> None:
+    def __init__(self, connection: socket.socket, folder: str, *, expects_restarts: bool) -> None:
         self._connection = connection
+        self._has_more_to_import = expects_restarts
         self._folder = folder
         self._ranks: dict[int, RankStart] = {}
         self._hangup = signal.getsignal(signal.SIGHUP)
@@ -178,7 +185,11 @@ class _Server:
         _preload()
         gc.freeze()
         while True:
-            readable, _, _ = select.select([self._connection, ended_r], [], [])
+            is_quiet = self._has_more_to_import and bool(self._ranks)
+            readable, _, _ = select.select([self._connection, ended_r], [], [], QUIET_SECONDS if is_quiet else None)
+            if not readable:
+                self._has_more_to_import = False
+                _preload_for_restarts()
             if ended_r in readable:
                 os.read(ended_r, 4096)
                 self._reap()
@@ -243,7 +254,7 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         # Until the script joins, which listens to it: Slurm, or the launcher, asks with it for a stop.
-        signal.signal(signal.SIGUSR2, _wake)
+        signal.signal(signal.SIGUSR2, stopping.note_early)
         if _SLURM_STEP in os.environ:
             # Slurm signals every process of a step. The launcher decides, and ends ranks by other means.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -318,6 +329,12 @@ def _preload() -> None:
     rankwise = importlib.import_module("rankwise")
     for name in rankwise.__all__:
         getattr(rankwise, name)
+
+
+def _preload_for_restarts() -> None:
+    """Import what torch's optimizers import when they are first used: a second of each rank's start."""
+    importlib.import_module("torch._dynamo")
+    gc.freeze()
 
 
 def _children() -> list[int]:

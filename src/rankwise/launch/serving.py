@@ -117,6 +117,11 @@ class JobServer:
         for number, event in events:
             post(_Part(self._keys, f"attempt/{number}/"), event)
         for node_id, message in messages:
+            if message["do"] == "drop":
+                writer = self._writers.get(node_id)
+                if writer is not None:
+                    writer.transport.abort()
+                continue
             if message["do"] == "start":
                 self._keys.delete_prefix(f"attempt/{message['attempt'] - 1}/")
             self._send(node_id, message)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import os
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
@@ -83,6 +85,7 @@ def launch(target: Target, options: LaunchOptions, saying: Saying, meeting: Meet
     if meeting is None:
         options = with_scheduler(options)
     end_quietly()
+    _open_standard_streams()
     if options.log_dir is not None:
         _make_folder(options.log_dir)
     if options.device == "cpu":
@@ -92,13 +95,31 @@ def launch(target: Target, options: LaunchOptions, saying: Saying, meeting: Meet
 
     folder = tempfile.mkdtemp(prefix="rankwise-")
     doorbell_r, doorbell_w = os.pipe()
-    server = fork_server(partial(run_rank, target=target, doorbell=doorbell_w), folder=folder, doorbell=doorbell_r)
+    server = fork_server(
+        partial(run_rank, target=target, doorbell=doorbell_w),
+        folder=folder,
+        doorbell=doorbell_r,
+        expects_restarts=options.can_restart,
+    )
     os.close(doorbell_w)
     try:
         job = _Job(folder=folder, server=server, doorbell=doorbell_r, interrupts=Interrupts())
         return _take_part(job, target, options, saying, meeting)
     finally:
         server.close()
+        # The server's to do, unless it was killed.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_standard_streams() -> None:
+    """Give the three standard streams their numbers where the caller closed some: other files would get them."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
+        pass
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as above
 
 
 def num_ranks_here(options: LaunchOptions, num_gpus: int) -> int:
@@ -203,7 +224,15 @@ def _introduction(target: Target, options: LaunchOptions, num_ranks: int, *, ser
     if isinstance(target, Script):
         digest = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()
         words = f"{Path(target.path).name} ({digest[:12]})"
-    same = {"script": words, "rankwise": VERSION, "torch": torch.__version__, "python": _python()}
+    asked = f"--nodes {options.nodes[0]}:{options.nodes[1]} --max-restarts {options.max_restarts}"
+    same = {
+        "script": words,
+        "options": asked,
+        "arguments": _digest(target),
+        "rankwise": VERSION,
+        "torch": torch.__version__,
+        "python": _python(),
+    }
     node = {
         "node_id": uuid.uuid4().hex,
         "hostname": socket.gethostname(),
@@ -213,6 +242,12 @@ def _introduction(target: Target, options: LaunchOptions, num_ranks: int, *, ser
         "job": same,
     }
     return {"node": node}
+
+
+def _digest(target: Target) -> str:
+    """Return what stands for the arguments, which may be long or private."""
+    arguments = getattr(target, "arguments", ())
+    return f"{len(arguments)} ({hashlib.sha256(json.dumps(arguments).encode()).hexdigest()[:8]})"
 
 
 def _python() -> str:

@@ -8,6 +8,7 @@ start, before the warm server is forked.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from typing import TYPE_CHECKING, TextIO
@@ -50,11 +51,14 @@ def run_rank(start: RankStart, target: Target, doorbell: int) -> int:
             # A process the script forked and let run out of its own code: not the rank.
             sys.__excepthook__(type(error), error, error.__traceback__)
             return exit_code
-        if exit_code not in {0, STOPPED_EXIT_CODE}:
-            _leave_word(error, start, exit_code, doorbell)
+        if exit_code not in {0, STOPPED_EXIT_CODE} and not _leave_word(error, start, exit_code, doorbell):
+            sys.__excepthook__(type(error), error, error.__traceback__)
         if not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
         return exit_code
+    finally:
+        # Python's end would look through all of torch for what to free, and keep the others waiting.
+        gc.freeze()
     return 0
 
 
@@ -128,12 +132,15 @@ def _exit_code(error: BaseException) -> int:
     return 1
 
 
-def _leave_word(error: BaseException, start: RankStart, exit_code: int, doorbell: int) -> None:
+def _leave_word(error: BaseException, start: RankStart, exit_code: int, doorbell: int) -> bool:
+    """Write down how this rank failed, for the launcher; return whether that was possible."""
     # Nothing may keep the rank from ending: neither a full disk nor an exception of the script's own making.
     with contextlib.suppress(Exception):
         written = failure.from_exception(error, start.rank, exit_code)
         failure.write(written, start.variables["RANKWISE_ERROR_FILE"])
         os.write(doorbell, b"!")
+        return True
+    return False
 
 
 def _show_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
