@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 LONGEST_MESSAGE_BYTES = 1 << 17
-QUIET_SECONDS = 5.0
+QUIET_SECONDS = 1.0
 """How long nothing has happened when there is time for what only a restart needs."""
 LAST_RESORT_SECONDS = 4
 """After how long the server stops waiting for a killed process that the kernel holds on to."""
