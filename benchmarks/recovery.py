@@ -274,9 +274,14 @@ def node_lost_to_step(side: str) -> float:
         return next((t - lost for _, n, t in job.steps() if n == 2 and t > lost), float("inf"))
 
 
+def within(taken: float, waited: int = 100) -> str:
+    """Return a time, or that it never came."""
+    return seconds(taken) if taken < waited else f"none in {waited} s"
+
+
 def against_limit(what: str, taken: float, limit_seconds: int) -> Row:
     """Return the row of a time that has a limit and no peer in the same run."""
-    return Row(what, seconds(taken), f"limit {limit_seconds} s", taken / limit_seconds, 1)
+    return Row(what, within(taken), f"limit {limit_seconds} s", taken / limit_seconds, 1)
 
 
 def main() -> None:
@@ -303,7 +308,7 @@ def main() -> None:
             0.4,
         ),
         against_limit(
-            f"kill -9 of a node to the next step of the other (torchrun {seconds(theirs_lost)})", ours_lost, 20
+            f"kill -9 of a node to the next step of the other (torchrun: {within(theirs_lost)})", ours_lost, 20
         ),
         against_limit("SIGSTOP of a rank to the next step", stopped, 15),
         against_limit("link cut until all launchers and ranks have ended", cut, 60),

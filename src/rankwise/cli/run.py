@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from rankwise.cli.words import add_command
 from rankwise.environments.reading import parse_address
 from rankwise.errors import ConfigurationError
-from rankwise.launch.hosts import parse_hosts
 from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
-from rankwise.launch.ssh import Command, launch_on_hosts, split_command
 from rankwise.launch.start import launch
 from rankwise.launch.target import find_module, find_script
 
@@ -158,6 +156,10 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _execute_on_hosts(options: argparse.Namespace) -> int:
+    # Only who uses ssh waits for it.
+    from rankwise.launch.hosts import parse_hosts  # noqa: PLC0415
+    from rankwise.launch.ssh import Command, launch_on_hosts, split_command  # noqa: PLC0415
+
     for name, value in (("--rendezvous", options.rendezvous), ("--node-rank", options.node_rank)):
         if value is not None:
             raise ConfigurationError(

@@ -150,6 +150,9 @@ def fork_server(
         doorbell: descriptor of the launcher's that must not stay open here.
         expects_restarts: whether the server uses quiet time to import what ranks import while they train.
     """
+    # Before the fork: imported behind it, the two processes would copy each other's memory meanwhile.
+    _preload()
+    gc.freeze()
     sys.stdout.flush()
     sys.stderr.flush()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -182,8 +185,6 @@ class _Server:
         os.set_blocking(ended_w, False)
         signal.signal(signal.SIGCHLD, _wake)
         signal.set_wakeup_fd(ended_w)
-        _preload()
-        gc.freeze()
         while True:
             is_quiet = self._has_more_to_import and bool(self._ranks)
             readable, _, _ = select.select([self._connection, ended_r], [], [], QUIET_SECONDS if is_quiet else None)
