@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -483,3 +484,31 @@ def test_a_reader_that_leaves_ends_the_ranks_as_it_would_one_program(command: Co
 def _threads(num_ranks: int) -> str:
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     return f"{threads} CPU {'thread' if threads == 1 else 'threads'} each"
+
+
+def test_a_stop_asked_for_before_the_script_has_joined_is_heeded(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, signal
+        os.kill(os.getpid(), signal.SIGUSR2)
+        import torch, rankwise as rw
+        with rw.join():
+            checkpoints, model = rw.Checkpointer("saved"), torch.nn.Linear(1, 1)
+            for step in range(3):
+                checkpoints.stop_if_asked(model=model)
+        """,
+    )
+    ended = command.run("-n", "1", "train.py")
+    assert ended.returncode == 75, ended.stderr
+    assert (command.folder / "saved" / "checkpoint-000001").is_dir()
+
+
+def test_closed_streams_are_nowhere_and_not_other_files(command: Command) -> None:
+    command.write("train.py", "import os, sys; print('said'); os.fstat(0); sys.exit(3)")
+    words = " ".join(map(shlex.quote, command.words("-n", "2", "train.py")))
+    for closed in ("<&-", ">&-", "2>&-"):
+        ended = subprocess.run(
+            ["sh", "-c", f"{words} {closed}"], cwd=command.folder, env=command.environment(), check=False, timeout=50
+        )
+        assert ended.returncode == 3, closed

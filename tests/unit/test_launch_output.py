@@ -105,3 +105,20 @@ def test_log_files_are_added_to(shown: Shown, tmp_path: Path) -> None:
     assert shown[2] == b"zero\n"
     assert carrier.log_path(1, 2) == str(tmp_path / "rank-1.restart-2.err")
     carrier.close()
+
+
+def test_a_full_disk_ends_the_file_and_not_the_stream(shown: Shown, tmp_path: Path) -> None:
+    (tmp_path / "rank-0.out").symlink_to("/dev/full")
+    carrier = Output(str(tmp_path))
+    _write(carrier, [(0, 1, b"one\n"), (0, 1, b"two\n"), (1, 1, b"kept\n")], 2)
+    carrier.close()
+    assert shown[1] == b"one\ntwo\n"
+    assert b"rank-0.out is kept no longer: No space left on device" in shown[2]
+    assert (tmp_path / "rank-1.out").read_bytes() == b"kept\n"
+
+
+def test_an_error_that_is_no_text_is_logged_all_the_same(shown: Shown, tmp_path: Path) -> None:
+    carrier = Output(str(tmp_path))
+    carrier.append_to_log(0, 0, "file \udcff.txt\n")
+    carrier.close()
+    assert (tmp_path / "rank-0.err").read_text() == "file \\udcff.txt\n"
