@@ -241,7 +241,7 @@ def test_a_store_is_served_as_long_as_a_clone_is_there() -> None:
         connect(LOOPBACK, port, 0.05, secret=SECRET)
 
 
-def test_a_handler_of_ones_own_runs_beside_the_store() -> None:
+def test_a_service_of_ones_own_runs_beside_the_store() -> None:
     async def echo(reader: StreamReader, writer: StreamWriter) -> None:
         writer.write(await reader.readexactly(3))
         await writer.drain()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys and values of a job, and the handler that lets authenticated connections use them.
+"""The keys and values of a job, and the service that lets authenticated connections use them.
 
 All of it runs on one event loop and needs no lock. Waits for a key cost nothing until it is set. Imported by this
 room's front, and by the launcher, which serves a store of its own.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server for those who hold the job's secret: one thread, one event loop, one handler per purpose.
+"""A server for those who hold the job's secret: one thread, one event loop, one service per purpose.
 
-Knows nothing of what its handlers do; reads no more than a greeting and a proof of who has not shown the secret.
+Knows nothing of what its services do; reads no more than a greeting and a proof of who has not shown the secret.
 Imported by this room's front, and by the launcher.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping
 
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Service = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one authenticated connection until it returns; the connection is then closed."""
 
 MOST_STRANGERS = 64
@@ -45,7 +45,7 @@ HANDSHAKE_SECONDS = 5.0
 REST_SECONDS = 0.05
 """How long nothing is accepted after the system had no descriptor left."""
 CLOSE_SECONDS = 5.0
-"""How long handlers have to end when the server closes."""
+"""How long services have to end when the server closes."""
 BUFFER_BYTES = 256 * 1024
 
 
@@ -56,20 +56,20 @@ class AuthenticatedServer:
     this one have nothing of it.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, handlers: Mapping[str, Handler]) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes, services: Mapping[str, Service]) -> None:
         """Take over a socket that listens already.
 
         Args:
             listener: bound to one address; closed with the server.
             secret: of the job.
-            handlers: a coroutine function for each purpose that a client may name.
+            services: a coroutine function for each purpose that a client may name.
         """
         self.loop = asyncio.new_event_loop()
-        """The loop the handlers run on; ``asyncio.run_coroutine_threadsafe`` reaches it from other threads."""
+        """The loop the services run on; ``asyncio.run_coroutine_threadsafe`` reaches it from other threads."""
         self.port = int(listener.getsockname()[1])
         listener.setblocking(False)
         close_in_children(listener)
-        front = _Front(listener, checked_secret(secret), dict(handlers))
+        front = _Front(listener, checked_secret(secret), dict(services))
         # The thread must not refer to this object, or the object would never go.
         self._thread = threading.Thread(target=_run, args=(self.loop, front), name="rankwise-server", daemon=True)
         self._close = weakref.finalize(self, _close, self.loop, front, self._thread, os.getpid())
@@ -86,10 +86,10 @@ class AuthenticatedServer:
 class _Front:
     """What accepts connections and asks for the secret."""
 
-    def __init__(self, listener: socket.socket, secret: bytes, handlers: dict[str, Handler]) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes, services: dict[str, Service]) -> None:
         self.listener = listener
         self._secret = secret
-        self._handlers = handlers
+        self._services = services
         self._strangers: dict[asyncio.Task[None], None] = {}
         """Who has not shown the secret, the oldest first."""
         self._known: set[asyncio.Task[None]] = set()
@@ -125,20 +125,20 @@ class _Front:
         self._known.discard(task)
 
     async def _serve(self, connection: socket.socket) -> None:
-        handler: Handler | None = None
+        service: Service | None = None
         try:
             with contextlib.suppress(OSError, ValueError):
                 prepare(connection)
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
-                    handler = await self._greet(connection)
-            if handler is not None:
+                    service = await self._greet(connection)
+            if service is not None:
                 self._know(asyncio.current_task())
-                await _hand_over(connection, handler)
+                await _hand_over(connection, service)
         finally:
             connection.close()
 
-    async def _greet(self, connection: socket.socket) -> Handler | None:
-        """Return the handler of who has shown the secret, ``None`` for others."""
+    async def _greet(self, connection: socket.socket) -> Service | None:
+        """Return the service of who has shown the secret, ``None`` for others."""
         nonce = new_nonce()
         await _send(connection, hello(nonce))
         client_nonce, purpose = parse_hello(await _receive(connection))
@@ -146,13 +146,13 @@ class _Front:
         if not is_proof(await _receive(connection), self._secret, b"client", purpose, nonces):
             await _send(connection, bytes([Answer.REFUSED]))
             return None
-        handler = self._handlers.get(purpose)
-        if handler is None:
+        service = self._services.get(purpose)
+        if service is None:
             await _send(connection, bytes([Answer.UNKNOWN_PURPOSE]))
             return None
         own = proof(self._secret, b"server", purpose, nonces)
         await _send(connection, bytes([Answer.WELCOME]) + own)
-        return handler
+        return service
 
 
 async def _send(connection: socket.socket, data: bytes) -> None:
@@ -176,15 +176,15 @@ async def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     return data
 
 
-async def _hand_over(connection: socket.socket, handler: Handler) -> None:
-    """Have ``handler`` serve a connection to its end."""
+async def _hand_over(connection: socket.socket, service: Service) -> None:
+    """Have ``service`` serve a connection to its end."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=BUFFER_BYTES, loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
     writer = asyncio.StreamWriter(transport, protocol, reader, loop)
     try:
-        await handler(reader, writer)
+        await service(reader, writer)
         writer.close()
         await writer.wait_closed()
     except (ConnectionError, TimeoutError):

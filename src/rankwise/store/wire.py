@@ -220,7 +220,7 @@ def open_connection(host: str, port: int, secret: bytes, purpose: str, timeout_s
         host: name or address of the server's machine.
         port: where it listens.
         secret: of the job, the same as the server's. It is never sent.
-        purpose: what the connection is for; it chooses the server's handler, and is part of what is signed.
+        purpose: what the connection is for; it chooses the server's service, and is part of what is signed.
         timeout_seconds: until when to try again while nothing listens, the network cannot be reached, or the
             server is flooded.
 
