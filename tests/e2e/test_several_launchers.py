@@ -204,8 +204,10 @@ def test_stacks_shows_where_ranks_are(command: Command, launchers: Launchers) ->
     words = [sys.executable, "-m", "rankwise", "stacks", "--job", str(pair[0].pid)]
     asked = {"cwd": command.folder, "env": command.environment(), "capture_output": True, "text": True, "timeout": 50}
     shown = subprocess.run(words, check=False, **asked)
+    while "waiting in barrier()" not in shown.stdout:  # rank 0 is on its way there
+        assert time.monotonic() < deadline, shown.stdout + shown.stderr
+        shown = subprocess.run(words, check=False, **asked)
     assert shown.returncode == 0, shown.stderr
-    assert "waiting in barrier()" in shown.stdout
     assert "train.py:9" in shown.stdout
     told = json.loads(subprocess.run([*words, "--json"], check=False, **asked).stdout)
     assert sorted(told["ranks"]) == ["0", "1"]
