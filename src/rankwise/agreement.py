@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import traceback
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankwise.collectives import gather_json
 from rankwise.errors import PeerFailed, RankwiseError, fold_values, rank_prefix
 from rankwise.session import current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
 
 @contextmanager
@@ -109,15 +109,3 @@ def same_on_all_ranks(label: str, value: object, *, do: str, error: type[Rankwis
             evidence=fold_values(dict(enumerate(values))),
             do=do,
         )
-
-
-def on_rank_zero(label: str, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever work returns
-    """Run ``work`` on rank zero and return its result, JSON-able, on every rank; its error is everyone's.
-
-    Called by: every rank, in the same order.
-    """
-    result: list[Any] = [None]
-    with all_ranks_succeed(label):
-        if current().world.rank == 0:
-            result[0] = work()
-    return gather_json(result[0])[0]

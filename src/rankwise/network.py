@@ -196,20 +196,6 @@ def route_to(host: str, port: int = ANY_PORT) -> Route:
     )
 
 
-def address_for_others(host: str) -> str:
-    """Return the address of a host that every machine may use: the first that is not loopback.
-
-    Raises:
-        ConfigurationError: nobody knows the name, or it means loopback here (Debian writes the machine's own name
-            into ``/etc/hosts`` as 127.0.1.1), which on another machine would be that machine itself.
-    """
-    addresses = resolve(host)
-    for address in addresses:
-        if not is_loopback(address):
-            return address
-    raise loopback_name(host, addresses)
-
-
 def loopback_name(host: str, addresses: Sequence[str]) -> ConfigurationError:
     """Return the error about a host that means loopback here, where other machines must reach it."""
     lines = hosts_file_lines(host)

@@ -21,6 +21,7 @@ from rankwise.launch.coordinator import (
     Node,
     Phase,
 )
+from rankwise.launch.nodes import introduced
 
 TIMEOUT_SECONDS = 100.0
 
@@ -90,6 +91,15 @@ def test_a_job_starts_when_all_machines_have_come() -> None:
     scene.end("b", 0)
     assert [one["exit_code"] for _, one in scene.said("end")] == [0, 0]
     assert scene.coordinator.phase is Phase.OVER
+
+
+def test_a_launcher_of_another_version_is_understood_well_enough_to_be_refused() -> None:
+    told = {"node_id": "b", "hostname": "b", "num_ranks": 1, "job": {"rankwise": "9"}, "of a later version": 1}
+    scene = Scene((2, 2))
+    scene.come("a", rankwise="0.1.0")
+    scene.coordinator.come(introduced(told), 0.0)
+    ((to, refusal),) = scene.said()
+    assert (to, refusal["evidence"]) == ("b", "rankwise: a has 0.1.0, b has 9")
 
 
 def test_given_numbers_count_not_the_order_of_coming() -> None:

@@ -61,7 +61,7 @@ def test_own_addresses_are_own_and_reachable_by_others() -> None:
     for address in network.own_addresses():
         assert network.is_own(address)
         assert not network.is_loopback(address)
-        assert network.address_for_others(address) == address
+        assert network.resolve(address) == [address]
 
 
 def test_an_unknown_host_is_named_with_what_to_ask() -> None:
@@ -78,7 +78,7 @@ def test_what_cannot_be_a_name_is_an_unknown_host(host: str) -> None:
 
 def test_a_name_that_means_loopback_is_no_address_for_others() -> None:
     with pytest.raises(ConfigurationError, match="localhost means this machine itself") as error:
-        network.address_for_others("localhost")
+        raise network.loopback_name("localhost", network.resolve("localhost"))
     assert "localhost is 127.0.0.1" in str(error.value.evidence)
 
 

@@ -34,12 +34,6 @@ NOTICE_SECONDS = 5.0
 """After how long it is said what is waited for."""
 
 
-def _is_hopeless(error: Exception, host: str) -> bool:
-    """Return whether an error cannot go away by itself: no machine's own loopback comes up later."""
-    cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno == errno.ENETUNREACH and is_loopback(host)
-
-
 class LinkLost(ConnectionError):
     """The coordinator cannot be heard any more."""
 
@@ -172,3 +166,9 @@ def open_link(
             if waited > NOTICE_SECONDS and not has_said:
                 has_said = True
                 say(f"[rankwise] waiting for the rendezvous at {host}:{port}: {error}\n")
+
+
+def _is_hopeless(error: Exception, host: str) -> bool:
+    """Return whether an error cannot go away by itself: no machine's own loopback comes up later."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.ENETUNREACH and is_loopback(host)

@@ -6,7 +6,7 @@ Values only. Imported by the coordinator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +30,11 @@ class Node:
     """Whether it serves the others; it then is the first, where no numbers were given."""
     job: dict[str, str] = field(default_factory=dict[str, str])
     """What must be the same on all machines: the script, the versions."""
+
+
+def introduced(told: dict[str, Any]) -> Node:
+    """Return the machine that a launcher tells of; one of another version may tell more, and is then refused by it."""
+    return Node(**{one.name: told[one.name] for one in fields(Node) if one.name in told})
 
 
 @dataclass(slots=True)

@@ -14,9 +14,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rankwise.events import post
-from rankwise.launch.coordinator import Node
 from rankwise.launch.failure import Failure
 from rankwise.launch.link import LARGEST_MESSAGE_BYTES, PURPOSE
+from rankwise.launch.nodes import introduced
 from rankwise.store import keys
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.wire import NUMBER, read_frame
@@ -36,7 +36,6 @@ class JobServer:
     """The serving end of a job, from its first machine's coming to its end."""
 
     def __init__(self, listener: socket.socket, secret: bytes, coordinator: Coordinator) -> None:
-        self.address: tuple[str, int] = listener.getsockname()[:2]
         self._coordinator = coordinator
         self._keys = keys.Keys()
         self._writers: dict[str, StreamWriter] = {}
@@ -72,7 +71,7 @@ class JobServer:
 
     async def _serve_agent(self, reader: StreamReader, writer: StreamWriter) -> None:
         hello = json.loads(await read_frame(reader, LARGEST_MESSAGE_BYTES))
-        node = Node(**hello["node"])
+        node = introduced(hello["node"])
         self._writers[node.node_id] = writer
         try:
             self._coordinator.come(node, time.monotonic())

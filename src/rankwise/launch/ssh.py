@@ -45,7 +45,6 @@ NOT_FOUND = {126, 127}
 """How a shell ends where a command is not there, or cannot be run."""
 ANSWER_SECONDS = 60.0
 """How long a host may take for each answer before its ranks start."""
-SSH_EXAMPLE = "leave it out, or for example --ssh 'ssh -F FILE'"
 EVIDENCE_LINES = 5
 PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANKWISE_CHECK")
 _PREFIXES = ("NCCL_", "TORCH_")
