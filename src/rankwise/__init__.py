@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rankwise.data.shared import share
     from rankwise.launch.function import launch, launcher
     from rankwise.log import log
+    from rankwise.parallel.device_mesh import mesh
     from rankwise.parallel.replicate import no_sync, replicate, weight
     from rankwise.process_group import join, leave
     from rankwise.progress import print, progress  # noqa: A004 - prints on rank zero
@@ -52,6 +53,7 @@ _ROOM_OF = {
     "leave": "process_group",
     "load": "checkpoint.load",
     "log": "log",
+    "mesh": "parallel.device_mesh",
     "no_sync": "parallel.replicate",
     "print": "progress",
     "progress": "progress",
@@ -79,6 +81,7 @@ __all__ = [
     "leave",
     "load",
     "log",
+    "mesh",
     "no_sync",
     "print",
     "progress",

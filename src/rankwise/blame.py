@@ -81,22 +81,22 @@ def verdict(world: World, event: Event) -> RankwiseError:
     )
 
 
-def findings(answers: Answers, sequence: int, world_size: int) -> Event:
+def findings(answers: Answers, sequence: int, members: Sequence[int]) -> Event:
     """Return what answers say about a wait: who is missing, whether all wait for different things, and the table.
 
     Args:
         answers: of a roll call that asked about the collective's channel and ``sequence``.
         sequence: of the collective, within its channel.
-        world_size: number of ranks.
+        members: the ranks that take part in it.
     """
-    missing = missing_ranks(answers, sequence, world_size)
-    waiting = [answer for answer in answers.values() if answer.get("waiting")]
+    missing = missing_ranks(answers, sequence, members)
+    waiting = [answers[rank] for rank in members if rank in answers and answers[rank].get("waiting")]
     found: Event = {
         "missing": missing,
-        "table": f"{table(answers, world_size)}\n{stacks(answers, missing)}".strip(),
+        "table": f"{table(answers, len({*answers, *members}))}\n{stacks(answers, missing)}".strip(),
     }
-    if len(waiting) == world_size and len({answer["channel"] for answer in waiting}) > 1:
-        found["calls"] = calls_of({rank: [answer["what"], answer["at"]] for rank, answer in answers.items()}, answers)
+    if len(waiting) == len(members) and len({answer["channel"] for answer in waiting}) > 1:
+        found["calls"] = calls_of({r: [answers[r]["what"], answers[r]["at"]] for r in members}, answers)
     return found
 
 
@@ -182,11 +182,9 @@ def store_lost(world: World) -> PeerMissing:
     )
 
 
-def missing_ranks(answers: Answers, sequence: int, world_size: int) -> list[int]:
+def missing_ranks(answers: Answers, sequence: int, members: Sequence[int]) -> list[int]:
     """Return the ranks that have not come to the collective of this number in its channel."""
-    return [
-        rank for rank in range(world_size) if rank not in answers or answers[rank].get("count", sequence - 1) < sequence
-    ]
+    return [rank for rank in members if rank not in answers or answers[rank].get("count", sequence - 1) < sequence]
 
 
 def first_difference(answers: Answers) -> int | None:

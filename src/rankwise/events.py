@@ -12,6 +12,8 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rankwise.store import Store
 
 _KEY = "rankwise/events/{}"
@@ -58,7 +60,9 @@ def post_failure(store: Store, *, rank: int, error_type: str, text: str, hostnam
     post(store, {"kind": "failed", "rank": rank, "error_type": error_type, "text": text, "hostname": hostname})
 
 
-def post_departure(store: Store, *, rank: int, exit_code: int | None = None, last: int | None = None) -> None:
+def post_departure(
+    store: Store, *, rank: int, exit_code: int | None = None, last: int | None = None, counts: Sequence[int] = ()
+) -> None:
     """Tell every rank that ``rank`` has ended without an error.
 
     Args:
@@ -66,8 +70,9 @@ def post_departure(store: Store, *, rank: int, exit_code: int | None = None, las
         rank: who left.
         exit_code: of its process, where it has ended.
         last: number of the last collective it took part in; ``None`` where that is not known.
+        counts: how many collectives of each channel it took part in, where that is known.
     """
-    post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last})
+    post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last, "counts": list(counts)})
 
 
 def post_stop(store: Store, *, reason: str, rank: int | None = None) -> None:

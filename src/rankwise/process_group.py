@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise import environments, network, rendezvous, store
+from rankwise.device import choose_backend, choose_device, torch_backends
 from rankwise.environments.process import gloo_interfaces, in_kubernetes, set_interface, unset
 from rankwise.errors import ConfigurationError, rank_prefix
 from rankwise.exchange.choose import check_exchange, open_exchange
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from rankwise.store import Store
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-BACKENDS = ("gloo", "nccl")
 _NOT_FAILED = {None, 0, STOPPED_EXIT_CODE}
 
 
@@ -115,7 +116,7 @@ def join(
     _num_joins[0] += 1
     if reading.world_size == 1:
         world = _world(reading, device, backend, [socket.gethostname()])
-        session = Session(world=world)
+        session = Session(world=world, open_group=partial(_open_group_of_one, world))
     else:
         job_store, serves, places = _meet(reading, timeout_seconds)
         world = _world(reading, device, backend, [place.hostname for place in places])
@@ -186,6 +187,8 @@ def _close(session: Session, *, failed: bool) -> None:
         session.on_close()
     session.stopping.close()
     speak_as("", is_rank_zero=True)
+    for part in session.parts.values():
+        part.close()
     if session.exchange is not None:
         session.exchange.close()
     _close_groups(session, failed=failed)
@@ -278,7 +281,7 @@ def _world(
     local_rank = reading.local_rank
     if local_rank is None:
         local_rank = hostnames[: reading.rank].count(own)
-    chosen = _choose_device(device, backend, local_rank)
+    chosen = choose_device(device, backend, local_rank)
     return JoinedWorld(
         rank=reading.rank,
         world_size=reading.world_size,
@@ -287,36 +290,10 @@ def _world(
         node_rank=machines.index(own) if reading.node_rank is None else reading.node_rank,
         num_nodes=reading.num_nodes or len(machines),
         device=chosen,
-        backend=_choose_backend(backend, chosen) if reading.world_size > 1 else "none",
+        backend=choose_backend(backend, chosen) if reading.world_size > 1 else "none",
         hostname=own,
         source=reading.source,
     )
-
-
-def _choose_device(device: str | torch.device | None, backend: str | None, local_rank: int) -> str:
-    if device is not None:
-        return str(torch.device(device))
-    if backend == "gloo" or not torch.cuda.is_available():
-        return "cpu"
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigurationError(
-            f"Local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}.",
-            do="start at most one rank per GPU, or pass join(device='cpu')",
-        )
-    return f"cuda:{local_rank}"
-
-
-def _choose_backend(backend: str | None, device: str) -> str:
-    if backend is None:
-        return "nccl" if device.startswith("cuda") else "gloo"
-    if backend not in BACKENDS:
-        raise ConfigurationError(f"There is no backend {backend!r}.", do="use one of " + ", ".join(BACKENDS))
-    if backend == "nccl" and not device.startswith("cuda"):
-        raise ConfigurationError(
-            f"The backend nccl needs a GPU, and this rank's device is {device}.",
-            do="leave backend out, or pass join(backend='gloo')",
-        )
-    return backend
 
 
 def _choose_interface(reading: Reading, places: list[Place]) -> None:
@@ -341,10 +318,15 @@ def _forget_interface() -> None:
     _interface_variables.clear()
 
 
+def _open_group_of_one(world: World) -> None:
+    """Open torch's group in a world of one, for torch's own ways of spreading a model."""
+    if not dist.is_initialized():
+        dist.init_process_group(torch_backends(world.device), store=dist.HashStore(), rank=0, world_size=1)
+
+
 def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool) -> Session:
     dist.init_process_group(
-        # Control messages are CPU tensors on every machine; only GPU tensors go through NCCL.
-        backend="cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo",
+        backend=torch_backends(world.device if world.backend == "nccl" else "cpu"),
         store=job_store.prefixed("group").torch_store,
         rank=world.rank,
         world_size=world.world_size,

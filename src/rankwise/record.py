@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from rankwise import places
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rankwise.places import Place
 
 LENGTH = 64
@@ -47,17 +49,29 @@ class Record:
         """Number of the latest collective."""
         self.step = 0
         """Optimizer updates whose gradients have been exchanged."""
-        self._counts = [0]
+        self.counts = [0]
+        """How many collectives of each channel this rank has begun."""
+        self._members: list[frozenset[int] | None] = [None]
 
-    def open_channel(self) -> int:
-        """Return a new channel. Called by: every rank, in the same order."""
-        self._counts.append(0)
-        return len(self._counts) - 1
+    def open_channel(self, members: Iterable[int] | None = None) -> int:
+        """Return a new channel. Called by: every rank, in the same order.
+
+        Args:
+            members: the ranks whose collectives it counts; default: all.
+        """
+        self.counts.append(0)
+        self._members.append(None if members is None else frozenset(members))
+        return len(self.counts) - 1
+
+    def is_member(self, rank: int, channel: int) -> bool:
+        """Return whether ``rank`` takes part in the collectives of a channel."""
+        members = self._members[channel]
+        return members is None or rank in members
 
     def begin(self, what: str, channel: int = 0) -> Ticket:
         """Note that a collective begins here."""
         self.last = number = self.last + 1
-        self._counts[channel] = sequence = self._counts[channel] + 1
+        self.counts[channel] = sequence = self.counts[channel] + 1
         ticket = Ticket(number, what, channel, sequence, places.user_place())
         self.recent.append(ticket)
         return ticket
@@ -75,7 +89,7 @@ class Record:
         recent = self.recent.copy()
         now = time.monotonic()
         latest = waiting or (recent[-1] if recent else None)
-        counts = self._counts
+        counts = self.counts
         count = counts[channel] if channel < len(counts) else 0
         told: dict[str, Any] = {
             "step": self.step,

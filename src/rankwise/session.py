@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rankwise.exchange.protocol import Exchange
+    from rankwise.mesh import Axes
     from rankwise.store import Store
     from rankwise.watch import Watch
     from rankwise.world import World
@@ -31,9 +32,30 @@ class Session:
     watch: Watch | None = None
     serves_store: bool = False
     stopping: Stopping = field(default_factory=Stopping)
+    axes: Axes | None = None
+    """How the ranks are laid out, once that has been said; else each is for itself."""
+    device_mesh: object = None
+    """torch's mesh of the same axes."""
+    parts: dict[tuple[str, ...], Exchange] = field(default_factory=dict)
+    """The exchanges along some of the axes."""
+    data_parts: str | None = None
+    """What has divided samples among the ranks already, while these were not laid out along axes."""
+    open_group: Callable[[], None] = lambda: None
+    """Open torch's group where there is none yet: a world of one opens it for what cannot do without."""
     leaving: list[Callable[[], None]] = field(default_factory=list)
     on_close: Callable[[], None] = lambda: None
     """Called last, however the process leaves the world."""
+
+    def data_rank(self, divider: str) -> tuple[int, int]:
+        """Return which part of each global batch this rank takes, and how many parts there are.
+
+        Args:
+            divider: who asks, in words, for the error when ranks are laid out afterwards.
+        """
+        if self.axes is None:
+            self.data_parts = divider
+            return self.world.rank, self.world.world_size
+        return self.axes.data_rank(self.world.rank), self.axes.data_world_size
 
     def on_leave(self, action: Callable[[], None]) -> None:
         """Have ``action`` called, last one first, when the process leaves the world without an error."""

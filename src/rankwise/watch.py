@@ -22,7 +22,7 @@ from rankwise.stopping import Stopping
 from rankwise.store import StoreLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -58,6 +58,7 @@ class Watch:
     def __init__(self, store: Store, world: World, timeout_seconds: float, stack_file: str = "") -> None:
         self.timeout_seconds = timeout_seconds
         self.hostname = world.hostname
+        self.world_size = world.world_size
         self.record = Record()
         self.check: Callable[[str], None] | None = None
         """Compares the words of a collective on all ranks before it begins, where that was asked for."""
@@ -143,7 +144,7 @@ class Watch:
         """
         with contextlib.suppress(StoreLost):
             roll_call.take_leave(self._store, self._world.rank)
-            post_departure(self._store, rank=self._world.rank, last=self.record.last)
+            post_departure(self._store, rank=self._world.rank, last=self.record.last, counts=self.record.counts)
             limit = self.timeout_seconds if self.error is None else END_SECONDS
             self._end(limit if wait_for_peers else 0.0)
 
@@ -219,8 +220,9 @@ class Watch:
         if self.error is not None:
             raise self.error
         for rank, event in list(self._departed.items()):
-            last = event.get("last")
-            if rank == self._world.rank or (last is not None and last >= ticket.number):
+            if rank == self._world.rank or not self.record.is_member(rank, ticket.channel):
+                continue
+            if _has_come(event.get("counts", ()), ticket):
                 continue
             if event["kind"] == "left":
                 self.error = blame.peer_left(self._world, ticket.what, ticket.number, event)
@@ -237,6 +239,10 @@ class Watch:
         seen = roll_call.look_at(self._store, silent_ranks)
         return {**answers, **{rank: {"host": self.hostname, **what} for rank, what in seen.items()}}
 
+    def _members(self, ticket: Ticket) -> list[int]:
+        """Return the ranks that take part in a collective."""
+        return [rank for rank in range(self._world.world_size) if self.record.is_member(rank, ticket.channel)]
+
     def _claim(self, purpose: str) -> bool:
         """Return true on the one rank that speaks for all."""
         return self._store.add(f"rankwise/claims/{purpose}", 1) == 1
@@ -244,9 +250,7 @@ class Watch:
     def _say_who_is_missing(self, ticket: Ticket, waited: float) -> None:
         if not self._claim(f"notice/{ticket.channel}/{ticket.sequence}/{int(waited / NOTICE_SECONDS)}"):
             return
-        found = blame.findings(
-            self._roll_call(ticket.channel, ticket.sequence), ticket.sequence, self._world.world_size
-        )
+        found = blame.findings(self._roll_call(ticket.channel, ticket.sequence), ticket.sequence, self._members(ticket))
         who = fold_ranks(found["missing"]) if found["missing"] else "the network"
         warn(f"{ticket.what} has been waiting for {waited:.0f} s, for {who}:\n{found['table']}", all_ranks=True)
 
@@ -256,7 +260,7 @@ class Watch:
         found: blame.Event = {"kind": "verdict", "rank": world.rank, "what": ticket.what, "waited": waited}
         if self._claim(f"verdict/{ticket.channel}/{ticket.sequence}"):
             answers = self._roll_call(ticket.channel, ticket.sequence)
-            found |= blame.findings(answers, ticket.sequence, world.world_size)
+            found |= blame.findings(answers, ticket.sequence, self._members(ticket))
             difference = blame.first_difference(answers)
             if difference is not None:
                 answers = self._roll_call(ticket.channel, difference)
@@ -303,6 +307,11 @@ class Watch:
                 post(self._store, event, self._next_event)
                 self.error = blame.connection_broke(self._world, event)
         return self.error or blame.store_lost(self._world)
+
+
+def _has_come(counts: Sequence[int], ticket: Ticket) -> bool:
+    """Return whether a rank that left with these counts had come to a collective."""
+    return ticket.channel < len(counts) and counts[ticket.channel] >= ticket.sequence
 
 
 def _with_kind(what: str, tensor: torch.Tensor) -> str:

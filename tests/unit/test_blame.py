@@ -62,7 +62,7 @@ def test_the_verdict_is_a_table_and_the_stacks_of_the_missing() -> None:
         2: _waiting(what, 598.7, host="gpu-02"),
         3: {"silent": "stopped (SIGSTOP)", "host": "gpu-02"},
     }
-    event = {"what": what, "waited": 600.2, **blame.findings(answers, 7, 4)}
+    event = {"what": what, "waited": 600.2, **blame.findings(answers, 7, range(4))}
     error = blame.verdict(_world(), json.loads(json.dumps(event)))
     assert isinstance(error, PeerMissing)
     assert error.ranks == (1, 3)
@@ -83,7 +83,7 @@ def test_the_verdict_is_a_table_and_the_stacks_of_the_missing() -> None:
 def test_ranks_that_all_wait_for_different_things_called_different_things() -> None:
     answers = {rank: _waiting("gradients of Net, bucket 0: float32[9]", 5, channel=1) for rank in range(3)}
     answers[3] = _waiting("barrier()", 5, host="gpu-02", count=6)
-    event = {"what": "", "waited": 5.0, **blame.findings(answers, 7, 4)}
+    event = {"what": "", "waited": 5.0, **blame.findings(answers, 7, range(4))}
     error = blame.verdict(_world(), json.loads(json.dumps(event)))
     assert isinstance(error, CollectiveMismatch)
     assert error.where == "rank 3/4 on gpu-02, reported on every rank"
@@ -110,7 +110,7 @@ def test_an_event_stays_small_however_many_ranks_there_are() -> None:
         }
         for rank in range(2000)
     }
-    assert len(json.dumps(blame.findings(answers, 8, 2000))) < 200_000
+    assert len(json.dumps(blame.findings(answers, 8, range(2000)))) < 200_000
 
 
 def _differ(*words: str) -> CollectiveMismatch:

@@ -29,6 +29,7 @@ PUBLIC = [
     "leave",
     "load",
     "log",
+    "mesh",
     "no_sync",
     "print",
     "progress",

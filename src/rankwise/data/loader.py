@@ -141,6 +141,7 @@ class DataLoader(StepSource):
         self.device = torch.device(world.device if device is None else device)
         self._cursor = EpochCursor()
         self._pin = self.device.type == "cuda" if pin_memory is None else pin_memory
+        data_rank, data_world_size = current().data_rank("a DataLoader")
         with all_ranks_succeed("DataLoader"):
             _refuse(unknown)
             options = WorkerOptions(
@@ -162,8 +163,8 @@ class DataLoader(StepSource):
                 global_batch_size=global_batch_size,
                 local_batch_size=local_batch_size,
                 remainder=remainder,
-                rank=world.rank,
-                world_size=world.world_size,
+                rank=data_rank,
+                world_size=data_world_size,
             )
         sizes = {"global_batch_size": self._shards.global_batch_size, "remainder": remainder}
         check_with_peers(self._facts() | sizes)

@@ -125,14 +125,16 @@ class ShardedSampler(Sampler[list[int]]):
                 do="pass both, or none to take them from the joined world",
             )
         joined = rank is None or world_size is None
+        if rank is None or world_size is None:
+            rank, world_size = current().data_rank("a ShardedSampler")
         with all_ranks_succeed("ShardedSampler") if joined else nullcontext():
             self._shards = make_shards(
                 dataset if isinstance(dataset, int) else len(dataset),
                 global_batch_size=global_batch_size,
                 local_batch_size=local_batch_size,
                 remainder=remainder,
-                rank=current().world.rank if rank is None else rank,
-                world_size=current().world.world_size if world_size is None else world_size,
+                rank=rank,
+                world_size=world_size,
             )
         self.seed = seed
         self.shuffle = shuffle

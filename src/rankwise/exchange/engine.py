@@ -16,7 +16,7 @@ from rankwise.errors import RankwiseError
 from rankwise.watch import PeerEnded
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from rankwise.exchange.marks import Marks
     from rankwise.exchange.peers import Peers
@@ -91,14 +91,18 @@ class Operation:
 class Engine:
     """All operations of this rank."""
 
-    def __init__(self, watch: Watch, peers: Peers) -> None:
+    def __init__(self, watch: Watch, peers: Peers, moves_with: Engine | None = None) -> None:
         self.peers = peers
         self.watch = watch
-        self._active: list[Operation] = []
-        self._moving = threading.RLock()
+        self._active: list[Operation] = [] if moves_with is None else moves_with._active  # noqa: SLF001 - its own kind
+        self._moving = threading.RLock() if moves_with is None else moves_with._moving  # noqa: SLF001 - its own kind
         # A rank that spins takes the core of one that works, where there are more ranks than cores.
         crowded = len(peers) > len(os.sched_getaffinity(0))
         self._spin_seconds = 0.0 if crowded else SPIN_SECONDS
+
+    def among(self, ranks: Sequence[int]) -> Engine:
+        """Return an engine for operations of some ranks of this host, that moves on whatever this one moves on."""
+        return Engine(self.watch, self.peers.among(ranks), moves_with=self)
 
     def start(self, steps: Generator[Awaited]) -> Operation:
         """Begin an operation, and go on with it as far as it goes without waiting."""

@@ -24,6 +24,10 @@ class Peers:
             except OSError:  # it has ended already
                 self._handles.append(None)
 
+    def among(self, ranks: Sequence[int]) -> Peers:
+        """Return some of them, to be closed on their own."""
+        return Peers([self._world_ranks[rank] for rank in ranks], [self._processes[rank] for rank in ranks])
+
     def __len__(self) -> int:
         return len(self._processes)
 

@@ -121,6 +121,16 @@ class Exchange(Protocol):
         """
         ...
 
+    def among(self, groups: Sequence[Sequence[int]]) -> Exchange:
+        """Return an exchange of some of its ranks, numbered anew from 0, in the order given.
+
+        Called by: every rank, with the same groups.
+
+        Args:
+            groups: every rank is in one of them. Each becomes an exchange of its own.
+        """
+        ...
+
     def lane_bytes(self, device: torch.device) -> int:
         """Return how much a lane carries best at a time."""
         ...

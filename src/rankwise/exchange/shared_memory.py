@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rankwise.exchange.agreeing import Gathers
     from rankwise.exchange.engine import Awaited, Engine, Operation
     from rankwise.exchange.mapping import Mapping
-    from rankwise.exchange.protocol import Lane, LaneSize
+    from rankwise.exchange.protocol import Exchange, Lane, LaneSize
     from rankwise.exchange.torch_group import TorchGroup
 
 SLOT_BYTES = 2**20
@@ -143,9 +143,21 @@ class SharedMemory:
     def twin(self) -> SharedMemory:
         """Return another exchange of the same ranks."""
         torch_group = self._torch_group if self._across is None else self._torch_group.twin()
-        channel = self.watch.record.open_channel()
+        channel = self.watch.record.open_channel(torch_group.world_ranks)
         return open_shared_memory(
             self, self._place, torch_group, self._engine, slot_bytes=TWIN_SLOT_BYTES, channel=channel
+        )
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Exchange:
+        """Return an exchange of some of the ranks: in shared memory where every group is within a host."""
+        torch_group = self._torch_group.among(groups)
+        own = next(ranks for ranks in groups if self.rank in ranks)
+        if any(not any(set(ranks) <= set(host) for host in self._place.hosts) for ranks in groups):
+            return torch_group
+        engine = self._engine.among([self._place.ranks.index(rank) for rank in own])
+        place = Place([list(range(len(own)))], own.index(self.rank))
+        return open_shared_memory(
+            torch_group, place, torch_group, engine, slot_bytes=TWIN_SLOT_BYTES, channel=torch_group.channel
         )
 
     def lane_bytes(self, device: torch.device) -> int:
@@ -207,7 +219,8 @@ class SharedMemory:
             self._engine.wait(self._latest, ticket)
         except CallsDiffer:
             self._latest = None
-            raise calls_differ(self._tell, words, self.watch.hostname, self._place.ranks, self.world_size) from None
+            ranks = [self._torch_group.world_ranks[rank] for rank in self._place.ranks]
+            raise calls_differ(self._tell, words, self.watch.hostname, ranks, self.watch.world_size) from None
 
     def _tell(self, tensor: torch.Tensor) -> torch.Tensor:
         out = tensor.new_empty((len(self._place.ranks), *tensor.shape))

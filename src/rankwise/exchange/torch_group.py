@@ -69,23 +69,48 @@ class TorchGroup:
     """torch's default process group, opened by ``process_group``, or another of the same ranks."""
 
     def __init__(
-        self, watch: Watch, rank: int, world_size: int, group: dist.ProcessGroup | None = None, channel: int = 0
+        self,
+        watch: Watch,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None = None,
+        channel: int = 0,
+        *,
+        world_ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.world_ranks = list(range(world_size) if world_ranks is None else world_ranks)
+        """What its ranks are called in the world."""
         self.watch = watch
+        self._is_part = world_ranks is not None
         self._group = group
-        self._channel = channel
+        self.channel = channel
 
     def twin(self) -> TorchGroup:
         """Return another group of the same ranks, whose collectives need no order towards this one's.
 
         Called by: every rank, in the same order.
         """
-        group = dist.new_group()
+        # Other parts of the world open theirs in their own time.
+        group = dist.new_group(self.world_ranks, use_local_synchronization=self._is_part)
+        return self._of(group, self.world_ranks, self.watch.record.open_channel(self.world_ranks))
+
+    def _of(self, group: object, world_ranks: Sequence[int], channel: int) -> TorchGroup:
         if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"torch.distributed.new_group() gave {group!r} for a group of all ranks")
-        return TorchGroup(self.watch, self.rank, self.world_size, group, self.watch.record.open_channel())
+            raise TypeError(f"torch.distributed.new_group() gave {group!r} for a group that this rank is in")
+        rank = world_ranks.index(self.world_ranks[self.rank])
+        is_part = self._is_part or len(world_ranks) < self.world_size
+        return TorchGroup(
+            self.watch, rank, len(world_ranks), group, channel, world_ranks=world_ranks if is_part else None
+        )
+
+    def among(self, groups: Sequence[Sequence[int]]) -> TorchGroup:
+        """Return an exchange of the one of ``groups`` that this rank is in."""
+        own = next(ranks for ranks in groups if self.rank in ranks)
+        world_ranks = [self.world_ranks[rank] for rank in own]
+        group = dist.new_group(world_ranks, use_local_synchronization=True)
+        return self._of(group, world_ranks, self.watch.record.open_channel(world_ranks))
 
     def compare_everything(self) -> None:
         """Have the ranks compare each collective before it begins, of every exchange of theirs, on this group.
@@ -96,12 +121,12 @@ class TorchGroup:
 
     def agree(self, what: str) -> None:
         """Find out whether every rank calls the same: Gloo takes tensors for one another, or ends the process."""
-        digests = self._all_gather(torch.tensor([zlib.crc32(what.encode())]), self.watch.ticket(what, self._channel))
+        digests = self._all_gather(torch.tensor([zlib.crc32(what.encode())]), self.watch.ticket(what, self.channel))
         if bool((digests != digests[0]).any()):
-            raise calls_differ(self._tell, what, self.watch.hostname, range(self.world_size), self.world_size)
+            raise calls_differ(self._tell, what, self.watch.hostname, self.world_ranks, self.watch.world_size)
 
     def _tell(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._all_gather(tensor, self.watch.ticket(WHAT_EACH_CALLED, self._channel))
+        return self._all_gather(tensor, self.watch.ticket(WHAT_EACH_CALLED, self.channel))
 
     def meet(self, what: str) -> None:
         """Return when every rank has come to ``what``."""
@@ -115,7 +140,7 @@ class TorchGroup:
 
     def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """Return [world_size, *tensor.shape], the tensors of all ranks in rank order."""
-        return self._all_gather(tensor, self.watch.ticket(what, self._channel, tensor))
+        return self._all_gather(tensor, self.watch.ticket(what, self.channel, tensor))
 
     def _all_gather(self, tensor: torch.Tensor, ticket: Ticket) -> torch.Tensor:
         out = tensor.new_empty((self.world_size, *tensor.shape))
@@ -127,15 +152,15 @@ class TorchGroup:
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
         """Return the tensor of rank ``source``."""
-        ticket = self.watch.ticket(what, self._channel, tensor)
+        ticket = self.watch.ticket(what, self.channel, tensor)
         result = tensor.clone(memory_format=torch.contiguous_format)
-        work = dist.broadcast(bytes_of(result), source, group=self._group, async_op=True)
+        work = dist.broadcast(bytes_of(result), group=self._group, group_src=source, async_op=True)
         Pending(self.watch, ticket, work).wait()
         return result
 
     def start_all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> Pending:
         """Start reducing ``tensor`` in place."""
-        ticket = self.watch.ticket(what, self._channel, tensor)
+        ticket = self.watch.ticket(what, self.channel, tensor)
         return Pending(self.watch, ticket, dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True))
 
     def lane_bytes(self, device: torch.device) -> int:

@@ -6,7 +6,7 @@ Plans which parameters share a bucket, and moves their gradients into its lane a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -46,7 +46,7 @@ def plan(
         kind = (parameter.dtype, parameter.device)
         members, size_bytes = open_of.get(kind, ([], 0))
         members.append(number)
-        size_bytes += parameter.numel() * parameter.element_size()
+        size_bytes += own_part(parameter).nbytes
         if size_bytes >= limit_of.get(kind, first_bytes):
             closed.append(members)
             limit_of[kind] = limit_bytes
@@ -61,6 +61,7 @@ class Bucket:
     def __init__(self, numbers: Sequence[int], parameters: Sequence[nn.Parameter], lane: Lane) -> None:
         self.numbers = list(numbers)
         self.parameters = [parameters[number] for number in numbers]
+        self._is_split = any(own_part(parameter) is not parameter for parameter in self.parameters)
         self.lane = lane
         self._bodies = _views(lane.body, self.parameters)
         self._results = self._bodies if lane.result is lane.body else _views(lane.result, self.parameters)
@@ -80,6 +81,8 @@ class Bucket:
         """
         self.lane.claim()
         gradients = [parameter.grad for parameter in self.parameters]
+        if self._is_split:
+            gradients = [own_gradient(parameter) for parameter in self.parameters]
         absent = [index for index, gradient in enumerate(gradients) if gradient is None]
         if share != 0.0:
             for index in absent:
@@ -114,14 +117,44 @@ class Bucket:
         for index, (parameter, result) in enumerate(zip(self.parameters, self._results, strict=True)):
             # The flag is only read where this rank had nothing itself: reading one element is slow.
             if not self._num_absent or parameter.grad is not None or self.lane.is_flag_set(index):
-                parameter.grad = result
+                parameter.grad = gradient_of(parameter, result) if self._is_split else result
         self.num_missing = len(self.parameters)
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor that may be split over ranks, as tensor_parallel splits it."""
+    # torch keeps the part of a DTensor under this name; to ask for its class would be to import it.
+    part = getattr(tensor, "_local_tensor", tensor)
+    return part if isinstance(part, torch.Tensor) else tensor
+
+
+def own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return the gradient of what this rank holds of a parameter."""
+    gradient = parameter.grad
+    if gradient is None or own_part(parameter) is parameter:
+        return gradient
+    placements = cast("Any", parameter).placements
+    if cast("Any", gradient).placements != placements:
+        gradient = cast("Any", gradient).redistribute(placements=placements)
+    return own_part(gradient)
+
+
+def gradient_of(parameter: nn.Parameter, own: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a parameter from that of what this rank holds of it."""
+    if own_part(parameter) is parameter:
+        return own
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - most models have none, and it takes long to import
+
+    spread = cast("DTensor", parameter)
+    return DTensor.from_local(
+        own, spread.device_mesh, spread.placements, run_check=False, shape=spread.shape, stride=spread.stride()
+    )
 
 
 def lane_size(numbers: Sequence[int], parameters: Sequence[nn.Parameter]) -> LaneSize:
     """Return what a bucket of these parameters needs."""
     first = parameters[numbers[0]]
-    num_elements = sum(parameters[number].numel() for number in numbers)
+    num_elements = sum(own_part(parameters[number]).numel() for number in numbers)
     return LaneSize(num_elements, len(numbers), first.dtype, first.device)
 
 
@@ -129,7 +162,7 @@ def _views(body: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch
     """Return a view of ``body`` per parameter, in the parameter's own memory format."""
     views = []
     offset = 0
-    for parameter in parameters:
+    for parameter in map(own_part, parameters):
         piece = body[offset : offset + parameter.numel()]
         offset += parameter.numel()
         # empty_like gives the strides autograd uses: the parameter's own where they leave no holes.

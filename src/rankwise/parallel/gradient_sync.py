@@ -17,7 +17,7 @@ from torch.autograd import Variable
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.accumulation import Accumulation
-from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, lane_size, plan
+from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, lane_size, own_gradient, plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -263,7 +263,7 @@ class GradientSync:
         if not self._accumulation.is_open:
             return
         total = self._accumulation.carried + self._share()
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        gradients = [own for p in self.parameters if (own := own_gradient(p)) is not None]
         if total > 0:
             torch._foreach_div_(gradients, total)
         self._accumulation.give_back_earlier()

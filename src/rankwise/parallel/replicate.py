@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from rankwise.exchange.protocol import Exchange
+    from rankwise.mesh import Axes
+
 M = TypeVar("M", bound="nn.Module")
 
 _replicas: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
@@ -72,7 +75,8 @@ def replicate(
     Raises:
         NotJoined: before :func:`rankwise.join`.
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
-        ConfigurationError: the model is replicated already, or has nothing to train.
+        ConfigurationError: the model is replicated already, or has nothing to train; or :func:`rankwise.mesh` laid
+            ranks out along ``dp_shard`` or ``pp``, whose strategies replicate themselves.
 
     Source: the exact mean is sum_r w_r g_r / sum_r w_r; bucketing as in Li et al., "PyTorch Distributed"
         (VLDB 2020), section 3.2.
@@ -92,7 +96,7 @@ def replicate(
             "The model has no parameter that needs a gradient.",
             do="replicate the model you train; a frozen one needs no ranks",
         )
-    exchange = session.exchange
+    exchange = session.exchange if session.axes is None else _exchange_of(session.axes)
     group = None
     if exchange is not None:
         check_same_model(model)
@@ -172,6 +176,19 @@ def _sync_of(model: nn.Module, caller: str) -> GradientSync:
             do="pass the model that rankwise.replicate() was called with",
         )
     return sync
+
+
+def _exchange_of(axes: Axes) -> Exchange | None:
+    """Return the exchange of the ranks that hold copies of one another."""
+    for axis, strategy in (("dp_shard", "shard"), ("pp", "pipeline")):
+        if axes.size(axis) > 1:
+            raise ConfigurationError(
+                f"replicate() is not for ranks along {axis}, and the mesh has {axes}.",
+                do=f"call rankwise.{strategy}(model, ...) alone: it averages over dp_replicate too",
+            )
+    from rankwise.parallel.device_mesh import exchange_along  # noqa: PLC0415 - torch's mesh is only there with axes
+
+    return exchange_along("dp_replicate")
 
 
 def _named_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:

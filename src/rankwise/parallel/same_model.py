@@ -10,6 +10,7 @@ import torch
 
 from rankwise.collectives import gather_json
 from rankwise.errors import ModelMismatch, fold_values
+from rankwise.parallel.buckets import own_part
 from rankwise.session import current
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def broadcast_model(model: nn.Module, exchange: Exchange) -> None:
     """
     tensors = [*model.parameters(), *model.buffers()]
     with torch.no_grad():
-        broadcast_tensors([t.detach() for t in tensors], exchange, what="parameters of rank 0")
+        broadcast_tensors([own_part(t).detach() for t in tensors], exchange, what="parameters of rank 0")
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], exchange: Exchange, *, what: str) -> None:

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The axes of this session: how ranks are laid out, torch's groups along each axis, and rankwise's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rankwise.agreement import all_ranks_succeed
+from rankwise.collectives import gather_json
+from rankwise.errors import ConfigurationError, fold_values
+from rankwise.log import log
+from rankwise.mesh import NAMES, Axes, axes_of
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from rankwise.exchange.protocol import Exchange
+
+
+def mesh(*, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, tp: int = 1) -> DeviceMesh:
+    """Lay the ranks out along axes, for every strategy and loader that follows.
+
+    Called by: every rank, with the same sizes, once, right after :func:`rankwise.join`. Not needed where all ranks
+    do the same: :func:`rankwise.replicate`, ``shard``, ``pipeline`` and ``tensor_parallel`` then take them all.
+
+    Afterwards ``tensor_parallel`` splits layers over ``tp``; ``replicate`` averages over ``dp_replicate``; ``shard``
+    over ``dp_replicate`` and ``dp_shard``; ``pipeline`` has its stages along ``pp`` and averages over
+    ``dp_replicate``. :class:`rankwise.DataLoader` gives ranks that differ only in ``pp`` or ``tp`` the same samples.
+    Ranks along ``tp`` are neighbours, then those along ``dp_shard``, ``dp_replicate`` and ``pp``.
+
+    Args:
+        dp_replicate: copies of the model.
+        dp_shard: parts that its parameters are sharded into.
+        pp: stages of a pipeline.
+        tp: parts of each layer. One of the four may be -1, for the ranks that are left.
+
+    Returns:
+        torch's mesh, with the dimensions ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``.
+
+    Raises:
+        ConfigurationError: the product of the sizes is not the world size, ranks gave different sizes, or the ranks
+            are laid out already.
+        NotJoined: before :func:`rankwise.join`.
+
+    Source: torch.distributed.device_mesh.init_device_mesh.
+    """
+    sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "pp": pp, "tp": tp}
+    return _lay_out({name: size for name, size in sizes.items() if size != 1}, "rankwise.mesh()")
+
+
+def axes_for(strategy: str, axis: str) -> Axes:
+    """Return the session's axes; where none were laid out, put every rank on ``axis``.
+
+    Called by: every rank.
+
+    Args:
+        strategy: who asks, as ``rankwise.`` has it: ``"shard"``.
+        axis: what it spreads a model along.
+
+    Raises:
+        ConfigurationError: the ranks cannot be laid out any more.
+    """
+    session = current()
+    if session.axes is None:
+        _lay_out({axis: session.world.world_size}, f"rankwise.{strategy}()")
+    return _axes()
+
+
+def submesh(*names: str) -> DeviceMesh:
+    """Return torch's mesh of the ranks that differ from this one along ``names`` only."""
+    return _device_mesh()[names]
+
+
+def exchange_along(*names: str) -> Exchange | None:
+    """Return the exchange of the ranks that differ along ``names`` only; ``None`` where there is no other.
+
+    Called by: every rank, in the same order.
+    """
+    session = current()
+    groups = _axes().groups_along(*names)
+    if session.exchange is None or len(groups[0]) == 1:
+        return None
+    if len(groups) == 1:
+        return session.exchange
+    part = session.parts.get(names)
+    if part is None:
+        session.parts[names] = part = session.exchange.among(groups)
+    return part
+
+
+def _axes() -> Axes:
+    axes = current().axes
+    if axes is None:
+        raise ConfigurationError("The ranks are not laid out along axes.", do="call rankwise.mesh() first")
+    return axes
+
+
+def _device_mesh() -> DeviceMesh:
+    device_mesh = current().device_mesh
+    if not isinstance(device_mesh, DeviceMesh):
+        raise ConfigurationError("The ranks are not laid out along axes.", do="call rankwise.mesh() first")
+    return device_mesh
+
+
+def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
+    session = current()
+    with all_ranks_succeed(caller):
+        axes = axes_of(session.world.world_size, sizes)
+        _refuse_if_laid_out(caller, axes)
+    of_rank = gather_json(str(axes))
+    if len(set(of_rank)) > 1:
+        raise ConfigurationError(
+            f"{caller} was given different sizes on different ranks.",
+            where=f"reported on {session.world}",
+            evidence=fold_values(dict(enumerate(of_rank))),
+            do="pass the same sizes on every rank",
+        )
+    session.open_group()
+    device_type = session.world.device.partition(":")[0]
+    device_mesh = init_device_mesh(device_type, tuple(axes.size(name) for name in NAMES), mesh_dim_names=NAMES)
+    session.axes, session.device_mesh = axes, device_mesh
+    if session.world.world_size > 1:
+        log(f"mesh: {axes}")
+    return device_mesh
+
+
+def _refuse_if_laid_out(caller: str, axes: Axes) -> None:
+    session = current()
+    if session.axes is not None:
+        raise ConfigurationError(
+            f"{caller} came after the ranks had been laid out ({session.axes}).",
+            do="call rankwise.mesh() once, right after rankwise.join()",
+        )
+    if session.data_parts is not None and axes.data_world_size != session.world.world_size:
+        raise ConfigurationError(
+            f"{caller} came after {session.data_parts}, which took every rank for one with samples of its own.",
+            do="lay the ranks out first: call rankwise.mesh() right after rankwise.join()",
+        )
