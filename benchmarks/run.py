@@ -22,6 +22,7 @@ BENCHMARKS = (
     "first_index.py",
     "shared_dataset.py",
     "save_blocking.py",
+    "data_parallel.py",
     "import_time.py",
 )
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from rankwise.log import log
     from rankwise.parallel.device_mesh import mesh
     from rankwise.parallel.replicate import no_sync, replicate, weight
+    from rankwise.parallel.threads import data_parallel
+    from rankwise.point_to_point.calls import recv, send
     from rankwise.process_group import join, leave
     from rankwise.progress import print, progress  # noqa: A004 - prints on rank zero
     from rankwise.world import World
@@ -47,6 +49,7 @@ _ROOM_OF = {
     "barrier": "collectives",
     "broadcast": "collectives",
     "broadcast_object": "collectives",
+    "data_parallel": "parallel.threads",
     "join": "process_group",
     "launch": "launch.function",
     "launcher": "launch.function",
@@ -58,8 +61,10 @@ _ROOM_OF = {
     "print": "progress",
     "progress": "progress",
     "rank_zero_first": "agreement",
+    "recv": "point_to_point.calls",
     "replicate": "parallel.replicate",
     "save": "checkpoint.save",
+    "send": "point_to_point.calls",
     "share": "data.shared",
     "weight": "parallel.replicate",
 }
@@ -75,6 +80,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "data_parallel",
     "join",
     "launch",
     "launcher",
@@ -86,8 +92,10 @@ __all__ = [
     "print",
     "progress",
     "rank_zero_first",
+    "recv",
     "replicate",
     "save",
+    "send",
     "share",
     "weight",
 ]

@@ -225,7 +225,7 @@ def exchange_places(store: Store, reading: Reading, timeout_seconds: float) -> l
     Raises:
         PeerMissing: some did not come within ``timeout_seconds``.
     """
-    keys = [f"rankwise/places/{rank}" for rank in range(reading.world_size)]
+    keys = [_place_key(rank) for rank in range(reading.world_size)]
     own = own_place(None if reading.address is None else reading.address[0])
     store.set_if_absent(keys[reading.rank], json.dumps(asdict(own)))
     with contextlib.suppress(TimeoutError):
@@ -239,6 +239,15 @@ def exchange_places(store: Store, reading: Reading, timeout_seconds: float) -> l
         _wait_for_readers(store, reading, len(texts) - len(missing))
         raise _never_joined(reading, missing, timeout_seconds)
     return [Place(**json.loads(text)) for text in texts]
+
+
+def place_of(store: Store, rank: int) -> Place:
+    """Return where a rank of a world that has been joined is."""
+    return Place(**json.loads(store.get(_place_key(rank), LINGER_SECONDS)))
+
+
+def _place_key(rank: int) -> str:
+    return f"rankwise/places/{rank}"
 
 
 def _wait_for_readers(store: Store, reading: Reading, num_readers: int) -> None:

@@ -84,6 +84,16 @@ def is_introduced(store: Store, rank: int) -> bool:
     return store.check(_process_key(rank))
 
 
+def process_of(store: Store, rank: int) -> Process | None:
+    """Return the process of a rank that has joined and not left."""
+    if not is_introduced(store, rank):
+        return None
+    try:
+        return Process(**json.loads(store.get(_process_key(rank), ANSWER_SECONDS)))
+    except TimeoutError:  # it left this very moment
+        return None
+
+
 def look_at(store: Store, ranks: Iterable[int]) -> Answers:
     """Look from outside at those silent ranks that run on this host, and return what is to be seen."""
     here = silent.this_process()
@@ -91,10 +101,8 @@ def look_at(store: Store, ranks: Iterable[int]) -> Answers:
     for rank in list(ranks):
         if len(found) == MOST_LOOKED_AT:
             break
-        if not is_introduced(store, rank):
-            continue
-        process = Process(**json.loads(store.get(_process_key(rank), ANSWER_SECONDS)))
-        if process.host and process.host == here.host:
+        process = process_of(store, rank)
+        if process is not None and process.host and process.host == here.host:
             state, stack = silent.state_of(process.pid), silent.stack_of(process.pid, process.stack_file)
             found[rank] = {"silent": state, "stack": stack}
     return found

@@ -23,6 +23,7 @@ PUBLIC = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "data_parallel",
     "join",
     "launch",
     "launcher",
@@ -34,8 +35,10 @@ PUBLIC = [
     "print",
     "progress",
     "rank_zero_first",
+    "recv",
     "replicate",
     "save",
+    "send",
     "share",
     "weight",
 ]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has come from other ranks and has not been taken yet. Filled by the thread of this rank's server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.point_to_point.message import sizes_of
+from rankwise.store.wire import NUMBER
+
+if TYPE_CHECKING:
+    import asyncio
+
+LEFT = "it has left"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one rank has sent."""
+
+    head: dict[str, Any]
+    buffers: list[torch.Tensor]
+
+
+class Inbox:
+    """What came, by rank: values in the order in which they were sent, gradients by the value they belong to."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        """Held for every look at the rest; told whenever something has come, gone out or ended."""
+        self.values: defaultdict[int, deque[Message]] = defaultdict(deque)
+        self.gradients: dict[tuple[int, int], deque[Message]] = {}
+        """Of those values whose gradients may still be asked for."""
+        self.ended: dict[int, str] = {}
+        """Why nothing more comes from a rank."""
+
+    def expect(self, rank: int, number: int) -> None:
+        """Keep the gradients of a value that was sent to ``rank``."""
+        with self.changed:
+            self.gradients[rank, number] = deque()
+
+    def forget(self, rank: int, number: int) -> None:
+        """Throw away gradients that nobody can ask for any more."""
+        # A garbage collection may call this in a thread that holds the lock: taking out one key needs none.
+        self.gradients.pop((rank, number), None)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take in what one rank sends, to its end. A byte goes back for each message that is here."""
+        source = int((await _head(reader))["rank"])
+        reason = "the connection ended"
+        try:
+            while True:
+                head = await _head(reader)
+                if head["kind"] == "end":
+                    reason = LEFT
+                    return
+                message = Message(head, [await _buffer(reader, size) for size in sizes_of(head["tree"])])
+                with self.changed:
+                    self._put(source, message)
+                    self.changed.notify_all()
+                writer.write(b"\0")
+        finally:
+            with self.changed:
+                self.ended[source] = reason
+                self.changed.notify_all()
+
+    def _put(self, source: int, message: Message) -> None:
+        if message.head["kind"] == "value":
+            self.values[source].append(message)
+        else:
+            waiting = self.gradients.get((source, int(message.head["number"])))
+            if waiting is not None:
+                waiting.append(message)
+
+
+async def _head(reader: asyncio.StreamReader) -> dict[str, Any]:
+    try:
+        (length,) = NUMBER.unpack(await reader.readexactly(NUMBER.size))
+        return json.loads(await reader.readexactly(length))  # type: ignore[no-any-return]
+    except EOFError:
+        raise ConnectionError("the other rank ended the connection") from None
+
+
+async def _buffer(reader: asyncio.StreamReader, size: int) -> torch.Tensor:
+    """Return the next ``size`` bytes, piece by piece as they come."""
+    buffer = torch.empty(size, dtype=torch.uint8)
+    view = buffer.numpy().data
+    done = 0
+    while done < size:
+        piece = await reader.read(size - done)
+        if not piece:
+            raise ConnectionError("the other rank ended the connection")
+        view[done : done + len(piece)] = piece
+        done += len(piece)
+    return buffer
