@@ -13,6 +13,8 @@ from rankwise.version import VERSION
 if TYPE_CHECKING:
     from rankwise.agreement import rank_zero_first
     from rankwise.checkpoint.checkpointer import Checkpointer
+    from rankwise.checkpoint.export import save_weights
+    from rankwise.checkpoint.import_weights import load_weights
     from rankwise.checkpoint.load import load
     from rankwise.checkpoint.save import save
     from rankwise.collectives import (
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
     from rankwise.launch.function import launch, launcher
     from rankwise.log import log
     from rankwise.parallel.device_mesh import mesh
-    from rankwise.parallel.replicate import no_sync, replicate, weight
+    from rankwise.parallel.replicate import replicate
     from rankwise.parallel.threads import data_parallel
+    from rankwise.parallel.trained import no_sync, weight
     from rankwise.point_to_point.calls import recv, send
     from rankwise.process_group import join, leave
     from rankwise.progress import print, progress  # noqa: A004 - prints on rank zero
@@ -55,18 +58,20 @@ _ROOM_OF = {
     "launcher": "launch.function",
     "leave": "process_group",
     "load": "checkpoint.load",
+    "load_weights": "checkpoint.import_weights",
     "log": "log",
     "mesh": "parallel.device_mesh",
-    "no_sync": "parallel.replicate",
+    "no_sync": "parallel.trained",
     "print": "progress",
     "progress": "progress",
     "rank_zero_first": "agreement",
     "recv": "point_to_point.calls",
     "replicate": "parallel.replicate",
     "save": "checkpoint.save",
+    "save_weights": "checkpoint.export",
     "send": "point_to_point.calls",
     "share": "data.shared",
-    "weight": "parallel.replicate",
+    "weight": "parallel.trained",
 }
 
 __all__ = [
@@ -86,6 +91,7 @@ __all__ = [
     "launcher",
     "leave",
     "load",
+    "load_weights",
     "log",
     "mesh",
     "no_sync",
@@ -95,6 +101,7 @@ __all__ = [
     "recv",
     "replicate",
     "save",
+    "save_weights",
     "send",
     "share",
     "weight",

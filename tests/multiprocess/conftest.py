@@ -21,7 +21,15 @@ def _what_ranks_import_is_there() -> None:
     """Start the process that ranks are forked from with what each would take a second to import for itself."""
     # torch imports its compiler when an optimizer first steps.
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["rankwise.testing", "numpy", "pytest", "torch._dynamo"]
+        [
+            "rankwise.testing",
+            "numpy",
+            "pytest",
+            "torch._dynamo",
+            "torch.distributed.fsdp",
+            "torch.distributed.pipelining",
+            "torch.distributed.tensor.parallel",
+        ]
     )
     forkserver.ensure_running()
 

@@ -19,7 +19,8 @@ from rankwise.data.sampler import ShardedSampler
 from rankwise.errors import ConfigurationError, PeerFailed, RankwiseError
 from rankwise.exchange.protocol import LaneSize
 from rankwise.parallel.device_mesh import exchange_along, mesh, submesh
-from rankwise.parallel.replicate import no_sync, replicate
+from rankwise.parallel.replicate import replicate
+from rankwise.parallel.trained import no_sync
 from rankwise.testing import run_ranks as run_plain_ranks
 
 if TYPE_CHECKING:

@@ -85,7 +85,7 @@ def _wrong_calls(_: World) -> list[str]:
 def test_wrong_calls_say_what_to_do(world_size: int) -> None:
     for result in testing.run_ranks(_wrong_calls, world_size):
         errors = result.get()
-        assert "not replicated" in errors[0]
+        assert "neither replicated nor sharded" in errors[0]
         assert "no parameter that needs a gradient" in errors[1]
         assert "already" in errors[2]
         assert "zero or more" in errors[3]
@@ -142,5 +142,5 @@ def _refused(world: World) -> list[str]:
 def test_models_that_cannot_be_exact_are_refused() -> None:
     for result in testing.run_ranks(_refused, 2):
         nested, subclass = result.get()
-        assert "replicated already" in nested
+        assert "went through replicate() already" in nested
         assert "OwnNorm" in subclass

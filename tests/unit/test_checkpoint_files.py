@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from rankwise.checkpoint import files, state
-from rankwise.checkpoint.manifest import FileEntry, TensorEntry
+from rankwise.checkpoint.manifest import FileEntry, Part, Region, TensorEntry, in_one_part, whole
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -47,14 +47,19 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> FileEntry:
     return files.write_file(path, [files.header_of(tensors), *map(files.bytes_of, tensors.values())])
 
 
+def _read(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    back = files.read_regions(folder, [(entry, whole(entry.shape)) for entry in entries.values()])
+    return dict(zip(entries, back, strict=True))
+
+
 def test_every_tensor_comes_back(tmp_path: Path) -> None:
     tensors = files.in_file_order(_tensors())
     entry = _write(tmp_path / "f", tensors)
     entries = {
-        name: TensorEntry(file="f", dtype=files.dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+        name: in_one_part(name, file="f", dtype=files.dtype_name(tensor.dtype), shape=tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
-    back = dict(files.read_tensors(tmp_path, entries))
+    back = _read(tmp_path, entries)
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape), name
@@ -140,10 +145,33 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
 def test_a_file_and_a_manifest_that_disagree_are_an_error(tmp_path: Path) -> None:
     _write(tmp_path / "f", {"a": torch.ones(2, 3)})
     for entry in (
-        TensorEntry(file="f", dtype="float32", shape=(3, 2)),
-        TensorEntry(file="f", dtype="int32", shape=(2, 3)),
+        in_one_part("a", file="f", dtype="float32", shape=(3, 2)),
+        in_one_part("a", file="f", dtype="int32", shape=(2, 3)),
     ):
         with pytest.raises(CheckpointError, match="say different things about a"):
-            dict(files.read_tensors(tmp_path, {"a": entry}))
+            _read(tmp_path, {"a": entry})
     with pytest.raises(CheckpointError, match="cannot be read"):
-        dict(files.read_tensors(tmp_path, {"b": TensorEntry(file="f", dtype="float32", shape=(2, 3))}))
+        _read(tmp_path, {"b": in_one_part("b", file="f", dtype="float32", shape=(2, 3))})
+    with pytest.raises(CheckpointError, match="does not know: 'float7'"):
+        _read(tmp_path, {"a": in_one_part("a", file="f", dtype="float7", shape=(2, 3))})
+
+
+@pytest.mark.parametrize("name", sorted(state.TENSOR_DTYPES))
+def test_a_region_is_put_together_from_the_parts_it_touches(tmp_path: Path, name: str) -> None:
+    everything = (torch.randn(5, 7, 3, dtype=torch.float64).abs() * 9).to(getattr(torch, name))
+    cuts = [Region((r, c, 0), (2 + (r == 2), 4 - (c == 4), 3)) for r in (0, 2) for c in (0, 4)]
+    parts = []
+    for number, region in enumerate(cuts):
+        tensors = {f"x{number}": everything[region.within(whole((5, 7, 3)))]}
+        _write(tmp_path / f"f{number % 2}{number}", tensors)
+        parts.append(Part(f"f{number % 2}{number}", f"x{number}", region))
+    entry = TensorEntry(dtype=name, shape=(5, 7, 3), parts=tuple(parts))
+    regions = [
+        whole((5, 7, 3)),
+        Region((1, 3, 1), (2, 2, 2)),
+        Region((4, 6, 2), (1, 1, 1)),
+        Region((1, 1, 1), (3, 0, 2)),
+    ]
+    for region, back in zip(regions, files.read_regions(tmp_path, [(entry, r) for r in regions]), strict=True):
+        assert back.dtype == everything.dtype
+        assert _bits(back) == _bits(everything[region.within(whole((5, 7, 3)))])

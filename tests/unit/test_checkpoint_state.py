@@ -173,7 +173,6 @@ _Pair = namedtuple("_Pair", "a b")  # noqa: PYI024 - an untyped one
         np.array([None]),
         np.datetime64("2020-01-01"),
         np.arange(3, dtype=">i4"),
-        torch.ones(2, device="meta"),
         torch.eye(2).to_sparse(),
         {(1, 2): 3},
         np.str_("a"),

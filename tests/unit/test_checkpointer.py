@@ -158,6 +158,14 @@ def test_a_compiled_model_s_checkpoint_fits_the_plain_model(tmp_path: Path) -> N
     assert _equal(other.state_dict(), model.state_dict())
 
 
+def test_torch_s_data_parallel_adds_nothing_to_the_names(tmp_path: Path) -> None:
+    model, other = _model(), _model()
+    save(tmp_path / "c", model=torch.nn.DataParallel(model))
+    assert list(load(tmp_path / "c")["model"]) == list(model.state_dict())
+    load(tmp_path / "c", model=torch.nn.DataParallel(other))
+    assert _equal(other.state_dict(), model.state_dict())
+
+
 def test_plain_trees_are_loaded_in_place_where_they_can_be(tmp_path: Path) -> None:
     weights = {"w": torch.arange(3.0), "list": [torch.ones(2), 1], "gone": 1}
     save(tmp_path / "c", weights=weights, tensor=torch.ones(3), number=5, items=[1, 2])

@@ -257,7 +257,7 @@ class Checkpointer:
 
     def _save_in_background(self, session: Session, content: Content, target: Path, token: str) -> None:
         data: list[Callable[[], list[memoryview]]] = []
-        own = content.of_rank(session.world.rank)
+        own = content.own
         # Confirmed, so that a rank without memory for the copy does not keep the others waiting.
         Together(session).confirm("copying the state", lambda: data.append(self._copy(own)))
         ranks = self._background_ranks(session, token)

@@ -9,55 +9,55 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.checkpoint import files, manifest, state
-from rankwise.checkpoint.manifest import ObjectEntry, TensorEntry
-from rankwise.errors import CheckpointError, ConfigurationError, fold_values
+from rankwise.checkpoint import files, manifest, spread, state
+from rankwise.checkpoint.layout import Layout, Report, bounds, differs, layouts_of, report_of, united_entries
+from rankwise.checkpoint.manifest import ObjectEntry, Part, Region, TensorEntry, whole
+from rankwise.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rankwise.checkpoint.confirm import Ranks
+    from rankwise.checkpoint.manifest import Json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """What a checkpoint will hold; the same on every rank."""
+    """What a checkpoint will hold; the same on every rank, but for what each of them writes."""
 
     objects: dict[str, ObjectEntry]
     """Skeleton of each object, by name."""
+    entries: dict[str, TensorEntry]
+    """What the manifest says about each tensor."""
+    own: dict[str, torch.Tensor]
+    """What this rank writes, by name in its file and in the order of its file. The objects' own memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathered:
+    """The state of objects as the ranks hold it together; the same on every rank, but for ``held``."""
+
+    objects: dict[str, ObjectEntry]
+    """Skeleton of each object, by name."""
+    layouts: dict[str, Layout]
+    """Of each tensor, by name."""
+    held: dict[str, torch.Tensor]
+    """What lies on this rank of each tensor, by name. The objects' own memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Own:
+    """What this rank alone knows of the state."""
+
+    objects: dict[str, ObjectEntry]
     tensors: dict[str, torch.Tensor]
-    """By name. The objects' own memory."""
-    rank_of: dict[str, int]
-    """The rank that writes each tensor."""
-
-    def of_rank(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tensors that ``rank`` writes, in the order of its file."""
-        return files.in_file_order(
-            {name: tensor for name, tensor in self.tensors.items() if self.rank_of[name] == rank}
-        )
-
-    def entries(self) -> dict[str, TensorEntry]:
-        """Return what the manifest says about each tensor."""
-        return {
-            name: TensorEntry(
-                file=part_name(self.rank_of[name]),
-                dtype=files.dtype_name(tensor.dtype),
-                shape=tuple(tensor.shape),
-            )
-            for name, tensor in self.tensors.items()
-        }
-
-    def leaves(self) -> dict[str, str]:
-        """Return what must be the same on every rank, by path; of tensors dtype and shape."""
-        tensors = {name: f"{entry.dtype}{list(entry.shape)}" for name, entry in self.entries().items()}
-        found: dict[str, str] = {}
-        for name, entry in self.objects.items():
-            found.update(state.leaves(entry.state, name, tensors))
-        return found
+    report: Report
+    is_spread: bool
+    """Whether something of it lies on other ranks."""
 
 
 def part_name(number: int) -> str:
@@ -66,7 +66,7 @@ def part_name(number: int) -> str:
 
 
 def read(ranks: Ranks, objects: Mapping[str, object]) -> Content:
-    """Read the state of ``objects`` and make sure that it is the same on every rank.
+    """Read the state of ``objects``, and divide the writing of it among the ranks.
 
     Called by: every rank.
 
@@ -79,32 +79,128 @@ def read(ranks: Ranks, objects: Mapping[str, object]) -> Content:
             "There is nothing to save.",
             do="name the objects: save(..., model=model, optimizer=optimizer)",
         )
-    own: list[Content] = []
+    gathered = gather(ranks, objects)
+    regions = {
+        (name, region.offsets): (region, holders)
+        for name, layout in gathered.layouts.items()
+        for region, holders in layout.holders.items()
+    }
+    size_bytes_of = {
+        (name, offsets): region.num_elements * files.dtype_of(gathered.layouts[name].dtype).itemsize
+        for (name, offsets), (region, _) in regions.items()
+    }
+    rank_of = manifest.assign(size_bytes_of, {key: holders for key, (_, holders) in regions.items()})
+    taken: set[tuple[int, str]] = set()
+    parts: dict[str, list[Part]] = {}
+    own: dict[str, torch.Tensor] = {}
+    # Whole tensors first: they keep their names.
+    for key in sorted(regions, key=lambda key: regions[key][0].shape != gathered.layouts[key[0]].shape):
+        name, region, rank = key[0], regions[key][0], rank_of[key]
+        inside = name if region.shape == gathered.layouts[name].shape else f"{name}[{bounds(region)}]"
+        while (rank, inside) in taken:
+            inside += "'"
+        taken.add((rank, inside))
+        parts.setdefault(name, []).append(Part(part_name(rank), inside, region))
+        if rank == ranks.rank:
+            own[inside] = gathered.held[name]
+    entries = {
+        name: TensorEntry(
+            dtype=layout.dtype,
+            shape=layout.shape,
+            parts=tuple(sorted(parts[name], key=lambda part: part.region.offsets)),
+        )
+        for name, layout in gathered.layouts.items()
+    }
+    return Content(objects=gathered.objects, entries=entries, own=files.in_file_order(own))
 
-    def read_own() -> str:
-        own.append(_read_own(objects, ranks.world_size))
-        return _digest(own[0]) if ranks.world_size > 1 else ""
+
+def gather(ranks: Ranks, objects: Mapping[str, object]) -> Gathered:
+    """Read the state of ``objects``, and find out which rank holds what of it.
+
+    Called by: every rank.
+
+    Tensors may lie on the ranks in any way: whole and equal, in regions (DTensors), or on some ranks only, the
+    others having meta tensors in their place. Everything else must be the same on every rank, but for the state of
+    an optimizer, whose entries lie where their parameters lie.
+
+    Raises:
+        CheckpointError: something cannot be saved, differs between ranks, or lies on none of them.
+    """
+    own: list[_Own] = []
+
+    def read_own() -> tuple[str, bool]:
+        own.append(_read_own(objects))
+        return _digest(own[0]) if ranks.world_size > 1 else "", own[0].is_spread
 
     digests = ranks.confirm("reading the state to save", read_own)
-    if len(set(digests)) > 1:
-        raise _difference(ranks, own[0])
-    return own[0]
+    mine = own[0]
+    held = {name: spread.local(tensor) for name, tensor in mine.tensors.items()}
+    if not any(is_spread for _, is_spread in digests):
+        if len({digest for digest, _ in digests}) > 1:
+            raise _difference(ranks, mine)
+        everywhere = range(ranks.world_size)
+        layouts = {
+            name: Layout(dtype=dtype, shape=shape, holders={whole(shape): everywhere})
+            for name, (dtype, shape, _) in mine.report.tensors.items()
+        }
+        return Gathered(objects=mine.objects, layouts=layouts, held=held)
+    frames = {
+        name: _without_entries(entry.state) for name, entry in mine.objects.items() if name in mine.report.entries
+    }
+    digest = _digest_of({**{name: entry.state for name, entry in mine.objects.items()}, **frames})
+    told = ranks.confirm("finding out which rank holds what", lambda: (digest, mine.report.as_json()))
+    if len({digest for digest, _ in told}) > 1:
+        raise _difference(ranks, mine, frames)
+    reports = [report_of(sections) for _, sections in told]
+    united = {name: _with_entries(frame, united_entries(name, reports)) for name, frame in frames.items()}
+    merged = {
+        name: ObjectEntry(kind=entry.kind, state=united.get(name, entry.state)) for name, entry in mine.objects.items()
+    }
+    return Gathered(objects=merged, layouts=layouts_of(reports), held=held)
 
 
-def _read_own(objects: Mapping[str, object], world_size: int) -> Content:
-    skeletons, tensors = state.flatten({name: state_of(thing) for name, thing in objects.items()})
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    return Content(
+def _read_own(objects: Mapping[str, object]) -> _Own:
+    elsewhere = {
+        name: parameters_elsewhere(inner)
+        for name, thing in objects.items()
+        if isinstance(inner := unwrapped(thing), torch.optim.Optimizer)
+    }
+    trees = {name: state_of(thing) for name, thing in objects.items()}
+    for name, numbers in elsewhere.items():
+        trees[name] = _without_numbers(trees[name], numbers)
+    skeletons, tensors = state.flatten(trees)
+    told: dict[str, tuple[str, tuple[int, ...], Region | None]] = {
+        name: (files.dtype_name(tensor.dtype), tuple(tensor.shape), spread.region_of(tensor, name))
+        for name, tensor in tensors.items()
+    }
+    return _Own(
         objects={
             name: ObjectEntry(kind=kind_of(objects[name]), state=skeleton) for name, skeleton in skeletons.items()
         },
         tensors=tensors,
-        rank_of=manifest.assign(sizes, world_size),
+        report=Report(
+            tensors=told,
+            entries={
+                name: _entries(skeletons[name])
+                for name in elsewhere
+                if _state_of_optimizer(skeletons[name]) is not None
+            },
+            elsewhere={name: sorted(numbers) for name, numbers in elsewhere.items()},
+        ),
+        is_spread=any(region != whole(shape) for _, shape, region in told.values()) or any(elsewhere.values()),
     )
 
 
+def parameters_elsewhere(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the numbers, as ``state_dict()`` counts, of the parameters that have no memory on this rank."""
+    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    return {number for number, parameter in enumerate(parameters) if spread.is_elsewhere(parameter)}
+
+
 def unwrapped(thing: object) -> object:
-    """Return the module inside ``torch.compile``'s, or what was given."""
+    """Return the module within ``torch.compile``'s or torch's data parallel ones, or what was given."""
+    if isinstance(thing, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        return unwrapped(thing.module)
     if isinstance(thing, torch.nn.Module):
         return dict(thing.named_children()).get("_orig_mod", thing)
     return thing
@@ -122,27 +218,68 @@ def kind_of(thing: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _digest(content: Content) -> str:
-    entries = {name: (entry.dtype, entry.shape, entry.file) for name, entry in content.entries().items()}
-    skeletons = {name: entry.state for name, entry in content.objects.items()}
-    return hashlib.sha256(json.dumps([entries, skeletons], sort_keys=True).encode()).hexdigest()
+def _digest(own: _Own) -> str:
+    tensors = {name: (dtype, shape) for name, (dtype, shape, _) in own.report.tensors.items()}
+    return _digest_of([tensors, {name: entry.state for name, entry in own.objects.items()}])
 
 
-def _difference(ranks: Ranks, content: Content) -> CheckpointError:
+def _digest_of(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _difference(ranks: Ranks, own: _Own, frames: Mapping[str, Json] | None = None) -> CheckpointError:
     """Return the error for state that differs between ranks. Called by: every rank."""
-    leaves_of = dict(enumerate(ranks.confirm("comparing the state to save", content.leaves)))
+
+    def leaves() -> dict[str, str]:
+        texts = {name: f"{dtype}{list(shape)}" for name, (dtype, shape, _) in own.report.tensors.items()}
+        found: dict[str, str] = {}
+        for name, entry in own.objects.items():
+            found.update(state.leaves((frames or {}).get(name, entry.state), name, texts))
+        return found
+
+    leaves_of = dict(enumerate(ranks.confirm("comparing the state to save", leaves)))
     paths = dict.fromkeys(path for leaves in leaves_of.values() for path in leaves)
     for path in paths:
         texts = {rank: leaves.get(path, "absent") for rank, leaves in leaves_of.items()}
         if len(set(texts.values())) > 1:
-            return CheckpointError(
-                f"The state to save differs between ranks: {path}.",
-                evidence=f"{fold_values(texts)}\nnothing was written",
-                do="save what belongs to samples, parameters and steps; "
-                "all_reduce() a rank's own number first, or leave it out",
-            )
+            return differs(path, texts)
     return CheckpointError(
         "The state to save differs between ranks in the order or the sharing of its entries.",
         evidence="nothing was written",
         do="build the same objects in the same order on every rank",
     )
+
+
+# -- the skeleton of an optimizer's state ------------------------------------------------------------
+
+
+def _without_numbers(tree: object, numbers: set[int]) -> object:
+    """Return an optimizer's state tree without the entries of some parameters."""
+    entries = cast("dict[str, Any]", tree).get("state") if isinstance(tree, dict) else None
+    if not numbers or not isinstance(entries, dict):
+        return tree
+    left = {number: entry for number, entry in cast("dict[Any, Any]", entries).items() if number not in numbers}
+    return {**cast("dict[str, Any]", tree), "state": left}
+
+
+def _state_of_optimizer(skeleton: Json) -> dict[str, Any] | None:
+    """Return the part of a skeleton that holds an entry per parameter, where there is one of that form."""
+    whole_tree = cast("Any", skeleton).get("dict") if isinstance(skeleton, dict) else None
+    found = cast("Any", whole_tree).get("state") if isinstance(whole_tree, dict) else None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) and "dict" in found else None
+
+
+def _entries(skeleton: Json) -> list[Any]:
+    found = (_state_of_optimizer(skeleton) or {}).get("dict", {})
+    return [list(pair) for pair in cast("Any", found).items()] if isinstance(found, dict) else found
+
+
+def _with_entries(frame: Json, entries: list[Any]) -> Json:
+    tree: Any = frame
+    all_text = all(isinstance(key, str) for key, _ in entries)
+    encoded = dict(entries) if all_text else entries
+    return {**tree, "dict": {**tree["dict"], "state": {**tree["dict"]["state"], "dict": encoded}}}
+
+
+def _without_entries(skeleton: Json) -> Json:
+    return _with_entries(skeleton, [])

@@ -7,6 +7,7 @@ Knows the safetensors layout and no other rank. Imported by the saving and the l
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 import safetensors
 import torch
 
-from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry, TensorEntry
+from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry, Part, Region, TensorEntry
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     Bytes = bytes | memoryview
@@ -53,29 +54,49 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that the manifest names so.
+
+    Raises:
+        CheckpointError: this torch has none of that name.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"The checkpoint holds tensors of a dtype that this torch does not know: {name!r}.",
+            do="load it with the torch that wrote it",
+        )
+    return dtype
+
+
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors in the order of their file: widest elements first, so all are aligned."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
 def header_of(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Return the first bytes of a file that holds ``tensors`` in this order.
+    """Return the first bytes of a file that holds ``tensors`` in this order. As :func:`header`."""
+    return header({name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()})
 
-    Source: the safetensors format: the header's length as 8 bytes, little end first, then the
-        header in JSON
-    padded with spaces to a multiple of 8 bytes, then the bytes of the tensors without gaps.
+
+def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the first bytes of a file that holds tensors of these dtypes and shapes, in this order.
+
+    Args:
+        tensors: dtype, as the manifest names it, and shape, by name.
+        metadata: texts for whoever reads the file.
+
+    Source: the safetensors format: the header's length as 8 bytes, little end first, then the header in JSON padded
+        with spaces to a multiple of 8 bytes, then the bytes of the tensors without gaps.
     """
-    header: dict[str, object] = {}
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for name, tensor in tensors.items():
-        dtype, shape = _in_file(dtype_name(tensor.dtype), tuple(tensor.shape))
-        header[name] = {
-            "dtype": _CODES[dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-    text = json.dumps(header).encode()
+    for name, (whole_dtype, whole_shape) in tensors.items():
+        dtype, shape = _in_file(whole_dtype, whole_shape)
+        end = offset + dtype_of(dtype).itemsize * math.prod(shape)
+        fields[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -220,34 +241,45 @@ def _fill(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> N
         buffer = buffer[count:]
 
 
-def read_tensors(folder: Path, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield named tensors on the CPU, file by file. Their memory is their own.
+def read_regions(folder: Path, wanted: Sequence[tuple[TensorEntry, Region]]) -> list[torch.Tensor]:
+    """Return regions of tensors, on the CPU, in memory of their own. Nothing else of the files is read.
+
+    Args:
+        folder: the checkpoint's directory.
+        wanted: of each tensor what the manifest says, and the region.
 
     Raises:
         CheckpointError: a file does not hold what the manifest says.
 
-    Source: safetensors.safe_open.
+    Source: safetensors.safe_open, which maps a file: only the pages that are copied from are read.
     """
-    for file in sorted({entry.file for entry in entries.values()}):
+    results = [torch.empty(region.shape, dtype=dtype_of(entry.dtype)) for entry, region in wanted]
+    # Where each part of a file goes: which result, where in it, and from where in the part.
+    ways: dict[str, list[tuple[int, Part, Region]]] = {}
+    for number, (entry, region) in enumerate(wanted):
+        for part in entry.parts:
+            if (common := region.common(part.region)) is not None:
+                ways.setdefault(part.file, []).append((number, part, common))
+    for file in sorted(ways):
         try:
             with cast("Any", safetensors).safe_open(folder / file, framework="pt") as opened:
-                get_tensor: Callable[[str], torch.Tensor] = opened.get_tensor
-                for name, entry in entries.items():
-                    if entry.file == file:
-                        # A copy: what safetensors gives is a map of the file, which may be deleted.
-                        yield name, _as_entered(name, get_tensor(name).clone(), entry)
+                for number, part, common in ways[file]:
+                    entry, region = wanted[number]
+                    source = _checked(part, opened.get_tensor(part.name), entry.dtype)
+                    # Complex numbers as they lie in the file: the map need not be aligned for whole ones.
+                    result = torch.view_as_real(results[number]) if results[number].is_complex() else results[number]
+                    result[common.within(region)] = source[common.within(part.region)]
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(f"{folder / file} cannot be read: {error}", do="name another checkpoint") from error
+    return results
 
 
-def _as_entered(name: str, tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+def _checked(part: Part, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     found = dtype_name(tensor.dtype), tuple(tensor.shape)
-    if found != _in_file(entry.dtype, entry.shape):
+    if found != _in_file(dtype, part.region.shape):
         raise CheckpointError(
-            f"{entry.file} and the manifest say different things about {name}.",
-            evidence=f"manifest: {entry.dtype}{list(entry.shape)}\nfile: {found[0]}{list(found[1])}",
+            f"{part.file} and the manifest say different things about {part.name}.",
+            evidence=f"manifest: {dtype}{list(part.region.shape)}\nfile: {found[0]}{list(found[1])}",
             do="name another checkpoint",
         )
-    if entry.dtype in _PARTS_OF_COMPLEX:
-        return torch.view_as_complex(tensor)
     return tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.checkpoint import files, folder, manifest, state
+from rankwise.checkpoint import files, folder, manifest, reading
 from rankwise.checkpoint.compare import first_difference
 from rankwise.checkpoint.confirm import Alone, Together
 from rankwise.checkpoint.content import unwrapped
@@ -37,7 +37,8 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
     Sizes and checksums of all files are verified first, then every object is compared with its
     saved state; only then objects change. What has ``load_state_dict()`` gets its state by it; a
     dict or list becomes what was saved, in place, and its tensors, as a tensor given alone, are
-    copied into where shape and dtype are the same.
+    copied into where shape and dtype are the same. Each rank reads only what the objects hold on it, whatever way
+    they and the saved ones lie on their ranks: replicated, sharded, split by tensor parallelism, in a pipeline.
 
     Args:
         directory: of one checkpoint, as :func:`save` returned it.
@@ -137,9 +138,9 @@ def load_into(ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, o
 
     Called by: every rank.
     """
-    trees: dict[str, Any] = {}
+    trees: dict[str, reading.SavedTree] = {}
 
-    def read_and_compare() -> None:
+    def compare() -> list[str]:
         names = objects or saved.objects
         for name in names:
             if name not in saved.objects:
@@ -148,18 +149,30 @@ def load_into(ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, o
                     evidence="it holds " + ", ".join(saved.objects),
                     do="leave it out, or load a checkpoint that was saved with it",
                 )
-        trees.update(_read_trees(path, saved, list(names)))
+            trees[name] = reading.SavedTree(name, saved)
         for name, thing in objects.items():
-            _refuse_if_different(path, name, thing, trees[name], saved.objects[name].kind)
+            _refuse_if_different(path, name, thing, trees[name].tree, saved.objects[name].kind)
+            trees[name].fit(thing)
+        return [place for tree in trees.values() for place in tree.elsewhere]
 
-    ranks.confirm(f"reading {path}", read_and_compare)
-    results = dict(trees)
+    # What a pipeline's stages hold is elsewhere on other ranks; what is elsewhere on all would be loaded nowhere.
+    elsewhere = ranks.confirm(f"comparing {path} with what is here", compare)
+    common = set[str].intersection(*map(set, elsewhere))
+    nowhere = [place for place in elsewhere[0] if place in common]
+    if nowhere:
+        raise CheckpointError(
+            f"{path} cannot be loaded: {nowhere[0]} is on the meta device, on every rank.",
+            evidence=f"so are {len(nowhere) - 1} more\nno object has changed",
+            do="give the model memory first: model.to_empty(device=...)",
+        )
+    ranks.confirm(f"reading {path}", lambda: reading.read(path, list(trees.values())))
+    results: dict[str, Any] = {name: tree.tree for name, tree in trees.items()}
     done: list[str] = []
 
     def change() -> None:
         # Those most likely to refuse come first; modules last, as they were compared in full.
         for name in sorted(objects, key=lambda name: _late(objects[name])):
-            results[name] = _load_one(path, name, objects[name], trees[name], done)
+            results[name] = _load_one(path, name, objects[name], trees[name].tree, done)
             done.append(name)
 
     ranks.confirm(f"loading {path}", change)
@@ -169,20 +182,6 @@ def load_into(ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, o
 def _late(thing: object) -> int:
     inner = unwrapped(thing)
     return 2 if isinstance(inner, torch.nn.Module) else 1 if isinstance(inner, torch.optim.Optimizer) else 0
-
-
-def _read_trees(path: Path, saved: Manifest, names: list[str]) -> dict[str, Any]:
-    """Return the state trees of some objects; a tensor that was shared is shared again."""
-    wanted: dict[str, manifest.TensorEntry] = {}
-
-    def want(name: str) -> torch.Tensor:
-        wanted[name] = saved.tensors[name]
-        return torch.empty(0)
-
-    for name in names:
-        state.unflatten(saved.objects[name].state, want)
-    tensors = dict(files.read_tensors(path, wanted))
-    return {name: state.unflatten(saved.objects[name].state, tensors.__getitem__) for name in names}
 
 
 def _refuse_if_different(path: Path, name: str, thing: object, tree: object, kind: str) -> None:

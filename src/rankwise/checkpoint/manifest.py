@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterator, Mapping
+
+K = TypeVar("K", bound="tuple[str, tuple[int, ...]]")
 
 Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = (1, 2)
+"""In the second a tensor may lie in parts. Where none does the first is written, for older readers."""
 PIECE_BYTES = 16 * 2**20
 """A file has one CRC-32 per piece of this many bytes, so that ranks can share the checking."""
 SMALL_TENSOR_BYTES = 64 * 2**10
-"""Smaller tensors are all written by rank zero: what belongs together (a BatchNorm's mean, variance
-and count) then comes from one rank, and a small model makes one file."""
+"""Smaller tensors are all written by the first rank that holds them: what belongs together (a BatchNorm's
+mean, variance and count) then comes from one rank, and a small model makes one file."""
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
@@ -46,20 +51,69 @@ class FileEntry:
     """CRC-32 of each piece of ``PIECE_BYTES``, eight hexadecimal digits."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """One tensor: where it lies and what it is.
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box within a tensor."""
 
-    A tensor is whole in one file. State that is spread over ranks will need a list of parts here,
-    each with its offsets in the whole; ``file`` is the one place to change.
-    """
+    offsets: tuple[int, ...]
+    """Where it begins, per dimension."""
+    shape: tuple[int, ...]
+    """Its sizes."""
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements it holds."""
+        return math.prod(self.shape)
+
+    def common(self, other: Region) -> Region | None:
+        """Return what two regions of one tensor share; ``None`` where that is nothing."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(
+            min(a + n, b + m) - start
+            for a, n, b, m, start in zip(self.offsets, self.shape, other.offsets, other.shape, starts, strict=True)
+        )
+        return Region(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def within(self, outer: Region) -> tuple[slice, ...]:
+        """Return the slices that pick this region out of the memory of ``outer``."""
+        return tuple(
+            slice(start - base, start - base + size)
+            for start, size, base in zip(self.offsets, self.shape, outer.offsets, strict=True)
+        )
+
+
+def whole(shape: tuple[int, ...]) -> Region:
+    """Return the region that is all of a tensor."""
+    return Region((0,) * len(shape), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A region of a tensor, and where it lies."""
 
     file: str
     """Name of its file."""
+    name: str
+    """Its name there."""
+    region: Region
+    """Which region of the tensor it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor: what it is and where it lies."""
+
     dtype: str
     """As torch names it, without ``torch.``: ``"float32"``."""
     shape: tuple[int, ...]
-    """Its sizes."""
+    """Its sizes, whole."""
+    parts: tuple[Part, ...]
+    """Regions that make it up, without overlaps; one where it was whole on a rank."""
+
+
+def in_one_part(name: str, *, file: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+    """Return the entry of a tensor that lies whole in one file, under its own name."""
+    return TensorEntry(dtype=dtype, shape=shape, parts=(Part(file, name, whole(shape)),))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,23 +144,24 @@ class Manifest:
     """By the name given to ``save``."""
 
 
-def assign(size_bytes_of: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Divide tensors among ranks, balanced by bytes; the same on every rank.
+def assign(size_bytes_of: Mapping[K, int], holders_of: Mapping[K, Collection[int]]) -> dict[K, int]:
+    """Divide the writing among the ranks that hold something, balanced by bytes; the same on every rank.
 
     Args:
-        size_bytes_of: bytes of each tensor, by name.
-        world_size: how many ranks share the writing.
+        size_bytes_of: bytes of each part, by the tensor's name and the part's offsets.
+        holders_of: ranks that hold it.
 
     Returns:
-        The rank that writes each tensor.
+        The rank that writes each part.
     """
-    load_bytes = [0] * world_size
-    rank_of: dict[str, int] = {}
-    for name, size in sorted(size_bytes_of.items(), key=lambda item: (-item[1], item[0])):
+    load_bytes: dict[int, int] = {}
+    rank_of: dict[K, int] = {}
+    for key, size in sorted(size_bytes_of.items(), key=lambda item: (-item[1], item[0])):
         small = size < SMALL_TENSOR_BYTES
-        rank = 0 if small else min(range(world_size), key=lambda rank: (load_bytes[rank], -rank))
-        rank_of[name] = rank
-        load_bytes[rank] += size
+        holders = holders_of[key]
+        rank = min(holders, key=lambda rank: rank if small else (load_bytes.get(rank, 0), -rank))
+        rank_of[key] = rank
+        load_bytes[rank] = load_bytes.get(rank, 0) + size
     return rank_of
 
 
@@ -127,8 +182,9 @@ def pieces_to_check(files: Mapping[str, FileEntry], rank: int, world_size: int) 
 
 def encode(manifest: Manifest) -> bytes:
     """Return the bytes of the manifest's file: JSON whose first line is a checksum of the rest."""
+    tensors = {name: _tensor_json(name, entry) for name, entry in manifest.tensors.items()}
     sections: dict[str, Json] = {
-        "format_version": FORMAT_VERSION,
+        "format_version": 2 if any("parts" in entry for entry in tensors.values()) else 1,
         "rankwise_version": manifest.rankwise_version,
         "torch_version": manifest.torch_version,
         "world_size": manifest.world_size,
@@ -137,15 +193,31 @@ def encode(manifest: Manifest) -> bytes:
             name: {"size_bytes": entry.size_bytes, "crc32": list(entry.checksums)}
             for name, entry in manifest.files.items()
         },
-        "tensors": {
-            name: {"file": entry.file, "dtype": entry.dtype, "shape": list(entry.shape)}
-            for name, entry in manifest.tensors.items()
-        },
+        "tensors": tensors,
         "objects": {name: {"kind": entry.kind, "state": entry.state} for name, entry in manifest.objects.items()},
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in sections.items()]
     rest = (",\n".join(lines) + "\n}\n").encode()
     return b'{"checksum": "sha256:' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
+
+
+def _tensor_json(name: str, entry: TensorEntry) -> dict[str, Json]:
+    first = entry.parts[0]
+    if first.region == whole(entry.shape) and first.name == name:
+        return {"file": first.file, "dtype": entry.dtype, "shape": list(entry.shape)}
+    return {
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "parts": [
+            {
+                "file": part.file,
+                "name": part.name,
+                "offsets": list(part.region.offsets),
+                "shape": list(part.region.shape),
+            }
+            for part in entry.parts
+        ],
+    }
 
 
 def decode(data: bytes) -> Manifest:
@@ -164,9 +236,9 @@ def decode(data: bytes) -> Manifest:
     try:
         sections = json.loads(data)
         version = sections["format_version"]
-        if version != FORMAT_VERSION:
+        if version not in FORMAT_VERSIONS:
             raise CheckpointError(
-                f"{MANIFEST_NAME} has format version {version!r}; this rankwise reads {FORMAT_VERSION}.",
+                f"{MANIFEST_NAME} has format version {version!r}; this rankwise reads {FORMAT_VERSIONS[-1]} and older.",
                 do="install the rankwise that wrote it: " + str(sections["rankwise_version"]),
             )
         return _manifest_of(sections)
@@ -186,7 +258,7 @@ def _manifest_of(sections: dict[str, Any]) -> Manifest:
         torch_version=_text(sections["torch_version"]),
         world_size=_count(sections["world_size"]),
         files=files,
-        tensors={name: _tensor_entry(entry, files) for name, entry in sections["tensors"].items()},
+        tensors={name: _tensor_entry(name, entry, files) for name, entry in sections["tensors"].items()},
         objects={
             name: ObjectEntry(kind=_text(entry["kind"]), state=entry["state"])
             for name, entry in sections["objects"].items()
@@ -208,13 +280,56 @@ def _file_entry(name: str, entry: dict[str, Any]) -> FileEntry:
     return FileEntry(name=name, size_bytes=size, checksums=checksums)
 
 
-def _tensor_entry(entry: dict[str, Any], files: Mapping[str, FileEntry]) -> TensorEntry:
+def _tensor_entry(name: str, entry: dict[str, Any], files: Mapping[str, FileEntry]) -> TensorEntry:
+    dtype, shape = _text(entry["dtype"]), _counts(entry["shape"])
+    if "parts" not in entry:
+        return in_one_part(name, file=_known_file(entry, files), dtype=dtype, shape=shape)
+    parts = tuple(
+        Part(_known_file(part, files), _text(part["name"]), Region(_counts(part["offsets"]), _counts(part["shape"])))
+        for part in entry["parts"]
+    )
+    if not tiles([part.region for part in parts], shape):
+        message = f"the parts of {name} do not make up {list(shape)}"
+        raise ValueError(message)
+    return TensorEntry(dtype=dtype, shape=shape, parts=parts)
+
+
+def tiles(regions: Collection[Region], shape: tuple[int, ...]) -> bool:
+    """Return whether regions cover a tensor, each element once."""
+    everything = whole(shape)
+    inside = all(
+        len(region.offsets) == len(region.shape) == len(shape)
+        and (region == everything or region.common(everything) == region)
+        for region in regions
+    )
+    if not inside or sum(region.num_elements for region in regions) != everything.num_elements:
+        return False
+    # Of as many elements as the whole, they cover it unless two of them overlap.
+    ordered = sorted(regions, key=lambda region: region.offsets)
+    return bool(ordered) and not any(
+        one.common(other) for number, one in enumerate(ordered) for other in _may_overlap(one, ordered, number + 1)
+    )
+
+
+def _may_overlap(region: Region, ordered: list[Region], start: int) -> Iterator[Region]:
+    """Return those from ``start`` on that begin, in the first dimension, before ``region`` ends."""
+    later = islice(ordered, start, None)
+    if not region.shape:
+        return later
+    end = region.offsets[0] + region.shape[0]
+    return takewhile(lambda other: other.offsets[0] < end, later)
+
+
+def _known_file(entry: dict[str, Any], files: Mapping[str, FileEntry]) -> str:
     file = _text(entry["file"])
     if file not in files:
         message = f"no file {file!r}"
         raise ValueError(message)
-    shape = tuple(_count(size) for size in entry["shape"])
-    return TensorEntry(file=file, dtype=_text(entry["dtype"]), shape=shape)
+    return file
+
+
+def _counts(values: list[Any]) -> tuple[int, ...]:
+    return tuple(map(_count, values))
 
 
 def _count(value: object) -> int:

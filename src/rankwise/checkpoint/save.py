@@ -72,11 +72,12 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
 
     Called by: every rank, with the same directory and the same objects.
 
-    State must be the same on every rank, as that of a replicated model is: each tensor is written
-    by one rank, everything else is compared between ranks. A checkpoint that ``directory`` holds
-    already is replaced at the very end. Random number generators are not saved: their state belongs
-    to a rank, and means nothing on another number of ranks; rankwise's loaders derive their
-    randomness from the sample instead.
+    Tensors may lie on the ranks in any way: the same on all, as those of a replicated model, in regions, as those of
+    a sharded one, or on some ranks only, as those of a pipeline. Each rank writes only what it holds, and what several
+    hold is written by one of them. Everything else must be the same on every rank, and is compared. A checkpoint
+    that ``directory`` holds already is replaced at the very end. Random number generators are not saved: their state
+    belongs to a rank, and means nothing on another number of ranks; rankwise's loaders derive their randomness from
+    the sample instead.
 
     Args:
         directory: of this one checkpoint, on a file system that every rank sees. Only one job at a
@@ -134,7 +135,7 @@ def make_job(
             memory.
         retire: as :attr:`Job.retire`.
     """
-    own = content.of_rank(ranks.rank)
+    own = content.own
     header = files.header_of(own) if own else b""
 
     def parts() -> Iterable[bytes | memoryview]:
@@ -148,7 +149,7 @@ def make_job(
         world=str(current().world),
         world_size=ranks.world_size,
         objects=content.objects,
-        tensors=content.entries(),
+        tensors=content.entries,
         num_bytes=len(header) + sum(tensor.nbytes for tensor in own.values()),
         parts=parts,
         sweep=sweep,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from rankwise.checkpoint import spread
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def flatten(trees: Mapping[str, object]) -> tuple[dict[str, Json], dict[str, tor
     A tree is made of ``dict``, ``OrderedDict``, ``Counter`` (keys: str, int, float, bool, None),
     ``list``, ``tuple``, ``torch.Size``, dense tensors, NumPy arrays and scalars, ``int``,
     ``float``, ``complex``, ``str``, ``bool`` and ``None``. A tensor that occurs in several places
-    (tied weights) is named once.
+    (tied weights) is named once. DTensors, and meta tensors for what other ranks hold, are tensors too.
 
     Args:
         trees: state tree of each object, by the object's name.
@@ -132,8 +133,7 @@ class _Flattener:
         return encoded
 
     def _name_tensor(self, tensor: torch.Tensor, path: str) -> str:
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        key = (*memory, tensor.is_conj(), tensor.is_neg())
+        key = spread.identity(tensor)
         if tensor.numel() and key in self._name_of:
             return self._name_of[key]
         name = path if path != "__metadata__" else f"{path}.tensor"
@@ -154,7 +154,8 @@ def unflatten(skeleton: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any: 
 
     Args:
         skeleton: as :func:`flatten` made it.
-        tensor_of: gives the tensor of a name; asked once per place.
+        tensor_of: gives the tensor of a name; asked once per place. One on the meta device, where it stands for
+            an array, stands for itself.
 
     Raises:
         CheckpointError: the skeleton holds something this rankwise does not know.
@@ -167,7 +168,8 @@ def unflatten(skeleton: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any: 
     if tag == "tensor":
         return tensor_of(content)
     if tag == "array":
-        return tensor_of(content).numpy()
+        array = tensor_of(content)
+        return array if array.is_meta else array.numpy()
     if tag in _LISTS.values():
         items = [unflatten(item, tensor_of) for item in content]
         return tuple(items) if tag == "tuple" else torch.Size(items)
@@ -235,11 +237,14 @@ def _no_tensor(name: str) -> torch.Tensor:
 
 
 def _checked_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Return a tensor that can be written, without the class of its owner."""
+    """Return a tensor that can be written, without the class of its owner; a DTensor as it is."""
+    if (dtensor := spread.as_dtensor(tensor)) is not None:
+        _checked_tensor(spread.local(dtensor), path)
+        return dtensor.detach()
     dispatch = getattr(type(tensor), "__torch_dispatch__", None)
     if type(tensor) not in _PLAIN_TENSORS and dispatch is not getattr(torch.Tensor, "__torch_dispatch__", None):
         raise _refusal(tensor, path)
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    if tensor.layout != torch.strided or tensor.is_quantized:
         raise _refusal(tensor, path, f"a {tensor.layout} tensor on {tensor.device} of type")
     if str(tensor.dtype).removeprefix("torch.") not in TENSOR_DTYPES:
         raise _refusal(tensor, path, f"a {tensor.dtype} tensor of type")

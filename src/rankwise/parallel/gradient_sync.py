@@ -36,6 +36,8 @@ _round: list[GradientSync] = []
 class GradientSync:
     """The gradients of one model, from ``replicate`` until the model is gone."""
 
+    strategy = "replicate"
+
     def __init__(
         self,
         names: Sequence[str],

@@ -7,12 +7,10 @@ around forward; what happens in backward is gradient_sync's.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakMethod
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
@@ -21,10 +19,11 @@ from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.gradient_sync import GradientSync
 from rankwise.parallel.registrations import count_registrations
 from rankwise.parallel.same_model import broadcast_model, check_same_model
+from rankwise.parallel.trained import check_untrained, note_trained, samples_of, tensors_with_grad
 from rankwise.session import current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from torch import nn
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from rankwise.mesh import Axes
 
 M = TypeVar("M", bound="nn.Module")
-
-_replicas: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
 
 
 def replicate(
@@ -82,15 +79,8 @@ def replicate(
         (VLDB 2020), section 3.2.
     """
     session = current()
-    if model in _replicas:
-        raise ConfigurationError("This model is replicated already.", do="call replicate() once per model")
+    check_untrained(model, "replicate")
     names, parameters = _named_parameters(model)
-    followed = {id(parameter) for sync in _replicas.values() for parameter in sync.parameters}
-    if any(id(parameter) in followed for parameter in parameters):
-        raise ConfigurationError(
-            "A part of this model is replicated already, or belongs to a model that is.",
-            do="call replicate() once, for the whole model",
-        )
     if not any(p.requires_grad for p in parameters):
         raise ConfigurationError(
             "The model has no parameter that needs a gradient.",
@@ -103,7 +93,7 @@ def replicate(
         broadcast_model(model, exchange)
         group = exchange.twin()
     sync = GradientSync(names, parameters, group, type(model).__name__)
-    _replicas[model] = sync
+    note_trained(model, sync)
     session.stopping.unless(WeakMethod(sync.is_mid_step))
     if exchange is not None:
         if sync_batchnorm:
@@ -116,66 +106,6 @@ def replicate(
         model.register_forward_pre_hook(_BeforeForward(BufferSync(model, exchange)))
     model.register_forward_hook(_AfterForward(sync, weight), with_kwargs=True)
     return model
-
-
-@contextmanager
-def no_sync(*models: nn.Module) -> Generator[None]:
-    """Add gradients up on this rank only; the first backward outside the block makes them exact.
-
-    Called by: every rank. For accumulation: all microsteps but the last one inside the block, the last one
-    outside. The gradients are then the mean over all samples of all microsteps of all ranks, so do not divide
-    the loss by the number of microsteps; they may be unequal in size and number.
-
-    Args:
-        models: replicated models.
-
-    Raises:
-        ConfigurationError: a model is not replicated.
-    """
-    syncs = [_sync_of(model, "no_sync") for model in models]
-    before = [sync.is_accumulating for sync in syncs]
-    for sync in syncs:
-        sync.is_accumulating = True
-    try:
-        yield
-    finally:
-        for sync, was in zip(syncs, before, strict=True):
-            sync.is_accumulating = was
-
-
-@contextmanager
-def weight(model: nn.Module, amount: float | torch.Tensor) -> Generator[None]:
-    """Say what the loss of the backward inside the block is a mean over, on this rank.
-
-    Called by: every rank, each with its own amount, around ``loss.backward()``.
-
-    For a loss that is a mean over tokens: ``with rankwise.weight(model, num_tokens): loss.backward()``. The
-    gradients are then means over all tokens of all ranks, however many each rank has.
-
-    Args:
-        model: a replicated model.
-        amount: number of tokens or samples on this rank, at least zero.
-
-    Raises:
-        ConfigurationError: the model is not replicated, or the amount is negative or not finite.
-    """
-    sync = _sync_of(model, "weight")
-    before = sync.given_weight
-    sync.given_weight = float(amount)
-    try:
-        yield
-    finally:
-        sync.given_weight = before
-
-
-def _sync_of(model: nn.Module, caller: str) -> GradientSync:
-    sync = _replicas.get(model)
-    if sync is None:
-        raise ConfigurationError(
-            f"{caller}() was given a {type(model).__name__} that is not replicated.",
-            do="pass the model that rankwise.replicate() was called with",
-        )
-    return sync
 
 
 def _exchange_of(axes: Axes) -> Exchange | None:
@@ -245,32 +175,9 @@ class _AfterForward(_Hook):
             self._count_seen = self._counts.parameters
         if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - not a recomputation inside backward
             sync.before_backward()
-        if self._weight is not None:
-            amount = float(self._weight(*args, **kwargs))
-        else:
-            first = _first_tensor((args, kwargs))
-            if first is None:
-                return
-            amount = float(first.shape[0])
+        amount = samples_of(self._weight, args, kwargs)
+        if amount is None:
+            return
         sync.forward_weight = amount
-        for reached in _tensors_with_grad(output):
+        for reached in tensors_with_grad(output):
             reached.register_hook(lambda _: sync.begin(amount))
-
-
-def _first_tensor(values: object) -> torch.Tensor | None:
-    if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
-        first = values[0][0]
-        if isinstance(first, torch.Tensor) and first.ndim:
-            return first
-    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
-
-
-def _tensors_with_grad(output: object) -> list[torch.Tensor]:
-    """Return the tensors of an output that backward can come from, also those in a dataclass."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.requires_grad else []
-    found: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves(output):
-        values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
-        found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
-    return found

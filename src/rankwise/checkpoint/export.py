@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights as one plain safetensors file, from whatever way a model lies on the ranks.
+
+The file has the names that the model has on one device, and nothing of rankwise. Public.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from rankwise.checkpoint import files, folder
+from rankwise.checkpoint.confirm import Alone, Together
+from rankwise.checkpoint.content import gather, unwrapped
+from rankwise.checkpoint.manifest import whole
+from rankwise.collectives import broadcast
+from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.session import current, current_or_none
+
+if TYPE_CHECKING:
+    from typing import BinaryIO
+
+    from rankwise.checkpoint.confirm import Ranks
+    from rankwise.checkpoint.content import Gathered
+    from rankwise.checkpoint.layout import Layout
+    from rankwise.checkpoint.manifest import Json
+
+CHUNK_BYTES = 64 * 2**20
+"""As much of a tensor is under way to rank zero at a time."""
+CONFIRM_BYTES = 2**30
+"""After as many bytes the ranks make sure that rank zero could write them."""
+
+_WEIGHTS = "weights"
+
+
+def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[str, torch.Tensor], /) -> Path:
+    """Write a model's weights as one safetensors file that other tools can read.
+
+    Called by: every rank, with the same path and the same model. Works without a joined world too.
+
+    The model may be replicated, sharded, split by tensor parallelism, in a pipeline, or several of these: the file
+    holds its ``state_dict()`` under the names it has on one device. Tied weights are written once; the names left out
+    are in the file's metadata, as ``safetensors.torch.save_model`` puts them there. Rank zero writes, and holds
+    one tensor at a time; what it does not hold is sent to it over all ranks, in pieces. Optimizer state and
+    whatever else a training goes on from belongs into a checkpoint: :func:`rankwise.save`.
+
+    Args:
+        path: of the file, ``model.safetensors``. One that is there is replaced at the very end.
+        model: a module, or tensors by name, as ``rankwise.load(...)["model"]``.
+
+    Returns:
+        The file's absolute path.
+
+    Raises:
+        CheckpointError: the disk is full, the folder cannot be written, a weight lies on no rank. What was at
+            ``path`` before is still there.
+        ConfigurationError: something is not a tensor, or of a dtype that such files do not hold.
+        PeerFailed: that happened on another rank.
+
+    Source: the safetensors format; safetensors.torch.save_model for tied weights.
+    """
+    session = current_or_none()
+    ranks = Alone() if session is None else Together(session)
+    weights = unwrapped(model)
+    ranks.confirm("checking the weights to write", lambda: _refuse_other_things(weights))
+    gathered = gather(ranks, {_WEIGHTS: weights})
+    names, metadata = _names(gathered.objects[_WEIGHTS].state)
+    layouts = {name: gathered.layouts[tensor] for name, tensor in names.items()}
+    order = sorted(layouts, key=lambda name: (-files.dtype_of(layouts[name].dtype).itemsize, name))
+    out = _File(Path(path).absolute())
+    try:
+        header = files.header({name: (layouts[name].dtype, layouts[name].shape) for name in order}, metadata)
+        size_bytes = len(header) + sum(map(_num_bytes, layouts.values()))
+        is_zero = ranks.rank == 0
+        ranks.confirm(f"opening {out.target}", lambda: out.open(header, size_bytes) if is_zero else None)
+        unconfirmed = 0
+        for name in order:
+            tensor = _bring(ranks, gathered, names[name])
+            if tensor is not None:
+                out.append(tensor)
+            unconfirmed += _num_bytes(layouts[name])
+            if unconfirmed >= CONFIRM_BYTES:
+                ranks.confirm(f"writing {out.target}", out.raise_failure)
+                unconfirmed = 0
+        ranks.confirm(f"writing {out.target}", out.finish)
+    finally:
+        out.discard()
+    return out.target
+
+
+def _refuse_other_things(weights: object) -> None:
+    tree: object = weights.state_dict() if isinstance(weights, torch.nn.Module) else weights
+    if not isinstance(tree, Mapping):
+        raise ConfigurationError(
+            f"save_weights cannot write a {type(tree).__name__}.", do="pass a module, or tensors by name"
+        )
+    for name, value in cast("Mapping[object, object]", tree).items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise ConfigurationError(
+                f"save_weights writes tensors by name only; {name!r} is a {type(value).__name__}.",
+                do="leave it out: save_weights(path, {name: value ...}); rankwise.save() keeps other state too",
+            )
+        if value.is_complex():
+            raise ConfigurationError(
+                f"{name} is {value.dtype}, which safetensors files do not hold everywhere.",
+                do="pass torch.view_as_real() of it, or use rankwise.save()",
+            )
+
+
+def _names(skeleton: Json) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the tensor of each name to write, and the file's metadata: what stands for the names left out."""
+    tree = cast("dict[str, Any]", skeleton)
+    entries: dict[str, dict[str, str]] = next(iter(tree.values()))
+    name_of: dict[str, str] = {}
+    metadata: dict[str, str] = {}
+    for name, entry in entries.items():
+        first = name_of.setdefault(entry["tensor"], name)
+        if first != name:
+            metadata[name] = first
+    return {name: tensor for tensor, name in name_of.items()}, {**metadata, "format": "pt"}
+
+
+def _num_bytes(layout: Layout) -> int:
+    return math.prod(layout.shape) * files.dtype_of(layout.dtype).itemsize
+
+
+def _bring(ranks: Ranks, gathered: Gathered, name: str) -> torch.Tensor | None:
+    """Return a whole tensor on rank zero, ``None`` on the others.
+
+    Called by: every rank. Every rank receives what only some ranks hold, a piece at a time: a broadcast is what all
+    exchanges offer.
+    """
+    layout = gathered.layouts[name]
+    everything = whole(layout.shape)
+    is_zero = ranks.rank == 0
+    result: torch.Tensor | None = None
+    if is_zero:
+        if 0 in layout.holders.get(everything, ()):
+            return gathered.held[name]
+        result = torch.empty(layout.shape, dtype=files.dtype_of(layout.dtype))
+    for region, holders in layout.holders.items():
+        if 0 in holders:
+            piece = gathered.held[name] if is_zero else None
+        else:
+            piece = _send(ranks, gathered.held.get(name), min(holders), region.shape, layout.dtype)
+        if result is not None and piece is not None:
+            result[region.within(everything)] = piece.detach().cpu()
+    return result
+
+
+def _send(
+    ranks: Ranks, held: torch.Tensor | None, source: int, shape: tuple[int, ...], dtype: str
+) -> torch.Tensor | None:
+    """Return on rank zero what ``source`` holds."""
+    device = current().world.device
+    size_bytes = math.prod(shape) * files.dtype_of(dtype).itemsize
+    mine = _as_bytes(held) if held is not None and ranks.rank == source else None
+    received = torch.empty(size_bytes if ranks.rank == 0 else 0, dtype=torch.uint8)
+    for start in range(0, size_bytes, CHUNK_BYTES):
+        end = min(start + CHUNK_BYTES, size_bytes)
+        chunk = torch.empty(end - start, dtype=torch.uint8, device=device) if mine is None else mine[start:end]
+        arrived = broadcast(chunk.to(device), source)
+        if ranks.rank == 0:
+            received[start:end] = arrived.cpu()
+    return received.view(files.dtype_of(dtype)).view(shape) if ranks.rank == 0 else None
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+class _File:
+    """The file that rank zero writes: complete under its name, or not there. On other ranks it does nothing."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self._staging: Path | None = None
+        self._file: BinaryIO | None = None
+        self._failure: CheckpointError | None = None
+        self._size_bytes = 0
+
+    def open(self, header: bytes, size_bytes: int) -> None:
+        """Begin the file, after making sure that the folder has room for all of it."""
+        self._size_bytes = size_bytes
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            for left in self.target.parent.glob(f".{glob.escape(self.target.name)}.writing-*"):
+                left.unlink()
+            if self.target.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.target))
+            if shutil.disk_usage(self.target.parent).free < size_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.target))  # noqa: TRY301 - as above
+            self._staging = self.target.with_name(f".{self.target.name}.writing-{secrets.token_hex(8)}")
+            self._file = self._staging.open("xb")
+            self._file.write(header)
+        except OSError as error:
+            raise self._worded(error) from error
+
+    def append(self, tensor: torch.Tensor) -> None:
+        """Write a tensor. A failure is kept until all ranks can hear of it."""
+        if self._file is not None and self._failure is None:
+            try:
+                self._file.write(files.bytes_of(tensor))
+            except OSError as error:
+                self._failure = self._worded(error)
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong since the last time."""
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self) -> None:
+        """Put the file on disk, then under its name."""
+        self.raise_failure()
+        if self._file is None or self._staging is None:
+            return
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._staging.replace(self.target)
+            folder.sync_folder(self.target.parent)
+        except OSError as error:
+            raise self._worded(error) from error
+
+    def discard(self) -> None:
+        """Remove what has not come under its name."""
+        if self._file is not None and self._staging is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._staging.unlink(missing_ok=True)
+
+    def _worded(self, error: OSError) -> CheckpointError:
+        session = current_or_none()
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        return CheckpointError(
+            f"{self.target} could not be written: {error.strerror or error}.",
+            where=None if session is None else str(session.world),
+            evidence=f"the weights take {self._size_bytes} bytes; what was there before is untouched",
+            do=f"free {self._size_bytes} bytes there, or name another folder"
+            if is_full
+            else f"name a file that this user can write; this one is in {self.target.parent}",
+        )

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights from plain safetensors files into a model, whatever way it lies on the ranks.
+
+Checks everything before it changes anything; each rank reads its own regions only. Public.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch
+
+from rankwise.checkpoint import spread
+from rankwise.checkpoint.confirm import Alone, Together
+from rankwise.checkpoint.content import unwrapped
+from rankwise.checkpoint.files import dtype_name
+from rankwise.checkpoint.manifest import whole
+from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.session import current_or_none
+from rankwise.tensor_files import open_tensor_files
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from rankwise.tensor_files import TensorFiles, TensorInfo
+
+M = TypeVar("M", bound="torch.nn.Module")
+
+_MOST_NAMES = 6
+"""So many names are listed in an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One tensor to be read, and where it goes."""
+
+    name: str
+    """In the files."""
+    key: str
+    """In the model."""
+    here: torch.Tensor
+    """The model's own."""
+
+
+def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
+    """Load plain safetensors files into a model, in place.
+
+    Called by: every rank, with the same path and the same model. Works without a joined world too.
+
+    The model may be replicated, sharded, split by tensor parallelism, in a pipeline or several of these; its
+    parameters keep their memory, and each rank reads only what it holds, one tensor at a time. Names and shapes
+    are checked first, on every rank. Floating-point weights are converted to the model's dtype. Of tied weights one
+    name is enough.
+
+    Args:
+        path: a ``.safetensors`` file, or a folder of them, with or without ``model.safetensors.index.json``.
+        model: with the names and shapes of the files.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        CheckpointError: names are missing or not known, shapes differ, a file is damaged; the model has not
+            changed. Only where a disk fails while it is read some of it may have.
+        ConfigurationError: there are no such files, or the weights have no memory on any rank.
+        PeerFailed: that happened on another rank.
+    """
+    session = current_or_none()
+    ranks = Alone() if session is None else Together(session)
+    opened: list[TensorFiles] = []
+    copies: list[_Copy] = []
+
+    def compare() -> list[str]:
+        opened.append(open_tensor_files(path))
+        copies.extend(_copies(opened[0], cast("torch.nn.Module", unwrapped(model))))
+        return [copy.key for copy in copies if spread.is_elsewhere(copy.here)]
+
+    try:
+        elsewhere = ranks.confirm(f"comparing {path} with the model", compare)
+        common = set[str].intersection(*map(set, elsewhere))
+        if common:
+            raise ConfigurationError(
+                f"{next(key for key in elsewhere[0] if key in common)} is on the meta device, on every rank.",
+                evidence=f"so are {len(common) - 1} more weights",
+                do="give the model memory first: model.to_empty(device=...)",
+            )
+        ranks.confirm(f"loading {path}", lambda: _copy_all(opened[0], copies))
+    finally:
+        for one in opened:
+            one.close()
+    return model
+
+
+def _copies(files: TensorFiles, model: torch.nn.Module) -> list[_Copy]:
+    """Return what is to be copied where. Raises unless names, shapes and kinds of the files fit the model."""
+    here = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    _refuse_copies(model, here)
+    keys_of: dict[object, list[str]] = {}
+    for key, tensor in here.items():
+        keys_of.setdefault(spread.identity(tensor) if tensor.numel() else key, []).append(key)
+    groups = list(keys_of.values())
+    missing = [keys[0] for keys in groups if not any(key in files.entries for key in keys)]
+    unexpected = [name for name in files.entries if name not in here]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{files.path} does not hold the weights of this model: {len(missing)} are missing, "
+            f"{len(unexpected)} are not known.",
+            evidence=_names_in_words(missing, unexpected),
+            do="build the model that the files were written from, or name other files; nothing has changed",
+        )
+    for key, tensor in here.items():
+        if key in files.entries and (difference := _difference(files.entries[key], tensor)) is not None:
+            raise CheckpointError(
+                f"{key} in {files.path} does not fit the model.",
+                evidence=difference,
+                do="build the model that the files were written from, or name other files; nothing has changed",
+            )
+    names = [(next(key for key in keys if key in files.entries), keys[0]) for keys in groups]
+    return [_Copy(name, key, here[key]) for name, key in names]
+
+
+def _refuse_copies(model: torch.nn.Module, here: Mapping[str, torch.Tensor]) -> None:
+    """Raise where ``state_dict()`` makes its own tensors: what is written into them would be lost."""
+    own = {spread.identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for key, tensor in here.items():
+        if tensor.numel() and spread.identity(tensor) not in own:
+            raise ConfigurationError(
+                f"{key} cannot be loaded in place: state_dict() gives a copy of it.",
+                do="use model.load_state_dict() with the tensors of the files",
+            )
+
+
+def _difference(entry: TensorInfo, here: torch.Tensor) -> str | None:
+    both_float = entry.dtype.is_floating_point and here.dtype.is_floating_point
+    if entry.shape == tuple(here.shape) and (both_float or entry.dtype == here.dtype):
+        return None
+    return f"file: {dtype_name(entry.dtype)}{list(entry.shape)}\nmodel: {dtype_name(here.dtype)}{list(here.shape)}"
+
+
+def _names_in_words(missing: list[str], unexpected: list[str]) -> str:
+    lines: list[str] = []
+    for name in missing[:_MOST_NAMES]:
+        near = difflib.get_close_matches(name, unexpected, n=1)
+        lines.append(f"missing: {name}" + (f" (the files have {near[0]})" if near else ""))
+    lines += [f"not known: {name}" for name in unexpected[:_MOST_NAMES]]
+    more = max(len(missing) - _MOST_NAMES, 0) + max(len(unexpected) - _MOST_NAMES, 0)
+    return "\n".join([*lines, f"and {more} more"] if more else lines)
+
+
+def _copy_all(files: TensorFiles, copies: list[_Copy]) -> None:
+    for number, copy in enumerate(copies):
+        region = spread.region_of(copy.here, copy.key)
+        if region is None:
+            continue
+        memory = spread.local(copy.here)
+        try:
+            with torch.no_grad():
+                if region == whole(tuple(copy.here.shape)):
+                    files.read_into(copy.name, memory)
+                else:
+                    memory.copy_(files.read_slice(copy.name, region.within(whole(tuple(copy.here.shape)))))
+        except CheckpointError as error:
+            error.evidence = f"{error.evidence or ''}\n{number} of {len(copies)} weights are loaded already".strip()
+            raise

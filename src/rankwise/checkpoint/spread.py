@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a tensor lies on this rank: whole, a region of it, or on other ranks only.
+
+Knows torch's DTensor and meta tensors, no file and no other rank. Imported by the other files of this room.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from rankwise.checkpoint.manifest import Region, whole
+from rankwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.tensor import DTensor
+
+
+def as_dtensor(value: object) -> DTensor | None:
+    """Return ``value`` where it is a DTensor, which importing the module takes no part in."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and isinstance(value, module.DTensor):
+        return cast("DTensor", value)
+    return None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has in memory of a tensor: all of it, or its region."""
+    dtensor = as_dtensor(tensor)
+    return tensor.detach() if dtensor is None else cast("Any", dtensor)._local_tensor.detach()  # noqa: SLF001 - to_local() is for autograd
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no memory on this rank."""
+    return local(tensor).is_meta
+
+
+def region_of(tensor: torch.Tensor, path: str) -> Region | None:
+    """Return which region of a tensor lies on this rank; ``None`` where that is nothing.
+
+    Args:
+        tensor: any.
+        path: its place, for errors.
+
+    Raises:
+        CheckpointError: it is a DTensor of a kind that has no region: sums that are still to be formed, or
+            elements picked in strides.
+    """
+    if is_elsewhere(tensor):
+        return None
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
+        return whole(tuple(tensor.shape))
+    shape, held = tuple(dtensor.shape), tuple(local(dtensor).shape)
+    mesh: Any = dtensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    sizes = tuple(int(size) for size in mesh.shape)
+    region = _region(shape, sizes, coordinate, _shard_orders(dtensor, sizes, path))
+    if region.num_elements == local(dtensor).numel() == 0:
+        return whole(shape) if math.prod(shape) == 0 else None
+    if region.shape != held:
+        raise _unknown(dtensor, path, f"this rank holds {list(held)}, where {list(region.shape)} was expected")
+    return region
+
+
+def _region(
+    shape: tuple[int, ...], mesh_shape: Sequence[int], coordinate: Sequence[int], orders: Sequence[Sequence[int]]
+) -> Region:
+    """Return the region at a coordinate of a mesh.
+
+    Args:
+        shape: of the whole tensor.
+        mesh_shape: sizes of the mesh.
+        coordinate: within it.
+        orders: for each dimension of the tensor the mesh dimensions it is split over, in this order.
+
+    Source: torch.chunk: pieces of ceil(size / count), the last ones shorter or empty.
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, order in enumerate(orders):
+        for mesh_dim in order:
+            piece = -(-sizes[dim] // mesh_shape[mesh_dim])
+            start = min(piece * coordinate[mesh_dim], sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(piece, sizes[dim] - start)
+    return Region(tuple(offsets), tuple(sizes))
+
+
+def _shard_orders(dtensor: DTensor, mesh_shape: Sequence[int], path: str) -> list[list[int]]:
+    """Return, per dimension of the tensor, the mesh dimensions that split it, in the order they did.
+
+    ``fully_shard`` splits what tensor parallelism has split already, although its mesh dimension comes first; torch
+    says so by a ``_StridedShard`` whose factor is how many pieces there were before.
+
+    Source: torch.distributed.tensor._dtensor_spec.DTensorSpec, shard_order.
+    """
+    orders: list[list[int]] = [[] for _ in range(dtensor.ndim)]
+    placements = cast("Sequence[Any]", dtensor.placements)
+    for mesh_dim, placement in reversed(list(enumerate(placements))):
+        if placement.is_replicate():
+            continue
+        if not hasattr(placement, "dim"):
+            raise _unknown(dtensor, path, "its parts are still to be summed")
+        order = orders[placement.dim]
+        before, place = 1, 0
+        while before != getattr(placement, "split_factor", 1) and place < len(order):
+            before *= mesh_shape[order[place]]
+            place += 1
+        if before != getattr(placement, "split_factor", 1):
+            raise _unknown(dtensor, path, "its elements are picked in strides")
+        order.insert(place, mesh_dim)
+    said = getattr(cast("Any", dtensor)._spec, "shard_order", None)  # noqa: SLF001 - no public way to it
+    for entry in said or ():
+        orders[entry.tensor_dim] = list(entry.mesh_dims)
+    return orders
+
+
+def _unknown(dtensor: DTensor, path: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be saved or loaded as it lies on the ranks: {why}.",
+        evidence=f"{list(dtensor.shape)} placed as {dtensor.placements} on {dtensor.device_mesh}",
+        do="redistribute() it to Shard or Replicate placements first",
+    )
+
+
+def like(template: torch.Tensor, memory: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
+    """Return a DTensor placed as another one is.
+
+    Args:
+        template: a DTensor.
+        memory: this rank's region; on any device.
+        shape: whole; that of the template, or another one, which is then replicated.
+    """
+    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - there already, where a template is
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: PLC0415 - as above
+
+    source = cast("DTensor", template)
+    same = tuple(source.shape) == shape
+    placements = source.placements if same else (Replicate(),) * len(source.placements)
+    said = cast("Any", source)._spec  # noqa: SLF001 - where an order of the mesh dimensions is kept
+    spec = DTensorSpec(
+        mesh=source.device_mesh,
+        placements=tuple(placements),
+        tensor_meta=TensorMeta(torch.Size(shape), _row_major(shape), memory.dtype),
+        shard_order=said.shard_order if same and not said.use_strided_shard_as_shard_order else cast("Any", None),
+    )
+    # Not from_local(), which moves the memory to the mesh's device: loading copies it there by itself.
+    return cast("Any", DTensor)(memory, spec, requires_grad=False)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what two tensors have in common only if they are the same elements of the same memory."""
+    memory = local(tensor)
+    kind = (tensor.device, tensor.dtype, tensor.shape, memory.shape, memory.stride())
+    if memory.is_meta or as_dtensor(tensor) is not None:
+        # Without elements on this rank there is no address; torch's own record of the memory still is one.
+        return (*kind, memory.untyped_storage()._cdata, memory.storage_offset())  # noqa: SLF001 - no public way to it
+    return (*kind, memory.data_ptr(), memory.is_conj(), memory.is_neg())

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models train on several ranks, and what is said around their backward: accumulation and weights.
+
+Each strategy notes its models here with what makes their gradients exact. Used by replicate and shard.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+    from weakref import ref
+
+    from torch import nn
+
+
+class Trained(Protocol):
+    """What makes the gradients of one model exact."""
+
+    @property
+    def strategy(self) -> str:
+        """What its model went through, as ``rankwise.`` has it: ``"replicate"``."""
+        ...
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Parameters of the model."""
+        ...
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether another microstep follows the one under way."""
+        ...
+
+    @is_accumulating.setter
+    def is_accumulating(self, value: bool) -> None: ...
+
+    given_weight: float | None
+    """What the user says the loss is a mean over."""
+
+
+_trained: WeakKeyDictionary[nn.Module, Trained] = WeakKeyDictionary()
+
+
+def note_trained(model: nn.Module, trained: Trained) -> None:
+    """Note that ``model`` trains on several ranks."""
+    _trained[model] = trained
+
+
+def check_untrained(model: nn.Module, strategy: str) -> None:
+    """Raise if ``model`` or a part of it trains on several ranks already.
+
+    Raises:
+        ConfigurationError: says which strategy it went through.
+    """
+    own = _trained.get(model)
+    if own is not None:
+        again = own.strategy == strategy
+        raise ConfigurationError(
+            f"This model went through {own.strategy}() already.",
+            do=f"call {strategy}() once per model" if again else f"call one of {own.strategy}() and {strategy}()",
+        )
+    strategy_of = {id(parameter): other.strategy for other in _trained.values() for parameter in other.parameters}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in strategy_of:
+            raise ConfigurationError(
+                f"A part of this model went through {strategy_of[id(parameter)]}() already.",
+                evidence=f"its parameter {name} belongs to another model there",
+                do=f"call {strategy}() once, for the whole model",
+            )
+
+
+@contextmanager
+def no_sync(*models: nn.Module) -> Generator[None]:
+    """Add gradients up on this rank only; the first backward outside the block makes them exact.
+
+    Called by: every rank. For accumulation: all microsteps but the last one inside the block, the last one
+    outside. The gradients are then the mean over all samples of all microsteps of all ranks, so do not divide
+    the loss by the number of microsteps; they may be unequal in size and number. A sharded model keeps whole
+    gradients on each rank meanwhile, and clearing gradients does not forget microsteps.
+
+    Args:
+        models: replicated or sharded models.
+
+    Raises:
+        ConfigurationError: a model is neither.
+    """
+    found = [_trained_of(model, "no_sync") for model in models]
+    before = [one.is_accumulating for one in found]
+    for one in found:
+        one.is_accumulating = True
+    try:
+        yield
+    finally:
+        for one, was in zip(found, before, strict=True):
+            one.is_accumulating = was
+
+
+@contextmanager
+def weight(model: nn.Module, amount: float | torch.Tensor) -> Generator[None]:
+    """Say what the loss of the backward inside the block is a mean over, on this rank.
+
+    Called by: every rank, each with its own amount, around ``loss.backward()``.
+
+    For a loss that is a mean over tokens: ``with rankwise.weight(model, num_tokens): loss.backward()``. The
+    gradients are then means over all tokens of all ranks, however many each rank has.
+
+    Args:
+        model: a replicated or sharded model.
+        amount: number of tokens or samples on this rank, at least zero.
+
+    Raises:
+        ConfigurationError: the model is neither, or the amount is negative or not finite.
+    """
+    found = _trained_of(model, "weight")
+    before = found.given_weight
+    found.given_weight = float(amount)
+    try:
+        yield
+    finally:
+        found.given_weight = before
+
+
+def _trained_of(model: nn.Module, caller: str) -> Trained:
+    found = _trained.get(model)
+    if found is None:
+        raise ConfigurationError(
+            f"{caller}() was given a {type(model).__name__} that is neither replicated nor sharded.",
+            do="pass the model that rankwise.replicate() or rankwise.shard() was called with",
+        )
+    return found
+
+
+def check_no_optimizer_holds(before: Sequence[ref[nn.Parameter]], strategy: str) -> None:
+    """Raise if an optimizer has the parameters of before a strategy replaced them: nothing trains those any more.
+
+    Args:
+        before: those parameters; all are gone where nobody holds them.
+        strategy: that replaced them.
+    """
+    left = {id(parameter) for one in before if (parameter := one()) is not None}
+    if not left:
+        return
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.optim.Optimizer) and any(
+            id(parameter) in left for group in thing.param_groups for parameter in group["params"]
+        ):
+            raise ConfigurationError(
+                f"An optimizer ({type(thing).__name__}) was built before {strategy}(): it would train nothing.",
+                evidence=f"{strategy}() puts new parameters in the place of the old ones, which the optimizer holds",
+                do=f"build the optimizer after model = rankwise.{strategy}(model)",
+            )
+
+
+def samples_of(
+    weight: Callable[..., float | torch.Tensor] | None, args: object, kwargs: dict[str, Any]
+) -> float | None:
+    """Return what the loss of a forward call is a mean over, as far as the call tells.
+
+    Args:
+        weight: what the user says it is, as a function of the call's arguments.
+        args: of the call.
+        kwargs: of the call.
+    """
+    if weight is not None:
+        return float(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
+    first = _first_tensor((args, kwargs))
+    return None if first is None else float(first.shape[0])
+
+
+def _first_tensor(values: object) -> torch.Tensor | None:
+    if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
+        first = values[0][0]
+        if isinstance(first, torch.Tensor) and first.ndim:
+            return first
+    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+
+
+def tensors_with_grad(output: object) -> list[torch.Tensor]:
+    """Return the tensors of an output that backward can come from, also those in a dataclass."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
+        found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    return found
