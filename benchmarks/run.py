@@ -22,6 +22,9 @@ BENCHMARKS = (
     "first_index.py",
     "shared_dataset.py",
     "save_blocking.py",
+    "shard_step.py",
+    "shard_memory.py",
+    "place_memory.py",
     "data_parallel.py",
     "import_time.py",
 )

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from rankwise.launch.function import launch, launcher
     from rankwise.log import log
     from rankwise.parallel.device_mesh import mesh
+    from rankwise.parallel.place import place, placement
     from rankwise.parallel.replicate import replicate
+    from rankwise.parallel.shard import shard
+    from rankwise.parallel.tensor_parallel import tensor_parallel
     from rankwise.parallel.threads import data_parallel
     from rankwise.parallel.trained import no_sync, weight
     from rankwise.point_to_point.calls import recv, send
@@ -62,6 +65,8 @@ _ROOM_OF = {
     "log": "log",
     "mesh": "parallel.device_mesh",
     "no_sync": "parallel.trained",
+    "place": "parallel.place",
+    "placement": "parallel.place",
     "print": "progress",
     "progress": "progress",
     "rank_zero_first": "agreement",
@@ -70,7 +75,9 @@ _ROOM_OF = {
     "save": "checkpoint.save",
     "save_weights": "checkpoint.export",
     "send": "point_to_point.calls",
+    "shard": "parallel.shard",
     "share": "data.shared",
+    "tensor_parallel": "parallel.tensor_parallel",
     "weight": "parallel.trained",
 }
 
@@ -95,6 +102,8 @@ __all__ = [
     "log",
     "mesh",
     "no_sync",
+    "place",
+    "placement",
     "print",
     "progress",
     "rank_zero_first",
@@ -103,7 +112,9 @@ __all__ = [
     "save",
     "save_weights",
     "send",
+    "shard",
     "share",
+    "tensor_parallel",
     "weight",
 ]
 

@@ -33,6 +33,8 @@ PUBLIC = [
     "log",
     "mesh",
     "no_sync",
+    "place",
+    "placement",
     "print",
     "progress",
     "rank_zero_first",
@@ -41,7 +43,9 @@ PUBLIC = [
     "save",
     "save_weights",
     "send",
+    "shard",
     "share",
+    "tensor_parallel",
     "weight",
 ]
 

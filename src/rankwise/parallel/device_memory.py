@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which devices this process has for weights, and how much each has room for.
+
+Reads only. Imported by place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.session import current_or_none
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+MARGIN = 0.1
+"""Part of the free memory that is left for everything that is not counted."""
+
+
+def device_name(device: object) -> str:
+    """Return a device as a plan names it: ``"cuda:0"``, ``"cpu"``, ``"disk"``.
+
+    Args:
+        device: such a name, a number of a GPU, or a ``torch.device``.
+
+    Raises:
+        ConfigurationError: there is no such device.
+    """
+    if device == "disk":
+        return "disk"
+    try:
+        found = torch.device(f"cuda:{device}" if isinstance(device, int) else device)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError) as error:
+        raise _no_device(device) from error
+    if found.type in {"cpu", "meta"}:
+        return found.type
+    index = found.index or 0
+    if found.type == "cuda" and index >= torch.cuda.device_count():
+        raise _no_device(device)
+    return f"{found.type}:{index}"
+
+
+def default_budgets(already_bytes: Mapping[str, int], offload_folder: str | os.PathLike[str] | None) -> dict[str, int]:
+    """Return what is free on each device of this process, less a margin: GPUs, then the CPU, then disk.
+
+    In a joined world the GPUs and the memory of a machine are divided among its ranks.
+
+    Args:
+        already_bytes: what the model itself takes now, per device.
+        offload_folder: the folder on the disk to use, or ``None``.
+    """
+    budgets: dict[str, int] = {}
+    for index in _own_gpus():
+        free, _ = torch.cuda.mem_get_info(index)
+        # What torch keeps for itself of memory that nothing uses any more.
+        free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+        budgets[f"cuda:{index}"] = int(free * (1 - MARGIN)) + already_bytes.get(f"cuda:{index}", 0)
+    free = int(_free_memory_bytes() * (1 - MARGIN)) // _num_local_ranks()
+    budgets["cpu"] = free + already_bytes.get("cpu", 0)
+    if offload_folder is not None:
+        budgets["disk"] = free_disk_bytes(offload_folder)
+    return budgets
+
+
+def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
+    """Return what is free on the disk of a folder, which need not be there yet."""
+    place = Path(folder).absolute()
+    there = next(one for one in (place, *place.parents) if one.exists())
+    return shutil.disk_usage(there).free
+
+
+def _own_gpus() -> list[int]:
+    count = torch.cuda.device_count()
+    session = current_or_none()
+    if session is None or not count:
+        return list(range(count))
+    world = session.world
+    if world.local_world_size > count:
+        return [torch.device(world.device).index or 0] if world.device.startswith("cuda") else []
+    begin, end = (count * rank // world.local_world_size for rank in (world.local_rank, world.local_rank + 1))
+    return list(range(begin, end))
+
+
+def _num_local_ranks() -> int:
+    session = current_or_none()
+    return 1 if session is None else session.world.local_world_size
+
+
+def _free_memory_bytes() -> int:
+    """Return what the kernel would give this process, within the limit of its control group.
+
+    Source: proc_meminfo(5) ``MemAvailable``; cgroup-v2.rst ``memory.max``, ``memory.current``.
+    """
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()[-1].rpartition(":")[2]
+        for folder in (Path("/sys/fs/cgroup", group.lstrip("/")), Path("/sys/fs/cgroup")):
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((folder / "memory.max").read_text(encoding="ascii"))
+                free = min(free, max(limit - int((folder / "memory.current").read_text(encoding="ascii")), 0))
+    return free
+
+
+def _no_device(device: object) -> ConfigurationError:
+    count = torch.cuda.device_count()
+    gpus = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0" if count else "no GPU"
+    return ConfigurationError(
+        f"There is no device {device!r}.",
+        evidence=f"this process sees {gpus}, cpu, disk",
+        do='name one of these: {"layers.0": "cuda:0", "": "cpu"}',
+    )

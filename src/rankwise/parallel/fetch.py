@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running parts of a model whose weights wait elsewhere: fetched when needed, the next part ahead of time.
+
+While a part runs, its modules see fetched weights in place of their parameters; what autograd keeps for backward is a
+note where to fetch them again. Gradients arrive at the parameters themselves. Holds at most two parts in memory, and
+knows nothing of plans and files. Imported by place.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rankwise.errors import RankwiseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from rankwise.parallel.placement_units import Unit
+
+    Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
+
+_hooks_of_torch: Any = torch._C._autograd  # type: ignore[attr-defined]  # noqa: SLF001 - what the context manager calls
+NO_GRAPH = -1
+"""What torch calls the backward that is not running."""
+
+
+class Away:
+    """A part of a model that runs on another device than its weights are on.
+
+    Args:
+        unit: the part; only parameters are fetched.
+        device: where it runs.
+    """
+
+    def __init__(self, unit: Unit, device: torch.device) -> None:
+        self.name = unit.name
+        self.device = device
+        self.parameters = unit.parameters
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self.places = [
+            (slot.module, slot.attribute, numbers[id(slot.tensor)]) for slot in unit.slots if slot.is_parameter
+        ]
+        self.recurrent = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
+        self.depth = 0
+        """How many calls of it are running inside one another."""
+        self.hooked = False
+
+    def show(self, tensors: list[torch.Tensor]) -> None:
+        """Have the modules see ``tensors`` in place of the parameters, which stay registered."""
+        for module, attribute, number in self.places:
+            # An attribute of the object comes before what nn.Module.__getattr__ finds.
+            module.__dict__[attribute] = tensors[number]
+
+    def hide(self) -> None:
+        """Have the modules see their parameters again."""
+        for module, attribute, _ in self.places:
+            module.__dict__.pop(attribute, None)
+        for module in self.recurrent:
+            # torch keeps a list of the weights that it ran with, which would keep the fetched ones alive.
+            module._init_flat_weights()  # noqa: SLF001 - torch calls it where weights have changed
+
+
+@dataclass
+class _Backward:
+    """What is kept while backward goes through one part."""
+
+    task: int = NO_GRAPH
+    away: Away | None = None
+    data: list[torch.Tensor] = field(default_factory=list)
+
+
+class Fetching:
+    """The parts of one model that are fetched, and the order in which they are needed.
+
+    Args:
+        is_ahead: fetch the next part while one runs, so that two are in memory.
+    """
+
+    def __init__(self, *, is_ahead: bool) -> None:
+        self._is_ahead = is_ahead
+        self._lock = threading.RLock()
+        self._ahead: _Ahead | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._is_running = False
+        self._last: Away | None = None
+        self._after: dict[Away, Away] = {}
+        self._before: dict[Away, Away] = {}
+        self._after_in_backward: dict[Away, Away] = {}
+        self._backward = _Backward()
+        self._open: list[Away] = []
+
+    def begin(self) -> None:
+        """Note that the whole model begins to run."""
+        self._is_running = True
+        if _in_backward():
+            return
+        # What an interrupt has left: torch calls no hooks then.
+        for away in self._open[::-1]:
+            away.depth = 0
+            self._close(away)
+        self._after_backward()
+        self._last = None
+
+    def end(self) -> None:
+        """Note that the whole model has run."""
+        self._is_running = False
+        if not _in_backward():
+            self._forget()
+
+    def enter(self, away: Away, *, with_notes: bool = True) -> None:
+        """Have a part see its weights on its device. Calls may be nested; each needs its :meth:`leave`.
+
+        Args:
+            away: the part.
+            with_notes: keep notes for backward in place of weights. torch.utils.checkpoint wants to see as many
+                tensors kept when it calls layers again as when they were called within their part.
+        """
+        away.depth += 1
+        if away.depth > 1:
+            return
+        try:
+            data = self._for_backward(away) if _in_backward() else self._for_forward(away)
+            track = torch.is_grad_enabled()
+            away.show(
+                [
+                    _Fetched.apply(parameter, tensor) if track and parameter.requires_grad else tensor
+                    for parameter, tensor in zip(away.parameters, data, strict=True)
+                ]
+            )
+            if track and with_notes:
+                _hooks_of_torch._push_saved_tensors_default_hooks(*_Keeping(self, away, data).hooks())  # noqa: SLF001 - as above
+                away.hooked = True
+        except BaseException:
+            away.depth -= 1
+            away.hide()
+            raise
+        self._open.append(away)
+
+    def leave(self, away: Away) -> None:
+        """End what :meth:`enter` began."""
+        if away.depth == 0:
+            return
+        away.depth -= 1
+        if away.depth == 0:
+            self._close(away)
+
+    def _close(self, away: Away) -> None:
+        away.hide()
+        if away.hooked:
+            away.hooked = False
+            _hooks_of_torch._pop_saved_tensors_default_hooks()  # noqa: SLF001 - as above
+        if away in self._open:
+            self._open.remove(away)
+
+    def again(self, away: Away) -> list[torch.Tensor]:
+        """Return the weights of a part for backward."""
+        if _in_backward():
+            return self._for_backward(away)
+        return _copies(away)
+
+    def _for_forward(self, away: Away) -> list[torch.Tensor]:
+        last, self._last = self._last, away
+        if last is not None and last is not away:
+            self._after[last] = away
+            self._before[away] = last
+        data = self._take(away)
+        if self._is_running:
+            self._fetch_ahead(self._after.get(away), away)
+        return data
+
+    def _for_backward(self, away: Away) -> list[torch.Tensor]:
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - no public call tells
+        with self._lock:
+            backward = self._backward
+            if backward.task != task:
+                self._backward = backward = _Backward(task)
+                torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]  # noqa: SLF001 - as FSDP
+            if backward.away is not away:
+                if backward.away is not None:
+                    self._after_in_backward[backward.away] = away
+                backward.data = []
+                backward.data = self._take(away)
+                backward.away = away
+                self._fetch_ahead(self._after_in_backward.get(away, self._before.get(away)), away)
+            return backward.data
+
+    def _after_backward(self) -> None:
+        with self._lock:
+            self._forget()
+            self._backward = _Backward()
+
+    def _take(self, away: Away) -> list[torch.Tensor]:
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None:
+                data = ahead.take()
+                if ahead.away is away:
+                    return data
+                del data, ahead
+            return _copies(away)
+
+    def _fetch_ahead(self, following: Away | None, running: Away) -> None:
+        if self._is_ahead and following is not None and following is not running and following.depth == 0:
+            device = following.device
+            if device.type == "cuda" and device not in self._streams:
+                # One for good: torch keeps freed memory apart for every stream.
+                self._streams[device] = torch.cuda.Stream(device)
+            self._ahead = _Ahead(following, self._streams.get(device))
+
+    def _forget(self) -> None:
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None:
+                ahead.take()
+
+
+class _Ahead:
+    """A part that a thread fetches."""
+
+    def __init__(self, away: Away, stream: torch.cuda.Stream | None) -> None:
+        self.away = away
+        self._data: list[torch.Tensor] = []
+        self._error: BaseException | None = None
+        self._stream = stream
+        self._thread = threading.Thread(target=self._run, name="rankwise-fetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            if self._stream is None:
+                self._data = _copies(self.away)
+                return
+            with torch.cuda.stream(self._stream):
+                self._data = _copies(self.away)
+            self._stream.synchronize()
+        except BaseException as error:  # noqa: BLE001 - raised where the weights are needed
+            self._error = error
+
+    def take(self) -> list[torch.Tensor]:
+        """Wait for the weights and return them."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if self._stream is not None:
+            for tensor in self._data:
+                # Memory of another stream must not be used again while this one still reads it.
+                tensor.record_stream(torch.cuda.current_stream(self.away.device))
+        data, self._data = self._data, []
+        return data
+
+
+class _Fetched(torch.autograd.Function):
+    """The copy of a parameter on another device; its gradient goes back to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's own
+        ctx.home = parameter.device
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401 - torch's own
+        return gradients[0].to(ctx.home), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """A fetched weight, or a view of one, that backward will need."""
+
+    away: Away
+    number: int
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """Something else that backward will need: as the hooks around ours keep it, or as it is."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor] | None
+    version: int
+
+
+class _Keeping:
+    """What is kept for backward while one part runs: notes for its weights, the rest as ever."""
+
+    def __init__(self, fetching: Fetching, away: Away, data: Iterable[torch.Tensor]) -> None:
+        self._fetching = fetching
+        self._away = away
+        self._numbers = {
+            tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(data) if tensor.nbytes
+        }
+        self._dtypes = [parameter.dtype for parameter in away.parameters]
+        # Only the innermost hooks are called: what they do not want they hand on (to torch.utils.checkpoint's, say).
+        self._outer: Hooks | None = _hooks_of_torch._top_saved_tensors_default_hooks(False)  # noqa: SLF001 - no public call
+
+    def hooks(self) -> Hooks:
+        """Return what ``saved_tensors_hooks`` takes."""
+        return self._pack, self._unpack
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        number = self._numbers.get(_address(tensor))
+        if number is None or tensor.dtype != self._dtypes[number]:
+            if self._outer is not None:
+                return _Passed(self._outer[0](tensor), self._outer[1], 0)
+            return _Passed(tensor, None, tensor._version)  # noqa: SLF001 - torch compares it too, but not under hooks
+        version = self._away.parameters[number]._version  # noqa: SLF001 - as above
+        return _Note(self._away, number, version, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, kept: _Note | _Passed) -> torch.Tensor:
+        if isinstance(kept, _Passed):
+            if kept.unpack is not None:
+                return kept.unpack(kept.packed)
+            _check_version(kept.packed, kept.version, "a value that backward needs")
+            return kept.packed
+        _check_version(kept.away.parameters[kept.number], kept.version, f"a weight of {kept.away.name}")
+        data = self._fetching.again(kept.away)[kept.number]
+        return data.as_strided(kept.shape, kept.stride, kept.offset)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's memory begins; 0 for what has none of its own, as a weight in parts."""
+    if type(tensor) not in {torch.Tensor, nn.Parameter} or tensor.layout is not torch.strided:
+        return 0
+    if tensor.is_conj() or tensor.is_neg():
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def _check_version(tensor: torch.Tensor, version: int, what: str) -> None:
+    if tensor._version != version:  # noqa: SLF001 - as torch does
+        raise RankwiseError(
+            f"{what} was changed in place between forward and backward.".capitalize(),
+            do="run backward before optimizer.step() and before any other change in place",
+        )
+
+
+@torch.no_grad()
+def _copies(away: Away) -> list[torch.Tensor]:
+    return [parameter.detach().to(away.device, copy=True) for parameter in away.parameters]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != NO_GRAPH  # noqa: SLF001 - no public call tells

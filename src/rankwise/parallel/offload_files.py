@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that lie in files: tensors that are a shared mapping of a safetensors file of our own.
+
+What is written into such a tensor is in the file. Knows nothing of models. Imported by place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import struct
+import tempfile
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.placement_plan import in_words
+from rankwise.tensor_files import CODES, SUFFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ALIGNMENT_BYTES = 64
+"""Where the first tensor of a file begins: enough for every dtype."""
+
+
+class OffloadFiles:
+    """A folder of our own, with one file per part of a model. Removed with the object, or at the end of the process.
+
+    Args:
+        parent: the user's folder; created where it is not there. Several processes may share it.
+
+    Raises:
+        ConfigurationError: nothing can be written there.
+    """
+
+    def __init__(self, parent: str | os.PathLike[str]) -> None:
+        try:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(prefix="rankwise-place-", dir=parent))
+        except OSError as error:
+            raise ConfigurationError(
+                f"Weights cannot be kept in {parent}: {error.strerror}.", do="offload_folder= a folder to write to"
+            ) from error
+        self._num_files = 0
+        self._remove = weakref.finalize(self, _remove, self.folder, os.getpid())
+
+    def tensors(self, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
+        """Return zeros of the given dtypes and shapes that are one new file, all of its space allocated.
+
+        Args:
+            kinds: dtype and shape by name; the names are those in the file.
+
+        Raises:
+            ConfigurationError: the disk has no room, or the format does not have a dtype.
+        """
+        for name, (dtype, _) in kinds.items():
+            if dtype not in CODES:
+                raise ConfigurationError(
+                    f"{name} cannot lie on disk: safetensors files have no {dtype}.", do="give it another device"
+                )
+        # Widest first, without gaps, so that each tensor is aligned for its dtype.
+        names = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+        header: dict[str, object] = {}
+        end = 0
+        for name in names:
+            dtype, shape = kinds[name]
+            begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        start = -(-(8 + len(text)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        path = self.folder / f"{self._num_files:05d}{SUFFIX}"
+        self._num_files += 1
+        self._allocate(path, struct.pack("<Q", start - 8) + text.ljust(start - 8), start + end)
+        if end == 0:
+            return {name: torch.empty(kinds[name][1], dtype=kinds[name][0]) for name in names}
+        memory = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=start + end)
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            dtype, shape = kinds[name]
+            view = torch.empty(0, dtype=dtype)
+            tensors[name] = view.set_(memory, start // dtype.itemsize, shape)  # type: ignore[arg-type]
+            start += tensors[name].nbytes
+        return tensors
+
+    def _allocate(self, path: Path, head: bytes, size_bytes: int) -> None:
+        """Write the head, and have the rest allocated: writing into a mapping of a full disk would end the process."""
+        try:
+            with path.open("xb") as file:
+                file.write(head)
+                file.flush()
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
+                raise
+            raise ConfigurationError(
+                f"{self.folder.parent} has no room for {in_words(size_bytes)} of weights: {error.strerror}.",
+                evidence=f"free there: {in_words(shutil.disk_usage(self.folder).free)}",
+                do="offload_folder= a folder on a larger disk, or a larger budget for other devices",
+            ) from error
+
+    def remove(self) -> None:
+        """Remove the files. Tensors that are mapped stay usable until they are gone themselves."""
+        self._remove()
+
+
+def _remove(folder: Path, owner: int) -> None:
+    # A process that was forked while the model lived does not own its files.
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens around the calls of a placed model's modules: inputs are moved, weights are fetched.
+
+Hooks on modules, nothing else; a copy or pickle of the model is without them. Imported by place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.across_devices import Meeting, moved
+from rankwise.parallel.fetch import Away, Fetching
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rankwise.parallel.placement_units import Unit
+
+    Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def install(model: nn.Module, runs_on: dict[Unit, torch.device], away: set[Unit], *, is_ahead: bool) -> None:
+    """Have each part of ``model`` run on its device.
+
+    Args:
+        model: whose weights are in place.
+        runs_on: where each part runs.
+        away: the parts that have a weight on another device than they run on, or on disk.
+        is_ahead: fetch the next part while one runs.
+    """
+    devices = set(runs_on.values())
+    if devices <= {torch.device("cpu")} and not away:
+        return
+    meeting = Meeting() if devices != {torch.device("cpu")} and (len(devices) > 1 or away) else None
+    fetching = Fetching(is_ahead=is_ahead) if away else None
+    around: list[tuple[nn.Module, _Around]] = [(model, _AroundModel(meeting, fetching))]
+    for unit, device in runs_on.items():
+        fetched = [Away(unit, device)] if unit in away else []
+        if not unit.is_called:
+            # Belongs to an open module, which itself has no one device.
+            around += [(unit.module, _AroundPart(None, None, fetching, one)) for one in fetched]
+            continue
+        around.append((unit.module, _AroundPart(device, meeting, fetching, fetched[0] if fetched else None)))
+        # A recomputation in backward, or a user, may call a layer without the block it belongs to.
+        inner = {module: name for one in fetched for module, name, _ in one.places if module is not unit.module}
+        around += [(module, _AroundLayer(fetching, one, name)) for module, name in inner.items() for one in fetched]
+    # The last one registered comes first: the whole model's.
+    for module, calls in reversed(around):
+        module.register_forward_pre_hook(_Before(calls), with_kwargs=True, prepend=True)
+        module.register_forward_hook(_After(calls), always_call=True)
+
+
+def refuse_training(model: nn.Module, what: str) -> None:
+    """Have ``model`` refuse to run in training mode.
+
+    Args:
+        model: in eval mode or not.
+        what: what its weights are, for the error.
+    """
+    model.register_forward_pre_hook(_Before(_RefuseTraining(what)), with_kwargs=True, prepend=True)
+
+
+class _Around:
+    """What is done around one module's call."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Prepare the call; return changed arguments, or ``None``."""
+        raise NotImplementedError
+
+    def after(self) -> None:
+        """Clear up. Also called when the call raised, and when :meth:`before` did not come to its end."""
+
+
+class _AroundModel(_Around):
+    """The whole model: what it combines itself may come from several devices."""
+
+    def __init__(self, meeting: Meeting | None, fetching: Fetching | None) -> None:
+        self._meeting = meeting
+        self._fetching = fetching
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module, args, kwargs
+        if self._fetching is not None:
+            self._fetching.begin()
+        if self._meeting is not None:
+            self._meeting.begin()
+
+    def after(self) -> None:
+        if self._meeting is not None:
+            self._meeting.end()
+        if self._fetching is not None:
+            self._fetching.end()
+
+
+class _AroundPart(_Around):
+    """One part: its inputs come to its device, its weights too."""
+
+    def __init__(
+        self, device: torch.device | None, meeting: Meeting | None, fetching: Fetching | None, away: Away | None
+    ) -> None:
+        self._device = device
+        self._meeting = meeting
+        self._fetching = fetching
+        self._away = away
+        self._num_entered = 0
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        del module
+        arguments = None if self._device is None else moved((args, kwargs), self._device)
+        if self._away is not None and self._fetching is not None:
+            self._fetching.enter(self._away)
+        if self._meeting is not None and self._device is not None:
+            self._meeting.enter_part(self._device)
+        self._num_entered += 1
+        return arguments
+
+    def after(self) -> None:
+        if self._num_entered:
+            self._num_entered -= 1
+            if self._meeting is not None and self._device is not None:
+                self._meeting.leave_part()
+            if self._away is not None and self._fetching is not None:
+                self._fetching.leave(self._away)
+
+
+class _AroundLayer(_Around):
+    """A layer of a part, when it is called on its own."""
+
+    def __init__(self, fetching: Fetching | None, away: Away, attribute: str) -> None:
+        self._fetching = fetching
+        self._away = away
+        self._attribute = attribute
+        self._entered: list[bool] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        alone = self._attribute not in module.__dict__
+        arguments = None
+        if alone and self._fetching is not None:
+            arguments = moved((args, kwargs), self._away.device)
+            self._fetching.enter(self._away, with_notes=False)
+        self._entered.append(alone)
+        return arguments
+
+    def after(self) -> None:
+        if self._entered and self._entered.pop() and self._fetching is not None:
+            self._fetching.leave(self._away)
+
+
+class _RefuseTraining(_Around):
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del args, kwargs
+        if module.training and torch.is_grad_enabled():
+            raise ConfigurationError(
+                f"This {type(module).__name__} holds {self._what} weights, which cannot be trained.",
+                do="call model.eval() to use it, or place() it without int8=True to train it",
+            )
+
+
+class _Hook:
+    """A hook of a placed model. A copy or pickle of the model gets one that does nothing."""
+
+    def __init__(self, calls: _Around) -> None:
+        self._calls = calls
+
+    def __deepcopy__(self, memo: object) -> _NoHook:
+        return _NoHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_NoHook, ())
+
+
+class _NoHook:
+    """What stands in a copied model where the placed one had its hook."""
+
+    def __call__(self, *_: object, **__: object) -> None:
+        return None
+
+
+class _Before(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        # Only what is being compiled needs the compiler to keep out; its import takes seconds.
+        call = _before_compiled if torch.compiler.is_compiling() else _before
+        return call(self._calls, module, args, kwargs)
+
+
+class _After(_Hook):
+    def __call__(self, *_: object) -> None:
+        call = _after_compiled if torch.compiler.is_compiling() else _after
+        call(self._calls)
+
+
+def _before(calls: _Around, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    return calls.before(module, args, kwargs)
+
+
+def _after(calls: _Around) -> None:
+    calls.after()
+
+
+_before_compiled = torch._disable_dynamo(_before)  # noqa: SLF001 - torch.compiler.disable imports the compiler now
+_after_compiled = torch._disable_dynamo(_after)  # noqa: SLF001 - as above

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a model goes to which device: sizes in, a mapping out.
+
+Pure: touches no tensor, no device and no file. Imported by place.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.blocks import near
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+OFFLOADED = ("cpu", "disk")
+"""Where weights wait to be fetched; ``cpu`` only where another device executes."""
+
+_UNITS = {"": 1, "B": 1, **{f"{word}{end}": base**power
+    for power, word in enumerate("KMGT", 1) for end, base in (("B", 1000), ("iB", 1024))}}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One part of a model that goes to one device as a whole."""
+
+    name: str
+    num_bytes: int
+    """What it takes at rest, without what an earlier part holds already."""
+    fetch_bytes: int
+    """What it takes while it runs away from home."""
+    tied_to: str | None = None
+    """An earlier part that shares a parameter with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a part goes, and why."""
+
+    device: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where every part goes, and which device runs what waits elsewhere."""
+
+    choices: Mapping[str, Choice]
+    executes: str
+    has_room_ahead: bool = True
+    """Whether the next part may be fetched while one runs."""
+
+    def runs_on(self, name: str) -> str:
+        """Return the device that runs a part."""
+        device = self.choices[name].device
+        return self.executes if device in OFFLOADED else device
+
+
+def bytes_in(text: str | int) -> int:
+    """Return a number of bytes: ``4096``, ``"1.5GB"`` (10⁹) or ``"10GiB"`` (2³⁰).
+
+    Raises:
+        ConfigurationError: it is neither, or negative.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
+    unit = match and {name.lower(): factor for name, factor in _UNITS.items()}.get(match[2].lower())
+    if not match or unit is None:
+        raise ConfigurationError(f"{text!r} is no amount of memory.", do='write a number of bytes, or "500MB", "10GiB"')
+    return int(float(match[1]) * unit)
+
+
+def in_words(num_bytes: int) -> str:
+    """Return a number of bytes as people write it: ``1.5 GiB``."""
+    for power, word in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**power:
+            return f"{num_bytes / 1024**power:.4g} {word}"
+    return f"{num_bytes} B"
+
+
+def by_policy(policy: str, sizes: Sequence[Size], budgets: Mapping[str, int]) -> Plan:
+    """Choose a device for every part, in their order, none over its budget.
+
+    The accelerators come first: ``sequential`` fills one after the other; ``balanced`` and ``auto`` give them equal
+    shares; ``balanced_low_0`` leaves the first as empty as it can. What they have no room for goes to the CPU, and
+    what that has no room for to disk; the device that executes it keeps room for fetching the largest of these twice,
+    or once where twice is too much. Parts with a common parameter stay together.
+
+    Args:
+        policy: one of :data:`POLICIES`.
+        sizes: all parts, in the order in which they run.
+        budgets: bytes per device, the accelerators first.
+
+    Raises:
+        ConfigurationError: an unknown policy, no device, a part that is larger than every budget, or a model that
+            is larger than all of them.
+    """
+    if policy not in POLICIES:
+        raise ConfigurationError(
+            f"There is no policy {policy!r}.",
+            evidence=near(policy, POLICIES),
+            do=f"plan= one of {', '.join(POLICIES)}, or a mapping from module names to devices",
+        )
+    if not any(budgets.values()):
+        raise ConfigurationError(
+            f"The policy {policy!r} has no device with any room.",
+            evidence=_lines(budgets) or "budgets is empty",
+            do='budgets={"cuda:0": "10GiB", "cpu": "30GiB"}, or leave budgets out',
+        )
+    groups = _groups(sizes)
+    executes = executing(budgets)
+    kept_free, ahead = 0, True
+    while True:
+        left = dict(budgets)
+        if executes in left:
+            left[executes] -= kept_free
+        choices = _filled(policy, groups, left, budgets, kept_free if executes in budgets else 0)
+        largest = max((size for size in sizes if _is_fetched(choices[size.name], executes)),
+                      key=lambda size: size.fetch_bytes, default=None)  # fmt: skip
+        if largest is None or executes not in budgets:
+            break
+        ahead = 2 * largest.fetch_bytes <= budgets[executes]
+        needed = largest.fetch_bytes * (2 if ahead else 1)
+        if needed > budgets[executes]:
+            raise _too_large(largest.name, largest.fetch_bytes, budgets, f"It has to run on {executes}.")
+        if needed <= kept_free:
+            break
+        kept_free = needed
+    return Plan(choices, executes, has_room_ahead=ahead)
+
+
+def by_hand(mapping: Mapping[str, str], names: Mapping[str, Sequence[str]], whole: Mapping[str, str]) -> dict[str, str]:
+    """Return the device of every part under a mapping from prefixes of names; the longest prefix wins.
+
+    Args:
+        mapping: from names of modules or parameters to devices; ``""`` stands for everything else.
+        names: the names of the parameters and buffers in each part.
+        whole: why each part is not split.
+
+    Raises:
+        ConfigurationError: a parameter is not covered, or a part would be split.
+    """
+    device_of: dict[str, str] = {}
+    uncovered: list[str] = []
+    for part, inside in names.items():
+        keys = {name: _longest(mapping, name) for name in inside}
+        uncovered += [name for name, key in keys.items() if key is None]
+        found = {mapping[key]: key for key in keys.values() if key is not None}
+        if len(found) > 1:
+            raise ConfigurationError(
+                f"The plan splits {part or 'the model'}, which stays whole: {whole[part]}.",
+                evidence="\n".join(f"{key!r}: {device!r}" for device, key in found.items()),
+                do=f"give it one device: {{{part!r}: {next(iter(found))!r}}}, and leave out the names inside it",
+            )
+        device_of[part] = next(iter(found), "cpu")
+    if uncovered:
+        raise ConfigurationError(
+            f"The plan says nothing about {len(uncovered)} parameters and buffers.",
+            evidence=", ".join(uncovered[:8]) + (", ..." if len(uncovered) > 8 else ""),  # noqa: PLR2004 - enough to see what is meant
+            do='add "": device for everything else',
+        )
+    return device_of
+
+
+def executing(devices: Iterable[str]) -> str:
+    """Return which device runs what waits in memory or on disk: the first accelerator, or the CPU."""
+    return next((device for device in devices if device not in {*OFFLOADED, "meta"}), "cpu")
+
+
+def key_of(mapping: Mapping[str, str], name: str) -> str:
+    """Return the key of a mapping by hand that decided about a part."""
+    return _longest(mapping, name) or ""
+
+
+def _longest(mapping: Mapping[str, str], name: str) -> str | None:
+    fitting = [key for key in mapping if key in {"", name} or name.startswith(f"{key}.")]
+    return max(fitting, key=len, default=None)
+
+
+def _accelerators(budgets: Mapping[str, int]) -> list[str]:
+    return [device for device in budgets if device not in OFFLOADED]
+
+
+def _is_fetched(choice: Choice, executes: str) -> bool:
+    return choice.device in OFFLOADED and choice.device != executes
+
+
+def _groups(sizes: Sequence[Size]) -> list[list[Size]]:
+    """Put parts that share parameters together, where the first of them stands."""
+    group_of: dict[str, list[Size]] = {}
+    groups: list[list[Size]] = []
+    for size in sizes:
+        if size.tied_to is not None:
+            group_of[size.name] = group_of[size.tied_to]
+            group_of[size.name].append(size)
+        else:
+            group_of[size.name] = [size]
+            groups.append(group_of[size.name])
+    return groups
+
+
+def _filled(
+    policy: str,
+    groups: list[list[Size]],
+    left: dict[str, int],
+    budgets: Mapping[str, int],
+    kept_free: int,
+) -> dict[str, Choice]:
+    totals = [sum(size.num_bytes for size in group) for group in groups]
+    accelerators = _accelerators(budgets)
+    limits = _limits(policy, totals, [max(left[device], 0) for device in accelerators])
+    used = dict.fromkeys(budgets, 0)
+    choices: dict[str, Choice] = {}
+    current = 0
+    for group, total in zip(groups, totals, strict=True):
+        fits = [n for n in range(current, len(accelerators)) if used[accelerators[n]] + total <= limits[n]]
+        if fits:
+            current = fits[0]
+            device, why = accelerators[current], f"{policy}: its share is {in_words(limits[current])}"
+        else:
+            device = next((one for one in OFFLOADED if used.get(one, 0) + total <= left.get(one, -1)), "")
+            why = "the first with room" if device == next(iter(budgets)) else "no room before it"
+        if not device:
+            if total > max(budgets.values()):
+                raise _too_large(group[0].name, total, budgets, "It is not split.")
+            raise _no_room(sum(totals), budgets, kept_free)
+        used[device] += total
+        for size in group:
+            choices[size.name] = Choice(device, why if size is group[0] else f"shares weights with {group[0].name}")
+    return choices
+
+
+def _limits(policy: str, totals: Sequence[int], room: list[int]) -> list[int]:
+    """Return what each accelerator may take, filled one after the other."""
+    if len(room) < 2 or policy == "sequential" or not _holds(totals, room):  # noqa: PLR2004 - one has nothing to balance
+        return room
+    if policy == "balanced_low_0":
+        first = next(n for n in range(len(totals) + 1) if _holds(totals[n:], room[1:]))
+        return [sum(totals[:first]), *_limits("balanced", totals[first:], room[1:])]
+    low, high = max(totals, default=0), sum(totals)
+    while low < high:
+        middle = (low + high) // 2
+        if _holds(totals, [min(limit, middle) for limit in room]):
+            high = middle
+        else:
+            low = middle + 1
+    return [min(limit, high) for limit in room]
+
+
+def _holds(totals: Sequence[int], limits: Sequence[int]) -> bool:
+    """Return whether devices of these limits, filled one after the other, take everything."""
+    device, used = 0, 0
+    for total in totals:
+        while device < len(limits) and used + total > limits[device]:
+            device, used = device + 1, 0
+        if device == len(limits):
+            return False
+        used += total
+    return True
+
+
+def _lines(budgets: Mapping[str, int]) -> str:
+    return "\n".join(f"{device}: {in_words(amount)}" for device, amount in budgets.items())
+
+
+def _too_large(name: str, num_bytes: int, budgets: Mapping[str, int], why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name or 'The model'} takes {in_words(num_bytes)}, more than every budget allows. {why}",
+        evidence=_lines(budgets),
+        do="raise the budget of a device, or build the model in smaller blocks",
+    )
+
+
+def _no_room(total: int, budgets: Mapping[str, int], kept_free: int) -> ConfigurationError:
+    missing = [device for device in OFFLOADED if device not in budgets]
+    words = {"cpu": 'add "cpu" to budgets', "disk": "pass offload_folder=, so that the rest lies on disk"}
+    return ConfigurationError(
+        f"The model takes {in_words(total)}, more than all devices have room for.",
+        evidence=_lines(budgets) + (f"\nkept free for fetching: {in_words(kept_free)}" if kept_free else ""),
+        do=", or ".join(words[device] for device in missing) or "raise the budget of a device",
+    )

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a model that are placed one by one: its blocks, and what open modules hold themselves.
+
+Looks at a model and changes nothing. Imported by place and by what loads weights into place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.parallel.blocks import has_forward, reasons
+from rankwise.parallel.placement_plan import Size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+
+    from rankwise.parallel.blocks import Kept
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slot:
+    """Where a module holds a parameter or a buffer. A tied parameter has several."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    is_parameter: bool
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What is there now."""
+        held = self.module._parameters if self.is_parameter else self.module._buffers  # noqa: SLF001 - the one place both are in
+        tensor = held[self.attribute]
+        return torch.empty(0) if tensor is None else tensor
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Put another tensor there, without what ``nn.Module.__setattr__`` checks."""
+        held = self.module._parameters if self.is_parameter else self.module._buffers  # noqa: SLF001 - as above
+        held[self.attribute] = tensor  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Unit:
+    """A part that has one home: a block, or one tensor of an open module."""
+
+    name: str
+    why_whole: str
+    module: nn.Module
+    """The module that needs it while its forward runs."""
+    slots: tuple[Slot, ...]
+    is_called: bool
+    """Whether that module is the part itself, not the open module it belongs to."""
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Its parameters, each once, in the order of their slots."""
+        return list({id(slot.tensor): slot.tensor for slot in self.slots if slot.is_parameter}.values())
+
+
+def units_of(model: nn.Module, keep_whole: Iterable[Kept] = ()) -> list[Unit]:
+    """Return all parts of a model that hold anything, in the order in which they were registered.
+
+    Raises:
+        ConfigurationError: ``keep_whole`` names what the model does not have.
+    """
+    whole = reasons(model, keep_whole)
+    units: list[Unit] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, name: str, caller: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        is_called = has_forward(module)
+        caller = module if is_called else caller
+        if name in whole:
+            slots = [slot for inner, child in module.named_modules() for slot in _slots(child, _joined(name, inner))]
+            if slots:
+                units.append(Unit(name, whole[name], caller, tuple(slots), is_called))
+            seen.update(module.modules())
+            return
+        units.extend(
+            Unit(slot.name, "a single tensor", caller, (slot,), is_called=False) for slot in _slots(module, name)
+        )
+        for child_name, child in module.named_children():
+            visit(child, _joined(name, child_name), caller)
+
+    visit(model, "", model)
+    return units
+
+
+def sizes_of(units: Sequence[Unit], bytes_of: Callable[[Slot], int]) -> list[Size]:
+    """Return what each part takes, tied parameters counted where they come first.
+
+    Args:
+        units: all parts of a model.
+        bytes_of: how much memory the tensor of a slot will take.
+    """
+    first: dict[int, str] = {}
+    sizes: list[Size] = []
+    for unit in units:
+        own, fetched, tied_to = 0, 0, None
+        here: set[int] = set()
+        for slot in unit.slots:
+            tensor = slot.tensor
+            if id(tensor) in here:
+                continue
+            here.add(id(tensor))
+            fetched += bytes_of(slot) if slot.is_parameter else 0
+            if id(tensor) in first:
+                tied_to = tied_to or first[id(tensor)]
+            else:
+                own += bytes_of(slot)
+        first.update((key, unit.name) for key in here if key not in first)
+        sizes.append(Size(unit.name, own, fetched, tied_to))
+    return sizes
+
+
+def _slots(module: nn.Module, name: str) -> list[Slot]:
+    held = ((module._parameters, True), (module._buffers, False))  # noqa: SLF001 - with their attribute names
+    return [
+        Slot(_joined(name, attribute), module, attribute, is_parameter)
+        for tensors, is_parameter in held
+        for attribute, tensor in tensors.items()
+        if tensor is not None
+    ]
+
+
+def _joined(name: str, inner: str) -> str:
+    return f"{name}.{inner}" if name and inner else name or inner

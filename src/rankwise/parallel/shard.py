@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharding: each rank keeps a part of every parameter, and ranks gather a block's parameters while it runs.
+
+Works in place, on torch's fully_shard (FSDP2). Holds the public call: which blocks, in what precision, checked on
+all ranks before anything changes. What makes the gradients exact is shard_weights'.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakMethod, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rankwise.agreement import all_ranks_succeed
+from rankwise.collectives import gather_json
+from rankwise.errors import ConfigurationError, fold_values
+from rankwise.exchange.torch_group import TorchGroup
+from rankwise.log import log, warn
+from rankwise.parallel.batchnorm import unsynchronised_batchnorms
+from rankwise.parallel.buffers import BufferSync
+from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
+from rankwise.parallel.recompute import recompute_block
+from rankwise.parallel.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.shard_blocks import Blocks, block_names, grouped
+from rankwise.parallel.shard_waits import WatchedAllGather, WatchedReduceScatter
+from rankwise.parallel.shard_weights import AfterForward, BeforeForward, ShardSync
+from rankwise.parallel.trained import check_no_optimizer_holds, check_untrained, note_trained
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rankwise.exchange.protocol import Exchange
+    from rankwise.mesh import Axes
+    from rankwise.watch import Watch
+
+M = TypeVar("M", bound=nn.Module)
+
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shard(
+    model: M,
+    *,
+    blocks: Blocks = None,
+    mixed_precision: str | MixedPrecisionPolicy | None = None,
+    cpu_offload: bool = False,
+    recompute: bool | Blocks = False,
+    reshard_after_forward: bool = True,
+    weight: Callable[..., float | torch.Tensor] | None = None,
+) -> M:
+    """Train ``model`` with its parameters, gradients and optimizer state spread over the ranks, in place.
+
+    Called by: every rank, with the same model, before the optimizer is built.
+
+    Every rank starts from rank zero's parameters and buffers and keeps its part of each. A block's parameters are
+    gathered when it runs, and let go afterwards; its gradients are reduced while backward goes on. Each
+    ``backward()`` returns with this rank's part of the exact mean over all samples of all ranks, also when ranks
+    have unequal numbers of samples, or none. What no rank used keeps ``grad=None``.
+
+    The ranks lie along ``dp_shard``; where :func:`rankwise.mesh` has ``dp_replicate`` too, each group along
+    ``dp_shard`` holds a whole copy. Parameters become :class:`torch.distributed.tensor.DTensor`, so that an optimizer
+    built before holds tensors that are no longer trained. The model keeps its ``state_dict`` keys and is still an
+    instance of its class, though torch names the class anew: ``FSDPNet``, a subclass of ``Net``. torch can neither
+    deepcopy nor pickle it: save it with :func:`rankwise.save`.
+
+    The loss must be a mean over the samples of this rank, as for :func:`rankwise.replicate`. Every rank runs the same
+    blocks in the same order, and backward equally often, without samples too; within a block ranks may use different
+    parameters. A model on the meta device is sharded without ever being whole: it comes back filled with NaN, to be
+    loaded with :func:`rankwise.load` before it is trained.
+
+    Args:
+        model: on its device already, or on the meta device.
+        blocks: what is gathered together: names of modules, with ``*`` for any number; classes; a size in bytes,
+            or as text (``"100MiB"``), that each block has at least; by default the layers that repeat. What is
+            in no block is gathered with the whole model.
+        mixed_precision: ``"bf16"`` or ``"fp16"`` to compute in it and reduce gradients in float32; the model's output
+            keeps the parameters' dtype. Or torch's policy. fp16 needs a ``torch.amp.GradScaler``.
+        cpu_offload: keep parameters, gradients and optimizer state in the memory of the CPU.
+        recompute: whether blocks forget their activations and compute them again in backward; or which modules do,
+            as for ``blocks``.
+        reshard_after_forward: whether a block lets go of its parameters between forward and backward.
+        weight: called with the arguments of each forward call; returns what the loss is a mean over:
+            the number of samples or tokens of this rank. At least zero.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        NotJoined: before :func:`rankwise.join`.
+        ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
+        ConfigurationError: the model is sharded or replicated already, has nothing to train, has no such blocks, or
+            the mesh has axes that sharding does not use.
+
+    Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (VLDB 2023); the exact mean is
+        sum_r w_r g_r / sum_r w_r.
+    """
+    session = current()
+    axes = axes_for("shard", "dp_shard")
+    with all_ranks_succeed("rankwise.shard()"):
+        _check_axes(axes)
+        check_untrained(model, "shard")
+        _check_trainable(model)
+        policy = _precision(model, mixed_precision)
+        names = block_names(model, blocks, "blocks")
+        recomputed = _recomputed(model, names, recompute)
+        groups = grouped(model, names)
+        _check_dtypes(model, [name for group in groups for name in group])
+    if session.exchange is not None:
+        check_same_model(model)
+        _check_same_meta(model)
+        _start_equal(model, session.exchange)
+    before = [ref(parameter) for parameter in model.parameters()]
+    _split(
+        model,
+        groups,
+        policy,
+        axes,
+        offloads=_offloads(cpu_offload, session.world.device),
+        reshards=reshard_after_forward,
+    )
+    for name in recomputed:
+        recompute_block(model.get_submodule(name))
+    if session.exchange is not None and not session.world.device.startswith("cuda"):
+        _watch_waits(model, session.exchange.watch, axes.ranks_along(session.world.rank, "dp_shard"))
+    was_meta = _fill_meta(model, session.world.device)
+    sync = ShardSync(model, None if session.exchange is None else _own_group(session.exchange))
+    note_trained(model, sync)
+    session.stopping.unless(WeakMethod(sync.is_mid_step))
+    buffers = None
+    if session.exchange is not None:
+        if norms := unsynchronised_batchnorms(model):
+            warn(
+                f"{norms[0]} and {len(norms) - 1} more BatchNorm layers take their statistics per rank, so that the "
+                "result depends on the number of ranks"
+            )
+        buffers = BufferSync(model, session.exchange)
+    # Before torch's own, which gathers the parameters: a broken backward is cleared away first.
+    model.register_forward_pre_hook(
+        BeforeForward(sync, weight, _Prepare(buffers, before, was_meta)), with_kwargs=True, prepend=True
+    )
+    model.register_forward_hook(AfterForward(sync))
+    log(f"shard: {type(model).__name__} in {len(groups)} blocks over {axes}")
+    return model
+
+
+class _Prepare:
+    """What happens before each forward that may be trained; some of it once."""
+
+    def __init__(
+        self, buffers: BufferSync | None, before: Sequence[ref[nn.Parameter]], was_meta: Sequence[str]
+    ) -> None:
+        self._buffers = buffers
+        self._before = list(before)
+        self._was_meta = list(was_meta)
+
+    def __call__(self, model: nn.Module) -> None:
+        if self._was_meta:
+            with all_ranks_succeed("the first forward of a model from the meta device"):
+                _check_filled(model, self._was_meta)
+            self._was_meta.clear()
+        if self._before:
+            check_no_optimizer_holds(self._before, "shard")
+            self._before.clear()
+        if self._buffers is not None and model.training:
+            self._buffers.before_forward()
+
+
+def _check_axes(axes: Axes) -> None:
+    if axes.pp > 1:
+        raise ConfigurationError(
+            f"shard() does not go with pp={axes.pp}.",
+            evidence=f"the ranks are laid out as {axes}",
+            do=f"call rankwise.mesh(dp_shard={axes.dp_shard * axes.pp}) and shard(), or "
+            f"rankwise.mesh(pp={axes.pp}, dp_replicate={axes.data_world_size}) and pipeline()",
+        )
+    if axes.dp_shard == 1 and axes.dp_replicate > 1:
+        raise ConfigurationError(
+            "shard() has no rank to share parameters with: the axis dp_shard has one.",
+            evidence=f"the ranks are laid out as {axes}",
+            do=f"call rankwise.replicate(model), or rankwise.mesh(dp_shard={axes.dp_replicate})",
+        )
+
+
+def _check_trainable(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigurationError(
+            "The model has no parameter that needs a gradient.",
+            do="shard the model you train; a frozen one needs no gradients to be exact",
+        )
+
+
+def _precision(model: nn.Module, wanted: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    if wanted is None:
+        return MixedPrecisionPolicy()
+    if isinstance(wanted, MixedPrecisionPolicy):
+        return wanted
+    if wanted not in _PRECISIONS:
+        raise ConfigurationError(
+            f"shard() knows no mixed_precision={wanted!r}.",
+            do=f"use one of {', '.join(map(repr, _PRECISIONS))}, or a torch.distributed.fsdp.MixedPrecisionPolicy",
+        )
+    output = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return MixedPrecisionPolicy(param_dtype=_PRECISIONS[wanted], reduce_dtype=torch.float32, output_dtype=output)
+
+
+def _recomputed(model: nn.Module, names: list[str], wanted: bool | Blocks) -> list[str]:  # noqa: FBT001 - as given
+    """Return the names of the modules that compute their activations again."""
+    if wanted is False:
+        return []
+    if wanted is not True:
+        return block_names(model, wanted, "recompute")
+    # A single layer keeps little but what comes in, which is kept anyway.
+    composed = [name for name in names if list(model.get_submodule(name).children())]
+    if not composed:
+        raise ConfigurationError(
+            "recompute=True finds nothing to recompute: every block of the model is a single layer.",
+            do='say which modules forget their activations: recompute=["layers.*"]',
+        )
+    return composed
+
+
+def _check_dtypes(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise unless the trained parameters of each block have one dtype: they are reduced as one tensor."""
+    seen: set[int] = set()
+    # Inner blocks take theirs first, and what is in none belongs to the model.
+    for name in [*names, ""]:
+        dtypes: dict[torch.dtype, str] = {}
+        for inner, parameter in model.get_submodule(name).named_parameters(prefix=name):
+            if id(parameter) not in seen and parameter.requires_grad:
+                seen.add(id(parameter))
+                dtypes.setdefault(parameter.dtype, inner)
+        if len(dtypes) > 1:
+            raise ConfigurationError(
+                f"The block {name or type(model).__name__} holds parameters of {len(dtypes)} dtypes.",
+                evidence="\n".join(f"{where} is {dtype}" for dtype, where in dtypes.items()),
+                do="bring the model to one dtype (model.float()), and use mixed_precision= to compute in another",
+            )
+
+
+def _start_equal(model: nn.Module, exchange: Exchange) -> None:
+    """Give every rank the parameters and buffers of rank zero; parts of layers, those of its data rank zero."""
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    plain = [t for t in tensors if not isinstance(t, DTensor)]
+    parts = [t.to_local() for t in tensors if isinstance(t, DTensor)]
+    with torch.no_grad():
+        broadcast_tensors(plain, exchange, what="parameters of rank 0")
+        along = exchange_along("dp_replicate", "dp_shard")
+        if parts and along is not None:
+            broadcast_tensors(parts, along, what="parts of parameters of data rank 0")
+
+
+def _own_group(exchange: Exchange) -> TorchGroup:
+    """Return torch's group of all ranks, another one. Called by: every rank."""
+    group = dist.new_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"torch.distributed.new_group() gave {group!r} for a group of all ranks")
+    watch = exchange.watch
+    return TorchGroup(watch, exchange.rank, exchange.world_size, group, watch.record.open_channel())
+
+
+def _offloads(wanted: bool, device: str) -> OffloadPolicy:  # noqa: FBT001 - the caller's own argument
+    if not wanted:
+        return OffloadPolicy()
+    if device.startswith("cuda"):
+        return CPUOffloadPolicy()
+    log("shard: the parameters are in the CPU's memory already; cpu_offload changes nothing here")
+    return OffloadPolicy()
+
+
+def _split(
+    model: nn.Module,
+    groups: Sequence[Sequence[str]],
+    policy: MixedPrecisionPolicy,
+    axes: Axes,
+    *,
+    offloads: OffloadPolicy,
+    reshards: bool,
+) -> None:
+    mesh = submesh("dp_replicate", "dp_shard") if axes.dp_replicate > 1 else submesh("dp_shard")
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()  # torch shards no others
+    inner = MixedPrecisionPolicy(
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype,
+        cast_forward_inputs=policy.cast_forward_inputs,
+    )
+    for group in groups:
+        for block in fully_shard(
+            [model.get_submodule(name) for name in group],
+            mesh=mesh,
+            mp_policy=inner,
+            offload_policy=offloads,
+            reshard_after_forward=reshards,
+        ):
+            block.set_reduce_scatter_unused_params(True)
+    # None: torch keeps the outermost parameters between forward and backward, which needs them first.
+    root = fully_shard(
+        model, mesh=mesh, mp_policy=policy, offload_policy=offloads, reshard_after_forward=None if reshards else False
+    )
+    root.set_reduce_scatter_unused_params(True)
+
+
+def _watch_waits(model: nn.Module, watch: Watch, ranks: Sequence[int]) -> None:
+    """Have the waits of every block end with a name when a peer fails. Called by: every rank."""
+    channel = watch.record.open_channel(ranks)
+    name = type(model).__name__
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(WatchedAllGather(watch, channel, f"parameters of {name}"))
+            module.set_custom_reduce_scatter(WatchedReduceScatter(watch, channel, f"gradients of {name}"))
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _check_same_meta(model: nn.Module) -> None:
+    """Raise unless the same tensors are on the meta device of every rank. Called by: every rank."""
+    of_rank = gather_json([name for name, tensor in _tensors(model).items() if tensor.is_meta])
+    if any(names != of_rank[0] for names in of_rank):
+        raise ConfigurationError(
+            "Ranks have different parts of the model on the meta device.",
+            where=f"reported on {current().world}",
+            evidence=fold_values({rank: f"{len(names)} tensors" for rank, names in enumerate(of_rank)}),
+            do="build it under `with torch.device('meta'):` on every rank or on none, and rankwise.load() afterwards",
+        )
+
+
+def _fill_meta(model: nn.Module, device: str) -> list[str]:
+    """Give what is on the meta device memory, filled with NaN, so that it cannot pass for something loaded."""
+    names = [name for name, tensor in _tensors(model).items() if tensor.is_meta]
+    if not names:
+        return []
+    # Buffers may have been computed already.
+    kept = {name: _local(tensor).clone() for name, tensor in _tensors(model).items() if not tensor.is_meta}
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, tensor in _tensors(model).items():
+            local = _local(tensor)
+            if name in kept:
+                local.copy_(kept[name])
+            elif local.is_floating_point():
+                local.fill_(float("nan"))
+            else:
+                local.zero_()
+    return names
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _check_filled(model: nn.Module, names: Sequence[str]) -> None:
+    tensors = _tensors(model)
+    kept = model.state_dict().keys()
+    for name in names:
+        local = _local(tensors[name]) if name in tensors else torch.empty(0)
+        if local.numel() and bool(local.isnan().all()):
+            raise ConfigurationError(
+                f"{name} was on the meta device in shard(), and has not been filled since.",
+                do="rankwise.load() a checkpoint into the model before training it"
+                if name in kept
+                else "compute it: it is a buffer that checkpoints leave out (persistent=False)",
+            )

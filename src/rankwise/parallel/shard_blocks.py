@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules of a model are sharded as one: by name, by class, by size. Pure. Used by shard."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.blocks import blocks as repeated_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Blocks = int | str | list[str] | tuple[str, ...] | list[type[nn.Module]] | tuple[type[nn.Module], ...] | None
+"""Names, classes, or a least size; ``None`` for the layers that repeat."""
+
+SMALL_PART = 0.02
+"""Of the model's bytes: below it a single layer is no block of its own."""
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def block_names(model: nn.Module, blocks: Blocks, argument: str) -> list[str]:
+    """Return the names of the modules that ``blocks`` stands for, inner ones first.
+
+    Args:
+        model: the whole model.
+        blocks: as for :func:`rankwise.shard`.
+        argument: what the caller's argument is called, for the error.
+
+    Raises:
+        ConfigurationError: a name or class that the model does not have, or something else.
+    """
+    if blocks is None:
+        found = _without_small_layers(model, repeated_blocks(model))
+    elif isinstance(blocks, bool):
+        raise _not_blocks(blocks, argument)
+    elif isinstance(blocks, int):
+        found = _at_least(model, blocks)
+    elif isinstance(blocks, str):
+        found = _at_least(model, _bytes_of(blocks, argument))
+    elif all(isinstance(one, str) for one in blocks):
+        found = [name for pattern in blocks for name in _matching(model, str(pattern), argument)]
+    elif all(isinstance(one, type) and issubclass(one, nn.Module) for one in blocks):
+        found = _of_classes(model, [one for one in blocks if isinstance(one, type)], argument)
+    else:
+        raise _not_blocks(blocks, argument)
+    runnable = [name for name in dict.fromkeys(found) if name and _runs(model.get_submodule(name))]
+    return sorted(runnable, key=lambda name: -name.count("."))
+
+
+def grouped(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """Return the blocks, those in groups that have parameters in common, as torch has each parameter in one group.
+
+    A block that shares a parameter with what is in no block is left out: it is then gathered with the whole model.
+    """
+    group_of: dict[str, list[str]] = {name: [name] for name in ["", *names]}
+    owner: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        innermost = max((block for block in names if name.startswith(f"{block}.")), key=len, default="")
+        first, second = group_of[owner.setdefault(parameter, innermost)], group_of[innermost]
+        if first is not second:
+            first += second
+            group_of.update(dict.fromkeys(second, first))
+    return [group for group in {id(group_of[name]): group_of[name] for name in names}.values() if "" not in group]
+
+
+def _without_small_layers(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Leave out single layers with little in them: a message of their own would cost more than they save."""
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    modules = [(name, model.get_submodule(name)) for name in names]
+    sizes = {name: sum(parameter.nbytes for parameter in module.parameters()) for name, module in modules}
+    return [
+        name
+        for name, module in modules
+        if sizes[name] >= SMALL_PART * whole or (sizes[name] and list(module.children()))
+    ]
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether a module is called itself: a list of layers is not."""
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _at_least(model: nn.Module, least_bytes: int) -> list[str]:
+    """Return blocks of at least so many bytes, as small as they can be, from the inside out."""
+    taken: set[nn.Parameter] = set()
+    found: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child, inner in module.named_children():
+            visit(f"{name}.{child}" if name else child, inner)
+        left = [parameter for parameter in module.parameters() if parameter not in taken]
+        if name and _runs(module) and left and sum(parameter.nbytes for parameter in left) >= least_bytes:
+            found.append(name)
+            taken.update(left)
+
+    visit("", model)
+    return found
+
+
+def _bytes_of(text: str, argument: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigurationError(
+            f"{argument}={text!r} is no size.",
+            do=f'pass a size as "100MiB", or names of modules as a list: {argument}=[{text!r}]',
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _matching(model: nn.Module, pattern: str, argument: str) -> list[str]:
+    names = [name for name, _ in model.named_modules() if name]
+    found = [name for name in names if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
+    if not found:
+        near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3)
+        raise ConfigurationError(
+            f"{argument} names {pattern!r}, and the model has no such module.",
+            evidence="nearest: " + ", ".join(near) if near else f"the model has {', '.join(names[:10])}",
+            do="pass names as model.named_modules() gives them, with * for a part: layers.*",
+        )
+    return found
+
+
+def _of_classes(model: nn.Module, classes: Sequence[type], argument: str) -> list[str]:
+    found: list[str] = []
+    for one in classes:
+        names = [name for name, module in model.named_modules() if isinstance(module, one)]
+        if not names:
+            have = sorted({type(module).__name__ for module in model.modules()})
+            near = difflib.get_close_matches(one.__name__, have, n=5, cutoff=0.3)
+            raise ConfigurationError(
+                f"{argument} names the class {one.__name__}, and no module of the model is one.",
+                evidence=f"nearest: {', '.join(near or have[:10])}",
+                do="pass a class that the model is built of",
+            )
+        found += names
+    return found
+
+
+def _not_blocks(blocks: object, argument: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{argument}={blocks!r} says no blocks.",
+        do="pass a list of names or of classes, a size in bytes or as text, or None for the layers that repeat",
+    )

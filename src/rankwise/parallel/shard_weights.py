@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact gradients of a sharded model: torch reduces them, and averages ranks with equal weights.
+
+What each rank hands to the reduction is multiplied by its weight first, where the weights are not equal; so is each
+microstep of an accumulation. What no rank used keeps ``grad=None``. Used by shard.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rankwise.errors import ConfigurationError
+from rankwise.exchange.protocol import LaneSize
+from rankwise.parallel.trained import samples_of, tensors_with_grad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from rankwise.exchange.protocol import Lane
+    from rankwise.exchange.torch_group import TorchGroup
+
+
+class Announced:
+    """The weight of one forward call, which every rank tells the others when the call begins."""
+
+    __slots__ = ("amount", "num_carried", "total")
+
+    def __init__(self, amount: float | None, num_carried: int) -> None:
+        self.amount = amount
+        self.num_carried = num_carried
+        """How many microsteps were added up when it was told."""
+        self.total: float | None = None
+        """The sum over all ranks, when it is known."""
+
+
+class ShardSync:
+    """The gradients of one sharded model, from ``shard`` until the model is gone."""
+
+    strategy = "shard"
+
+    def __init__(self, model: nn.Module, exchange: TorchGroup | None) -> None:
+        """Note the blocks of ``model``.
+
+        Args:
+            model: sharded already.
+            exchange: of its own. torch's: it moves on while this rank calculates, or waits in torch.
+        """
+        self.given_weight: float | None = None
+        self._model = ref(model)
+        self._exchange = exchange
+        self._groups = _groups_of(model)
+        self._places = [(group, index) for group in self._groups for index in range(len(group.fsdp_params))]
+        self._number_of = {id(group.fsdp_params[index]): i for i, (group, index) in enumerate(self._places)}
+        self._weights: Lane | None = None
+        self._uses: Lane | None = None
+        if exchange is not None:
+            cpu = torch.device("cpu")  # the host asks for both, and need not wait for a device
+            self._weights, self._uses = exchange.lanes(
+                [LaneSize(1, 0, torch.float64, cpu), LaneSize(1, len(self._places), torch.float64, cpu)],
+                f"weights of {type(model).__name__}",
+            )
+        self._is_accumulating = False
+        self._under_way: Announced | None = None
+        self._latest = Announced(None, 0)
+        self._in_backward = False
+        self._factor = 1.0
+        """What a rank's gradients are multiplied with before they are reduced."""
+        self._carried_factor = 1.0
+        """The same for those of earlier microsteps."""
+        self._unit = 1.0
+        """What this rank counts the weights of microsteps in, so that gradients stay about as large as they are."""
+        self._amount = 0.0
+        self._carried = 0.0
+        self._num_carried = 0
+        self._used: set[int] = set()
+        self._without_gradient: set[int] = set()
+        self._num_synced = 0
+        for group in self._groups:
+            _call_before_reduction(group, self._before_reduction)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of the model, as they are sharded."""
+        model = self._model()
+        return [] if model is None else list(model.parameters())
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether another microstep follows the one under way."""
+        return self._is_accumulating
+
+    @is_accumulating.setter
+    def is_accumulating(self, value: bool) -> None:
+        self._is_accumulating = value
+        for group in self._groups:
+            group.reduce_grads = group.all_reduce_grads = not value
+
+    def is_mid_step(self) -> bool:
+        """Whether gradients of some microsteps wait, on every rank, for those of the last."""
+        return self._num_carried > 0
+
+    # -- around forward ----------------------------------------------------------------------------
+
+    def before_forward(self, amount: float | None) -> None:
+        """Tell the others what the call stands for. Called by: every rank, before a forward that may be trained."""
+        self._follow_unfrozen()
+        self._latest = Announced(amount, self._num_carried)
+        # Said while forward runs, it is known when backward begins.
+        if amount is not None and not self._is_accumulating:
+            self._announce(self._latest, self._checked(amount))
+
+    def _follow_unfrozen(self) -> None:
+        """Have torch's whole parameters need gradients where the sharded ones do by now."""
+        for group in self._groups:
+            for one in group.fsdp_params:
+                whole = getattr(one, "_unsharded_param", None)
+                if whole is not None and whole.requires_grad != one.sharded_param.requires_grad:
+                    whole.requires_grad_(one.sharded_param.requires_grad)
+
+    def after_forward(self, output: object) -> None:
+        """Follow what the call returned."""
+        announced = self._latest
+        for reached in tensors_with_grad(output):
+            reached.register_hook(lambda _: self._begin(announced))
+
+    def _announce(self, announced: Announced, amount: float) -> None:
+        own = self._carried + amount
+        if self._weights is None:
+            announced.total = own
+            return
+        self._learn()
+        self._weights.claim()
+        self._weights.start(1.0, own, ())
+        self._under_way = announced
+
+    def _learn(self) -> None:
+        """Wait for the sum that is under way, if one is."""
+        if self._under_way is not None and self._weights is not None:
+            announced, self._under_way = self._under_way, None
+            self._weights.finish()
+            announced.total = self._weights.total()
+
+    # -- while backward runs -----------------------------------------------------------------------
+
+    def _begin(self, announced: Announced) -> None:
+        """Start a backward. Further calls change nothing."""
+        if self._in_backward:
+            return
+        amount = self._checked(announced.amount if self.given_weight is None else self.given_weight)
+        self._in_backward = True
+        self._amount = amount
+        if self._is_accumulating:
+            if not self._num_carried:
+                # A power of two, by which dividing rounds nothing.
+                self._unit = 2.0 ** round(math.log2(amount)) if amount > 0 else 1.0
+            self._factor = amount / self._unit
+        else:
+            # Every rank comes to the same decision: each was in the same forwards and microsteps.
+            is_told = announced.total is not None or announced is self._under_way
+            if self.given_weight is not None or announced.num_carried != self._num_carried or not is_told:
+                self._announce(announced, amount)
+            self._learn()
+            self._divide_by(announced.total or 0.0, amount)
+            self._without_gradient = {
+                number
+                for number, (group, index) in enumerate(self._places)
+                if group.fsdp_params[index].sharded_param.grad is None
+            }
+        Variable._execution_engine.queue_callback(self._end_last)  # noqa: SLF001 - as torch's own FSDP does
+
+    def _divide_by(self, total: float, amount: float) -> None:
+        """Have this rank's gradients multiplied so that torch's mean over ranks is the mean over all samples."""
+        world_size = 1 if self._exchange is None else self._exchange.world_size
+        each = world_size / total if total > 0 else 0.0
+        self._carried_factor = self._unit * each
+        # Equal weights leave torch's mean as it is, to the last bit.
+        self._factor = 1.0 if amount * world_size == total else amount * each
+
+    def _checked(self, amount: float | None) -> float:
+        if amount is None:
+            raise ConfigurationError(
+                "This backward does not say how many samples its loss is the mean of.",
+                evidence="the sharded model was called without a tensor argument",
+                do="put loss.backward() into `with rankwise.weight(model, num_samples):`",
+            )
+        if not (math.isfinite(amount) and amount >= 0):
+            raise ConfigurationError(
+                f"The weight of a backward must be zero or more, not {amount}.",
+                do="pass the number of samples or tokens the loss is the mean of",
+            )
+        return float(amount)
+
+    def _before_reduction(self, group: FSDPParamGroup) -> None:
+        """Multiply what backward has left in a block. Called when backward has left the block."""
+        for one in group.fsdp_params:
+            parameter = getattr(one, "_unsharded_param", None)
+            gradient = None if parameter is None else parameter.grad
+            if parameter is not None and gradient is not None:
+                if not self._in_backward:
+                    self._begin(self._latest)
+                self._used.add(self._number_of[id(one)])
+                _multiply(gradient, self._factor)
+                if self._is_accumulating:
+                    _add_up(one, gradient)
+                    parameter.grad = None
+            if not self._is_accumulating and one.unsharded_accumulated_grad is not None:
+                _multiply(one.unsharded_accumulated_grad, self._carried_factor)
+
+    # -- when backward has run ---------------------------------------------------------------------
+
+    def _end_last(self) -> None:
+        # What is queued now comes after torch's own end of backward, which reduces the last block.
+        Variable._execution_engine.queue_callback(self._end)  # noqa: SLF001
+
+    def _end(self) -> None:
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        if self._is_accumulating:
+            self._carried += self._amount
+            self._num_carried += 1
+            self._factor = 1.0
+            return
+        try:
+            self._forget_unused()
+        finally:
+            self._close()
+        if self._exchange is not None:
+            self._num_synced += 1
+            record = self._exchange.watch.record
+            record.step = max(record.step, self._num_synced)
+
+    def _forget_unused(self) -> None:
+        """Take back the zeros that torch gave to parameters which no rank used."""
+        unused = [number for number in range(len(self._places)) if number not in self._used]
+        if self._uses is not None:
+            self._uses.claim()
+            self._uses.start(1.0, 1.0, unused)
+            # Who used everything need not know what the others did.
+            if unused:
+                self._uses.finish()
+                unused = [number for number in unused if not self._uses.is_flag_set(number)]
+        for number in unused:
+            if number in self._without_gradient:
+                group, index = self._places[number]
+                group.fsdp_params[index].sharded_param.grad = None
+
+    def forget_broken(self) -> None:
+        """Forget a backward that did not finish, and the microsteps before it, if there was one."""
+        if not self._in_backward:
+            return
+        model = self._model()
+        if isinstance(model, FSDPModule):
+            model.reset_iter_state()
+        for group in self._groups:
+            for one in group.fsdp_params:
+                one.unsharded_accumulated_grad = None
+                if hasattr(one, "_unsharded_param"):
+                    one._unsharded_param.grad = None  # noqa: SLF001 - where torch keeps it between microsteps
+        self._in_backward = False
+        self._close()
+
+    def _close(self) -> None:
+        self._used.clear()
+        self._factor = self._carried_factor = self._unit = 1.0
+        self._carried = 0.0
+        self._num_carried = 0
+
+
+class BeforeForward:
+    """The hook that runs before a sharded model's forward."""
+
+    def __init__(
+        self, sync: ShardSync, weight: Callable[..., float | torch.Tensor] | None, prepare: Callable[[nn.Module], None]
+    ) -> None:
+        self._sync = sync
+        self._weight = weight
+        self._prepare = prepare
+
+    @torch._disable_dynamo  # noqa: SLF001 - torch.compiler.disable without importing the compiler now
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell the other ranks what the call stands for."""
+        if _in_backward():
+            return
+        self._sync.forget_broken()
+        if not torch.is_grad_enabled():
+            return
+        self._prepare(module)
+        self._sync.before_forward(samples_of(self._weight, args, kwargs))
+
+
+class AfterForward:
+    """The hook that runs after it."""
+
+    def __init__(self, sync: ShardSync) -> None:
+        self._sync = sync
+
+    @torch._disable_dynamo  # noqa: SLF001
+    def __call__(self, _: nn.Module, __: object, output: object) -> None:
+        """Follow what the call returned, to where backward comes from."""
+        if torch.is_grad_enabled() and not _in_backward():
+            self._sync.after_forward(output)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - a block is being recomputed inside backward
+
+
+def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
+    """Return torch's groups of parameters that are gathered and reduced together, each once."""
+    found: dict[int, FSDPParamGroup] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001 - torch has no public way
+                found[id(group)] = group
+    return list(found.values())
+
+
+def _call_before_reduction(group: FSDPParamGroup, action: Callable[[FSDPParamGroup], None]) -> None:
+    reduce = group.post_backward
+
+    def post_backward(*unused: object) -> None:
+        action(group)
+        reduce(*unused)
+
+    group.post_backward = post_backward
+
+
+def _multiply(gradient: torch.Tensor, factor: float) -> None:
+    """Multiply in place. Nothing of a gradient that does not count is left, not even a NaN."""
+    if factor == 1.0:
+        return
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    with torch.no_grad():
+        if factor == 0.0:
+            local.zero_()
+        else:
+            local.mul_(factor)
+
+
+def _add_up(one: FSDPParam, gradient: torch.Tensor) -> None:
+    """Add a microstep's gradient to those that wait for the last one."""
+    with torch.no_grad():
+        earlier = one.unsharded_accumulated_grad
+        if earlier is None:
+            one.unsharded_accumulated_grad = gradient.to(one.reduce_dtype or gradient.dtype)
+        else:
+            earlier += gradient

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bringing the weights of a model to their homes, from memory or from files: all of them, or none.
+
+First everything is checked, then every new tensor is made and filled beside the model, and only then does the model get
+them. Imported by place.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.parallel.blocks import near
+from rankwise.parallel.int8 import parts_of, quantised, with_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.parallel.offload_files import OffloadFiles
+    from rankwise.parallel.placement_units import Slot, Unit
+    from rankwise.tensor_files import TensorFiles
+
+MOST_LISTED = 8
+"""How many names an error lists."""
+
+
+class Weights:
+    """Where the values of a model's tensors come from.
+
+    Args:
+        model: may be on the meta device, or in part.
+        units: all of its parts.
+        checkpoint: files with its weights, or ``None`` to take those that it has.
+
+    Raises:
+        CheckpointError: names, shapes or kinds of numbers in the files are not those of the model.
+        ConfigurationError: something on the meta device has no values anywhere.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], checkpoint: TensorFiles | None) -> None:
+        self._checkpoint = checkpoint
+        self._key_of: dict[int, str] = {}
+        if checkpoint is not None:
+            # Held, since an id is only good while its object lives.
+            self._state: dict[str, Any] = model.state_dict(keep_vars=True)
+            self._key_of = _matched(self._state, checkpoint, type(model).__name__)
+        self._rebuilt: dict[int, torch.Tensor] = {}
+        slots = [slot for unit in units for slot in unit.slots]
+        empty = [slot for slot in slots if slot.tensor.is_meta and id(slot.tensor) not in self._key_of]
+        if any(slot.is_parameter for slot in empty):
+            raise ConfigurationError(
+                f"{sum(slot.is_parameter for slot in empty)} parameters are on the meta device, without values.",
+                evidence=_some([slot.name for slot in empty if slot.is_parameter]),
+                do='pass checkpoint="model.safetensors", or build the model on the CPU',
+            )
+        for module in {id(slot.module): slot.module for slot in empty}.values():
+            mine = [slot for slot in empty if slot.module is module]
+            self._rebuilt |= _rebuilt(model, module, mine)
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """Return whether the values are not those that the model holds now."""
+        return id(tensor) in self._key_of or id(tensor) in self._rebuilt
+
+    def fill(self, tensor: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy the values of a tensor of the model to where they shall be, converted to that dtype."""
+        if self._checkpoint is not None and id(tensor) in self._key_of:
+            self._checkpoint.read_into(self._key_of[id(tensor)], destination)
+        else:
+            with torch.no_grad():
+                destination.copy_(self._rebuilt.get(id(tensor), tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where the tensors of a model shall be."""
+
+    of_parameter: dict[int, str]
+    """The home of each parameter, by ``id``."""
+    runs_on: dict[Unit, torch.device]
+    """Where each part runs; buffers live there."""
+    to_int8: set[int]
+    """Which weights become 8 bits, by ``id``."""
+
+
+def prepare(
+    units: Sequence[Unit], homes: Homes, weights: Weights, files: OffloadFiles | None
+) -> dict[int, torch.Tensor]:
+    """Return the new tensors, by the ``id`` of those that they are for. The model stays as it is.
+
+    Args:
+        units: all parts.
+        homes: where all go.
+        weights: where the values come from.
+        files: where weights on disk go.
+
+    Raises:
+        ConfigurationError: the disk is full.
+    """
+    new: dict[int, torch.Tensor] = {}
+    for unit in units:
+        on_disk: dict[str, torch.Tensor] = {}
+        for slot in unit.slots:
+            tensor = slot.tensor
+            if id(tensor) in new or any(tensor is other for other in on_disk.values()):
+                continue
+            home = homes.of_parameter[id(tensor)] if slot.is_parameter else str(homes.runs_on[unit])
+            if home == "disk" and id(tensor) not in homes.to_int8:
+                on_disk[slot.name] = tensor
+            elif id(tensor) in homes.to_int8:
+                new[id(tensor)] = _in_int8(slot, home, weights, files)
+            elif weights.is_new(tensor) or tensor.device != torch.device(home):
+                new[id(tensor)] = _empty_like(tensor, home)
+                weights.fill(tensor, new[id(tensor)])
+        if on_disk and files is not None:
+            mapped = files.tensors({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in on_disk.items()})
+            for name, tensor in on_disk.items():
+                weights.fill(tensor, mapped[name])
+                new[id(tensor)] = mapped[name]
+    return new
+
+
+def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Return memory for a tensor. For one on meta, torch.empty_like imports 480 modules."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _in_int8(slot: Slot, home: str, weights: Weights, files: OffloadFiles | None) -> torch.Tensor:
+    full = _empty_like(slot.tensor, "cpu" if home == "disk" else home)
+    weights.fill(slot.tensor, full)
+    small = quantised(full)
+    if home != "disk" or files is None:
+        return small
+    parts = parts_of(small)
+    kinds = {f"{slot.name}.{name}": (part.dtype, tuple(part.shape)) for name, part in parts.items()}
+    mapped = files.tensors(kinds)
+    for name, part in parts.items():
+        mapped[f"{slot.name}.{name}"].copy_(part)
+    return with_parts(small, {name: mapped[f"{slot.name}.{name}"] for name in parts})
+
+
+def commit(units: Sequence[Unit], new: dict[int, torch.Tensor], to_int8: set[int]) -> None:
+    """Give the model its new tensors. Parameters stay the objects they are, but for those in 8 bits."""
+    slots_of: dict[int, list[Slot]] = {}
+    old_of: dict[int, torch.Tensor] = {}
+    recurrent: set[nn.RNNBase] = set()
+    for unit in units:
+        for slot in unit.slots:
+            # Held until the end: an id is only good while its object lives.
+            old_of[id(slot.tensor)] = slot.tensor
+            slots_of.setdefault(id(slot.tensor), []).append(slot)
+            if isinstance(slot.module, nn.RNNBase):
+                recurrent.add(slot.module)
+    for module in recurrent:
+        # Weak references, which keep torch from giving a parameter other content.
+        module._flat_weight_refs = []  # noqa: SLF001 - as torch does before it moves them
+    for key, tensor in new.items():
+        _replace(old_of[key], tensor, slots_of[key], in_int8=key in to_int8)
+    for module in recurrent:
+        module._init_flat_weights()  # noqa: SLF001 - as torch does after
+
+
+def _replace(old: torch.Tensor, tensor: torch.Tensor, slots: list[Slot], *, in_int8: bool) -> None:
+    if not in_int8 and torch._has_compatible_shallow_copy_type(old, tensor):  # noqa: SLF001 - as nn.Module.to asks
+        old.data = tensor
+    elif not in_int8 and isinstance(old, nn.Parameter):
+        filled = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        vars(filled).update(vars(old))  # type: ignore[attr-defined]
+        torch.utils.swap_tensors(old, filled)
+    else:
+        new = nn.Parameter(tensor, requires_grad=False) if in_int8 else tensor
+        for slot in slots:
+            slot.put(new)
+
+
+def _matched(state: dict[str, Any], checkpoint: TensorFiles, model: str) -> dict[int, str]:
+    """Return which name in the files each tensor of the model has, by ``id``.
+
+    Raises:
+        CheckpointError: they do not match.
+    """
+    wanted = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    keys_of: dict[int, list[str]] = {}
+    for key, tensor in wanted.items():
+        keys_of.setdefault(id(tensor), []).append(key)
+    there = checkpoint.entries
+    missing = [keys[0] for keys in keys_of.values() if not any(key in there for key in keys)]
+    unexpected = sorted(set(there) - set(wanted))
+    lines = [
+        f"missing: {key} ({near(key, unexpected)})" if unexpected else f"missing: {key}"
+        for key in missing[:MOST_LISTED]
+    ]
+    lines += [f"missing: {len(missing) - MOST_LISTED} more"] if len(missing) > MOST_LISTED else []
+    lines += [f"unexpected: {_some(unexpected)}"] if unexpected else []
+    for key in wanted.keys() & there.keys():
+        entry, tensor = there[key], wanted[key]
+        if entry.shape != tuple(tensor.shape):
+            lines.append(f"{key}: {list(entry.shape)} in the file, {list(tensor.shape)} in the model")
+        elif _kind(entry.dtype) != _kind(tensor.dtype):
+            lines.append(f"{key}: {entry.dtype} in the file, {tensor.dtype} in the model")
+    if lines:
+        raise CheckpointError(
+            f"{checkpoint.path} does not hold the weights of this {model}.",
+            evidence="\n".join(lines),
+            do="pass the file of this model, or build the model that the file is of; nothing was changed",
+        )
+    return {number: next(key for key in keys if key in there) for number, keys in keys_of.items()}
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    return "floating" if dtype.is_floating_point else "whole"
+
+
+def _rebuilt(model: nn.Module, module: nn.Module, slots: list[Slot]) -> dict[int, torch.Tensor]:
+    """Calculate buffers on the meta device that no file holds, where the model's class says how.
+
+    Transformers models do, in ``_init_weights``: the frequencies of rotary embeddings. It is run on a copy of the
+    module, twice, on memory of zeros and of ones: what it did not write differs.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    results: list[dict[str, torch.Tensor]] = []
+    for value in (0, 1):
+        trial = copy.copy(module)
+        trial._buffers = {  # noqa: SLF001 - a copy's own
+            name: None if buffer is None else torch.full_like(buffer, value, device="cpu")
+            for name, buffer in module._buffers.items()  # noqa: SLF001 - with their attribute names
+        }
+        for owner in [one for one in model.modules() if module in set(one.modules())][::-1]:
+            initialise = getattr(owner, "_init_weights", None)
+            if callable(initialise) and not list(module.parameters(recurse=False)):
+                with torch.no_grad():
+                    initialise(trial)
+                break
+        results.append({name: buffer for name, buffer in trial._buffers.items() if buffer is not None})  # noqa: SLF001 - as above
+    first, second = results
+    unwritten = [slot.name for slot in slots if not torch.equal(first[slot.attribute], second[slot.attribute])]
+    if unwritten:
+        name = unwritten[0].rpartition(".")[0]
+        raise ConfigurationError(
+            "Buffers on the meta device have no values: they belong to no checkpoint.",
+            evidence=_some(unwritten),
+            do=f"build that module on the CPU before place(): model.{name or 'module'} = "
+            f"{type(module).__name__}(...), outside `with torch.device('meta')`",
+        )
+    return {id(slot.tensor): first[slot.attribute] for slot in slots}
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - MOST_LISTED
+    return ", ".join(names[:MOST_LISTED]) + (f", ... ({more} more)" if more > 0 else "")

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rankwise.shard: what ranks compute with parts of the parameters is what one device computes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from replicas import TOLERANCE, batches, built, largest_difference, part
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from rankwise import testing
+from rankwise.errors import ConfigurationError, PeerFailed
+from rankwise.parallel.device_mesh import mesh, submesh
+from rankwise.parallel.shard import shard
+from rankwise.parallel.trained import no_sync, weight
+
+if TYPE_CHECKING:
+    from rankwise.world import World
+
+SIZES = (8, 7, 3, 2, 1)
+
+
+class Block(nn.Module):
+    """Odd sizes, a frozen layer, one that is never used and one that only some calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 5)
+        self.down = nn.Linear(5, 7)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.never = nn.Linear(3, 3)
+        self.seldom = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor, seldom: bool) -> torch.Tensor:
+        y = x + self.down(torch.tanh(self.up(self.frozen(x))))
+        return y + self.seldom(x) if seldom else y
+
+
+class Deep(nn.Module):
+    """Three blocks, two of which share a parameter, and a parameter that does not lie in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 7)
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.back = nn.Linear(7, 6)
+        self.last = nn.Linear(6, 3)
+        self.layers[2].up.weight = self.layers[0].up.weight
+        self.back.weight = nn.Parameter(self.first.weight.T.clone())
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor, seldom: bool = False) -> torch.Tensor:
+        x = torch.tanh(self.first(x)) * self.scale
+        for layer in self.layers:
+            x = layer(x, seldom)
+        return self.last(self.back(x))
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = dict(model.named_parameters()).items()
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    named = dict(model.named_parameters()).items()
+    grads = {name: p.grad for name, p in named}
+    return {k: (g.full_tensor() if isinstance(g, DTensor) else g) if g is not None else None for k, g in grads.items()}
+
+
+def plain_training() -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = built(Deep)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    norms = []
+    for x, y in batches(SIZES):
+        (model(x) - y).square().mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model), norms
+
+
+def train(world: World, sizes: dict[str, int], options: dict[str, Any]) -> tuple[Any, ...]:
+    if sizes:
+        mesh(**sizes)
+    model = built(Deep)
+    with torch.no_grad():
+        model.last.bias.add_(world.rank)  # rank zero's start counts
+        model.scale.add_(world.rank)
+    model = shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    norms = []
+    for x, y in batches(SIZES):
+        xs, ys = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)
+        (model(xs) - ys).square().mean().backward()  # the mean of nothing is NaN
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norms.append(norm.full_tensor().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    least = max(p.to_local().numel() / p.numel() for p in model.parameters() if p.numel() > 8 * world.world_size)
+    return whole(model), norms, list(model.state_dict()), isinstance(model, Deep), least
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "options"),
+    [
+        (1, {}, {"blocks": [Block], "recompute": True}),
+        (2, {}, {"blocks": [Block], "recompute": [Block]}),
+        (3, {}, {"blocks": ["layers.*"], "reshard_after_forward": False}),
+        (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
+    ],
+)
+def test_training_is_as_on_one_device(world_size: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    expected, norms = plain_training()
+    for result in testing.run_ranks(train, world_size, sizes, options):
+        parameters, own_norms, keys, is_deep, largest_part = result.get()
+        assert largest_difference(parameters, expected) <= TOLERANCE
+        assert own_norms == pytest.approx(norms, rel=1e-10)
+        assert keys == list(built(Deep).state_dict())
+        assert is_deep
+        assert largest_part <= 0.7 if world_size > 1 else largest_part == 1
+
+
+MICROSTEPS = ((5, 3, 1), (4, 4), (2,))
+"""Samples of each microstep of each accumulation, over all ranks."""
+
+
+def plain_accumulation() -> dict[str, torch.Tensor | None]:
+    """Gradients of three steps, added up, each the mean over its samples."""
+    model = built(Deep)
+    for sizes in MICROSTEPS:
+        data = batches(sizes)
+        x, y = (torch.cat(tensors) for tensors in zip(*data, strict=True))
+        (model(x) - y).square().mean().backward()
+    return gradients(model)
+
+
+def accumulate(world: World, sizes: dict[str, int], precision: str | None = None) -> dict[str, torch.Tensor | None]:
+    if sizes:
+        mesh(**sizes)
+    model = shard(built(Deep), mixed_precision=precision)
+    for step in MICROSTEPS:
+        *earlier, last = batches(step)
+        for x, y in earlier:
+            xs, ys = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)
+            with no_sync(model):
+                (model(xs) - ys).square().mean().backward()
+        x, y = last
+        xs, ys = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)
+        loss = (model(torch.cat([xs, xs])) - torch.cat([ys, ys])).square().mean()  # as if the call did not tell
+        with weight(model, len(xs)):
+            loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(("world_size", "sizes"), [(1, {}), (2, {}), (4, {"dp_replicate": 2, "dp_shard": 2})])
+def test_accumulation_is_exact_and_keeps_what_was_exact_before(world_size: int, sizes: dict[str, int]) -> None:
+    expected = plain_accumulation()
+    for result in testing.run_ranks(accumulate, world_size, sizes):
+        found = result.get()
+        assert {k for k, v in found.items() if v is None} == {k for k, v in expected.items() if v is None}
+        assert (
+            largest_difference(
+                {k: v for k, v in found.items() if v is not None}, {k: v for k, v in expected.items() if v is not None}
+            )
+            <= TOLERANCE
+        )
+
+
+def odd_steps(world: World) -> tuple[Any, ...]:
+    """Parts of a block on some ranks only; a rank that does not count; a backward that breaks off."""
+    model = shard(built(Deep), blocks=["layers.*"])
+    (x, y), (bad, _) = batches((4, 4))
+    xs, ys = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)
+    out = model(xs, seldom=world.rank == 1)
+    (out - ys).square().mean().backward()
+    partly = gradients(model)
+
+    model.zero_grad()
+    nothing_counts = world.rank == 1
+    with weight(model, 0.0 if nothing_counts else 2.0):
+        (model(xs * math.nan if nothing_counts else xs) - ys).square().mean().backward()
+    ignored = gradients(model)
+
+    model.zero_grad()
+    out = model(bad)
+    out.register_hook(_break_off)
+    broke = False
+    try:
+        out.sum().backward()
+    except ZeroDivisionError:
+        broke = True
+    model.zero_grad()
+    (model(xs) - ys).square().mean().backward()
+    return partly, ignored, broke, gradients(model)
+
+
+def _break_off(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_ranks_may_use_different_parts_of_a_block_count_nothing_and_go_on_after_an_error() -> None:
+    (x, y), _ = batches((4, 4))
+
+    def plain(rows: list[slice], seldom: list[bool]) -> dict[str, torch.Tensor | None]:
+        model = built(Deep)
+        out = torch.cat([model(x[row], use) for row, use in zip(rows, seldom, strict=True)])
+        (out - torch.cat([y[row] for row in rows])).square().mean().backward()
+        return gradients(model)
+
+    halves = [slice(0, 2), slice(2, 4)]
+    expected = [plain(halves, [False, True]), plain(halves[:1], [False]), plain(halves, [False, False])]
+    for result in testing.run_ranks(odd_steps, 2):
+        partly, ignored, broke, after = result.get()
+        assert broke
+        for found, wanted in zip((partly, ignored, after), expected, strict=True):
+            assert {k for k, v in found.items() if v is None} == {k for k, v in wanted.items() if v is None}
+            assert (
+                largest_difference(
+                    {k: v for k, v in found.items() if v is not None},
+                    {k: v for k, v in wanted.items() if v is not None},
+                )
+                <= TOLERANCE
+            )
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *[nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 6)) for _ in range(2)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6), nn.Linear(6, 3))
+
+
+def alike(world: World) -> tuple[Any, ...]:
+    """What must be the same bits: recomputing or not, equal weights or torch alone."""
+    found = []
+    ((x, _),) = batches((8,))
+    xs = part(x, world.rank, world.world_size)
+    for recompute in (False, ["layers.*"]):
+        model = shard(built(Noisy), recompute=recompute)
+        torch.manual_seed(world.rank)
+        for _ in range(2):
+            model(xs).square().mean().backward()
+        found.append(({k: v for k, v in gradients(model).items() if v is not None}, dict(model.named_buffers())))
+    ours = shard(built(three_layers), blocks=["1"])
+    theirs = built(three_layers)
+    fully_shard(theirs[1], mesh=submesh("dp_shard"))
+    fully_shard(theirs, mesh=submesh("dp_shard"))
+    for model in (ours, theirs):
+        model(xs).square().mean().backward()
+    pairs = zip(gradients(ours).values(), gradients(theirs).values(), strict=True)
+    half = shard(built(three_layers).float(), mixed_precision="bf16")
+    half(xs.float()).square().mean().backward()
+    kinds = {half(xs.float()).dtype, half[0].weight.dtype, half[0].weight.grad.dtype}
+    near = [
+        ((a.double() - b).norm() / b.norm()).item()
+        for a, b in zip(gradients(half).values(), gradients(theirs).values(), strict=True)
+        if a is not None and b is not None
+    ]
+    return found, all(a is b is None or torch.equal(a, b) for a, b in pairs), kinds, max(near)
+
+
+def test_recomputing_and_equal_weights_change_no_bit_and_half_precision_little() -> None:
+    for result in testing.run_ranks(alike, 2):
+        (plain, recomputed), is_torchs, kinds, largest = result.get()
+        for one, other in zip(plain, recomputed, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
+        assert is_torchs
+        assert kinds == {torch.float32}
+        assert 1e-6 < largest < 0.05
+
+
+def unfilled(world: World) -> tuple[str, dict[str, torch.Tensor]]:
+    with torch.device("meta"):
+        model = Deep().double()
+    model.scale = torch.ones(1).double()  # a buffer that was computed already
+    model = shard(model)
+    ((x, y),) = batches((4,))
+    message = ""
+    try:
+        model(x)
+    except (ConfigurationError, PeerFailed) as error:
+        message = str(error)
+    source = built(Deep).state_dict()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if isinstance(tensor, DTensor):
+                tensor.copy_(
+                    torch.distributed.tensor.distribute_tensor(source[name], tensor.device_mesh, tensor.placements)
+                )
+            else:
+                tensor.copy_(source[name])
+    (model(x) - y).square().mean().backward()
+    return message, {k: v for k, v in gradients(model).items() if v is not None}
+
+
+def test_a_model_from_the_meta_device_must_be_filled() -> None:
+    model = built(Deep)
+    ((x, y),) = batches((4,))
+    (model(x) - y).square().mean().backward()
+    expected = {k: v for k, v in gradients(model).items() if v is not None}
+    for result in testing.run_ranks(unfilled, 2):
+        message, found = result.get()
+        assert "first.weight was on the meta device in shard(), and has not been filled" in message
+        assert largest_difference(found, expected) <= TOLERANCE
+
+
+def refusals(world: World) -> list[str]:
+    said = []
+
+    def refused(action: Any) -> None:
+        try:
+            action()
+        except (ConfigurationError, PeerFailed) as error:
+            said.append(str(error))
+
+    refused(lambda: shard(built(Deep), blocks=["layer.*"]))
+    refused(lambda: shard(built(Deep), blocks=[nn.Conv2d]))
+    refused(lambda: shard(built(Deep), blocks="much"))
+    refused(lambda: shard(built(Deep), mixed_precision="bf8"))
+    mixed = built(Deep)
+    mixed.layers[1].float()
+    mixed.layers[1].up.double()
+    refused(lambda: shard(mixed, blocks=["layers.*"]))
+    with torch.device("meta" if world.rank else "cpu"):
+        partly = Deep()
+    refused(lambda: shard(partly))
+    if world.rank == 1:
+        refused(lambda: shard(built(Deep).requires_grad_(False)))
+    else:
+        refused(lambda: shard(built(Deep)))
+    model = built(Deep)
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    shard(model)
+    refused(lambda: shard(model))
+    refused(lambda: model(torch.zeros(1, 6).double()))
+    del early
+    return said
+
+
+def test_what_cannot_be_is_refused_on_all_ranks_before_anything_changed() -> None:
+    parts = [
+        "blocks names 'layer.*', and the model has no such module",
+        "blocks names the class Conv2d",
+        "blocks='much' is no size",
+        "shard() knows no mixed_precision='bf8'",
+        "The block layers.1 holds parameters of 2 dtypes",
+        "Ranks have different parts of the model on the meta device",
+        "The model has no parameter that needs a gradient",
+        "This model went through shard() already",
+        "An optimizer (SGD) was built before shard()",
+    ]
+    for result in testing.run_ranks(refusals, 2):
+        said = result.get()
+        assert len(said) == len(parts)
+        for text, wanted in zip(said, parts, strict=True):
+            assert wanted in text
+
+
+def wrong_axes(_: World, sizes: dict[str, int]) -> str:
+    mesh(**sizes)
+    try:
+        shard(built(Deep))
+    except (ConfigurationError, PeerFailed) as error:
+        return str(error)
+    return ""
+
+
+def test_a_mesh_that_sharding_does_not_use_is_refused_with_the_nearest() -> None:
+    for result in testing.run_ranks(wrong_axes, 2, {"pp": 2}):
+        assert "rankwise.mesh(dp_shard=2) and shard()" in result.get()
+
+
+def fails_in_a_block(world: World) -> None:
+    model = shard(built(Deep), blocks=["layers.*"])
+    ((x, _),) = batches((4,))
+    if world.rank == 1:
+        model.layers[1].register_forward_pre_hook(_fail)
+    model(x).sum().backward()
+
+
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_rank_that_fails_in_a_block_is_named_by_the_one_that_waits_for_its_parameters() -> None:
+    waiting, failing = testing.run_ranks(fails_in_a_block, 2)
+    assert isinstance(failing.error, ZeroDivisionError)
+    assert isinstance(waiting.error, PeerFailed)
+    assert waiting.error.rank == 1

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rankwise.tensor_parallel: ranks that share layers compute what one device computes, alone and with shard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from replicas import TOLERANCE, built, largest_difference, part
+from split_models import NUM_WORDS, Encoder, Gpt, Mlp, llama
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rankwise import testing
+from rankwise.errors import ConfigurationError, PeerFailed
+from rankwise.parallel.device_mesh import mesh
+from rankwise.parallel.shard import shard
+from rankwise.parallel.tensor_parallel import plan_of, tensor_parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.world import World
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": Gpt, "llama": llama, "mlp": Mlp, "encoder": Encoder}
+SIZES = (4, 3, 2)
+SIZES_WITH_NONE = (4, 3, 1)
+"""The last one leaves a rank without samples, which attention's own ``view`` does not take on one device either."""
+
+
+def words(sizes: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (
+            torch.randint(0, NUM_WORDS, (size, 5), generator=generator),
+            torch.randint(0, NUM_WORDS, (size, 5), generator=generator),
+        )
+        for size in sizes
+    ]
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    return output.logits if hasattr(output, "logits") else output
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits_of(model(x)).flatten(0, 1), y.flatten())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def training(model: nn.Module, rank: int = 0, count: int = 1) -> tuple[dict[str, torch.Tensor], list[float]]:
+    sizes = SIZES_WITH_NONE if isinstance(model, Mlp) else SIZES
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=True)
+    norms = []
+    for x, y in words(sizes):
+        loss_of(model, part(x, rank, count), part(y, rank, count)).backward()
+        norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        norms.append(logits_of(model(words(sizes)[0][0])).sum().item())
+    return {name: whole(tensor) for name, tensor in model.state_dict().items()}, norms
+
+
+def train(world: World, name: str, sizes: dict[str, int], plan: Any, sharded: dict[str, Any] | None) -> tuple[Any, ...]:
+    axes = mesh(**sizes)
+    model = built(MODELS[name])
+    order = [key for key, _ in model.named_parameters()]
+    kind = type(model)
+    with torch.no_grad():
+        next(model.parameters()).add_(world.rank)  # rank zero's start counts
+    model = tensor_parallel(model, plan)
+    assert type(model) is kind
+    data_rank, data_size = 0, 1
+    if sharded is not None:
+        model = shard(model, **sharded)
+        data_rank = axes["dp_replicate", "dp_shard"].get_local_rank("dp_replicate") * axes["dp_shard"].size()
+        data_rank += axes.get_local_rank("dp_shard")
+        data_size = axes["dp_replicate"].size() * axes["dp_shard"].size()
+    parameters, norms = training(model, data_rank, data_size)
+    assert order == [key for key, _ in model.named_parameters()]
+    parts = [key for key, p in model.named_parameters() if any(q.is_shard() for q in p.placements)]
+    return parameters, norms, parts, str(plan_of(model))
+
+
+BY_HAND = {"layers.*.up": "column", "layers.*.down": "row", "layers.2": "replicate"}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "plan", "sharded"),
+    [
+        ("gpt", {"tp": 2}, "auto", None),
+        ("llama", {"tp": 2}, "auto", None),
+        ("encoder", {"tp": 2}, "auto", None),
+        ("mlp", {"tp": 1}, "auto", None),
+        ("mlp", {"tp": 3}, {"first": "vocab", "layers.0.0": "column", "layers.0.2": "row"}, None),
+        ("gpt", {"dp_shard": 2, "tp": 2}, "auto", {"recompute": True}),
+        ("mlp", {"dp_shard": 2, "tp": 2}, "auto", {}),
+    ],
+)
+def test_training_is_as_on_one_device(
+    name: str, sizes: dict[str, int], plan: Any, sharded: dict[str, Any] | None
+) -> None:
+    expected, norms = training(built(MODELS[name]))
+    world_size = 1
+    for size in sizes.values():
+        world_size *= size
+    for result in testing.run_ranks(train, world_size, name, sizes, plan, sharded):
+        parameters, own_norms, parts, _ = result.get()
+        assert largest_difference(parameters, expected) <= TOLERANCE
+        assert own_norms == pytest.approx(norms, rel=1e-10)
+        assert parts
+
+
+def refusals(world: World) -> list[str]:
+    mesh(tp=2)
+    said = []
+
+    def refused(action: Callable[[], object]) -> None:
+        try:
+            action()
+        except (ConfigurationError, PeerFailed) as error:
+            said.append(str(error))
+
+    model = tensor_parallel(built(Mlp))
+    refused(lambda: tensor_parallel(model))
+    refused(lambda: model(torch.full((2, 5), world.rank)))
+    early = built(Mlp)
+    optimizer = torch.optim.SGD(early.parameters(), 0.1)
+    tensor_parallel(early)
+    refused(lambda: early(torch.zeros(2, 5, dtype=torch.int64)))
+    del optimizer
+    refused(lambda: tensor_parallel(built(Mlp), "ato"))
+    torch.manual_seed(world.rank)
+    noisy = tensor_parallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)))
+    refused(lambda: noisy(torch.zeros(2, 4)))
+    return said
+
+
+def test_what_cannot_be_is_refused_on_all_ranks() -> None:
+    parts = [
+        "The model has parameters that are spread over ranks already",
+        "The ranks that share layers were given different inputs",
+        "An optimizer (SGD) was built before tensor_parallel()",
+        "tensor_parallel() knows no plan 'ato'",
+        "would draw different dropout masks",
+    ]
+    for result in testing.run_ranks(refusals, 2):
+        said = result.get()
+        assert len(said) == len(parts)
+        for text, wanted in zip(said, parts, strict=True):
+            assert wanted in text
