@@ -22,6 +22,7 @@ BENCHMARKS = (
     "first_index.py",
     "shared_dataset.py",
     "save_blocking.py",
+    "pipeline_step.py",
     "shard_step.py",
     "shard_memory.py",
     "place_memory.py",

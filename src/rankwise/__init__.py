@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rankwise.launch.function import launch, launcher
     from rankwise.log import log
     from rankwise.parallel.device_mesh import mesh
+    from rankwise.parallel.pipeline import pipeline
     from rankwise.parallel.place import place, placement
     from rankwise.parallel.replicate import replicate
     from rankwise.parallel.shard import shard
@@ -65,6 +66,7 @@ _ROOM_OF = {
     "log": "log",
     "mesh": "parallel.device_mesh",
     "no_sync": "parallel.trained",
+    "pipeline": "parallel.pipeline",
     "place": "parallel.place",
     "placement": "parallel.place",
     "print": "progress",
@@ -102,6 +104,7 @@ __all__ = [
     "log",
     "mesh",
     "no_sync",
+    "pipeline",
     "place",
     "placement",
     "print",

@@ -38,6 +38,7 @@ LATER = (
     "torch.distributed.tensor",
     "tqdm",
 )
+# shard and tensor_parallel are left out: they stand on torch's FSDP2 and DTensor, and import them when first used.
 PROGRAM = """
 import json, logging, os, signal, sys, threading, warnings
 import torch
@@ -67,7 +68,8 @@ def state():
 before, modules = state(), set(sys.modules)
 import rankwise
 for name in rankwise.__all__:
-    getattr(rankwise, name)
+    if name not in ("shard", "tensor_parallel"):
+        getattr(rankwise, name)
 json.dump({"before": before, "after": state(), "new": sorted(set(sys.modules) - modules)},
 sys.stdout)
 """

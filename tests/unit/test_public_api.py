@@ -33,6 +33,7 @@ PUBLIC = [
     "log",
     "mesh",
     "no_sync",
+    "pipeline",
     "place",
     "placement",
     "print",

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch in parts of nearly equal size, and outputs of the parts as one again. Pure. Used by pipeline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def arguments(x: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return ``(args, kwargs)`` to call the model with: a tuple or list is several, a dict is by name."""
+    if isinstance(x, dict):
+        return (), cast("dict[str, Any]", x)
+    if isinstance(x, list | tuple) and not hasattr(x, "_fields"):
+        return tuple(cast("tuple[Any, ...]", x)), {}
+    return (x,), {}
+
+
+def num_samples(value: object, what: str) -> int:
+    """Return the first dimension of the tensors of a tree.
+
+    Raises:
+        ConfigurationError: they differ, or there is none.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    sizes = sorted({tensor.shape[0] for tensor in tensors})
+    if len(sizes) != 1:
+        raise ConfigurationError(
+            f"{what} has no one number of samples.",
+            evidence="first dimensions: " + (", ".join(map(str, sizes)) if sizes else "no tensor has one"),
+            do="pass tensors whose first dimension is the sample",
+        )
+    return sizes[0]
+
+
+def sizes_of(total: int, count: int) -> list[int]:
+    """Return ``count`` sizes that sum to ``total``, as even as they go, the first ones larger."""
+    least, larger = divmod(total, count)
+    return [least + (index < larger) for index in range(count)]
+
+
+def split(value: object, sizes: Sequence[int]) -> list[list[Any]]:
+    """Return per part the leaves of a tree; tensors split along dimension 0, everything else as it is."""
+    columns: list[Sequence[Any]] = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            columns.append(leaf.split(list(sizes)))
+        else:
+            columns.append([leaf] * len(sizes))
+    return [[column[index] for column in columns] for index in range(len(sizes))]
+
+
+def check_rows(shapes: Sequence[Sequence[tuple[int, ...]]], sizes: Sequence[int]) -> None:
+    """Raise unless every tensor of every part's output has a row per sample.
+
+    Args:
+        shapes: per part, of the tensors of its output.
+        sizes: samples of the parts.
+
+    Raises:
+        ConfigurationError: one has not.
+    """
+    for of_part, size in zip(shapes, sizes, strict=True):
+        for shape in of_part:
+            if not shape or shape[0] != size:
+                raise ConfigurationError(
+                    "The model's output has a tensor without a row per sample.",
+                    evidence=f"{list(shape)} for a micro-batch of {size} samples",
+                    do="have the model return values per sample",
+                )
+
+
+def first_part(example: object, num_micro_batches: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the first micro-batch of an example, as the model is called with it.
+
+    Raises:
+        ConfigurationError: the example has no samples, or no one number of them.
+    """
+    x = arguments(example)
+    samples = num_samples(x, "example")
+    if samples == 0:
+        raise ConfigurationError("The example has no samples.", do="pass a batch as the model is trained with")
+    sizes = sizes_of(samples, min(num_micro_batches, samples))
+    return pytree.tree_unflatten(split(x, sizes)[0], pytree.tree_flatten(x)[1])
+
+
+def common_samples(x: object, target: object) -> int:
+    """Return how many samples a batch has.
+
+    Raises:
+        ConfigurationError: ``x`` and ``target`` differ, or have no one number of samples.
+    """
+    samples = num_samples(arguments(x), "x")
+    of_target = num_samples(target, "target")
+    if samples != of_target:
+        raise ConfigurationError(
+            f"x has {samples} samples, and target has {of_target}.", do="pass both of the same batch"
+        )
+    return samples

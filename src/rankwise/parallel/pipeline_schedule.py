@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which each rank of a pipeline computes, sends and receives: torch's schedules, as lists of actions.
+
+Pure: a name and numbers in, actions out. Used by pipeline.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+FORWARD = "forward"
+BACKWARD = "backward"
+BACKWARD_INPUT = "backward of inputs"
+BACKWARD_WEIGHT = "backward of weights"
+SEND_FORWARD = "send forward"
+RECEIVE_FORWARD = "receive forward"
+SEND_BACKWARD = "send backward"
+RECEIVE_BACKWARD = "receive backward"
+
+COMPUTING = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+_KIND_OF = {
+    "F": FORWARD,
+    "B": BACKWARD,
+    "I": BACKWARD_INPUT,
+    "W": BACKWARD_WEIGHT,
+    "SEND_F": SEND_FORWARD,
+    "RECV_F": RECEIVE_FORWARD,
+    "SEND_B": SEND_BACKWARD,
+    "RECV_B": RECEIVE_BACKWARD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing a rank does in a step."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is a forward or a backward."""
+        return self.kind in COMPUTING
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """An order of forwards and backwards."""
+
+    name: str
+    torch_name: str
+    stages_per_rank: int = 1
+    is_v: bool = False
+    """Whether the stages go down the ranks and up again; otherwise round and round."""
+
+    def num_stages(self, num_ranks: int) -> int:
+        """Return how many stages there are on so many ranks."""
+        return self.stages_per_rank * num_ranks
+
+    def rank_of(self, stage: int, num_ranks: int) -> int:
+        """Return which rank has a stage."""
+        turn, place = divmod(stage, num_ranks)
+        return num_ranks - 1 - place if self.is_v and turn % 2 else place
+
+    def allows(self, num_micro_batches: int, num_ranks: int) -> bool:
+        """Return whether a step can have so many micro-batches."""
+        if num_micro_batches < 1:
+            return False
+        if not self.torch_name.startswith("Interleaved"):
+            return True
+        # In rounds of one micro-batch per rank, and a last one that is not shorter than the others.
+        return num_micro_batches % max(1, num_micro_batches // num_ranks) == 0
+
+    def most(self, limit: int, num_ranks: int) -> int:
+        """Return the largest allowed number of micro-batches up to ``limit``."""
+        return next(number for number in range(limit, 0, -1) if self.allows(number, num_ranks))
+
+
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("gpipe", "GPipe"),
+        Schedule("1f1b", "1F1B"),
+        Schedule("interleaved_1f1b", "Interleaved1F1B", stages_per_rank=2),
+        Schedule("interleaved_zero_bubble", "InterleavedZeroBubble", stages_per_rank=2),
+        Schedule("zbv_zero_bubble", "ZBVZeroBubble", stages_per_rank=2, is_v=True),
+    )
+}
+
+
+def schedule_of(name: str) -> Schedule:
+    """Return the schedule of a name.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    near = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1, cutoff=0.4)
+    raise ConfigurationError(
+        f"pipeline() knows no schedule {name!r}.",
+        evidence=f"it knows {', '.join(SCHEDULES)}",
+        do=f'pass schedule="{near[0] if near else "1f1b"}"',
+    )
+
+
+@cache
+def training_order(name: str, num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Return what each rank does in a step, with sends and receives where they are safe.
+
+    Source: the schedules of torch.distributed.pipelining; GPipe (Huang et al., 2019), 1F1B (Narayanan et al.,
+        "PipeDream", 2019), interleaved (Narayanan et al., "Efficient Large-Scale Language Model Training", 2021),
+        zero bubble (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
+    """
+    from torch.distributed.pipelining import schedules  # noqa: PLC0415 - takes long to import
+
+    schedule = SCHEDULES[name]
+    num_stages = schedule.num_stages(num_ranks)
+    stages: list[Any] = [
+        SimpleNamespace(
+            stage_index=index * num_ranks,
+            num_stages=num_stages,
+            group_size=num_ranks,
+            group_rank=0,
+            submod=nn.Identity(),
+            stage_index_to_group_rank={},
+        )
+        for index in range(schedule.stages_per_rank)
+    ]
+    if name == "1f1b":
+        order: Any = {rank: _one_forward_one_backward(rank, num_stages, num_micro_batches) for rank in range(num_ranks)}
+    elif schedule.stages_per_rank == 1:
+        order = schedules.ScheduleGPipe(stages[0], num_micro_batches).pipeline_order
+    else:
+        multi: Any = schedules.get_schedule_class(schedule.torch_name)
+        order = multi(stages, num_micro_batches).pipeline_order
+    return _with_sends(schedule, num_ranks, order)
+
+
+def _one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[Any]:
+    """Return the order of Schedule1F1B, whose own list of actions leaves out the last stage's first forward."""
+    from torch.distributed.pipelining.schedules import _Action, _ComputationType  # noqa: PLC0415 - takes long
+
+    num_ahead = min(num_micro_batches, num_stages - stage)
+    actions = [_Action(stage, _ComputationType.FORWARD, number) for number in range(num_ahead)]
+    for number in range(num_micro_batches):
+        actions.append(_Action(stage, _ComputationType.FULL_BACKWARD, number))
+        if number + num_ahead < num_micro_batches:
+            actions.append(_Action(stage, _ComputationType.FORWARD, number + num_ahead))
+    return actions
+
+
+@cache
+def predicting_order(name: str, num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Return what each rank does when there is no backward."""
+    from torch.distributed.pipelining.schedules import _Action, _ComputationType  # noqa: PLC0415 - takes long
+
+    schedule = SCHEDULES[name]
+    num_stages = schedule.num_stages(num_ranks)
+    order = {
+        rank: [
+            _Action(stage, _ComputationType.FORWARD, micro_batch)
+            for stage in range(num_stages)
+            if schedule.rank_of(stage, num_ranks) == rank
+            for micro_batch in range(num_micro_batches)
+        ]
+        for rank in range(num_ranks)
+    }
+    return _with_sends(schedule, num_ranks, order)
+
+
+def _with_sends(schedule: Schedule, num_ranks: int, order: dict[int, Any]) -> tuple[tuple[Action, ...], ...]:
+    from torch.distributed.pipelining.schedules import _add_send_recv  # noqa: PLC0415 - takes long
+
+    computing = {rank: [one for one in actions if _is_computed(one)] for rank, actions in order.items()}
+    whole = _add_send_recv(
+        computing,
+        stage_to_rank=lambda stage: schedule.rank_of(stage, num_ranks),
+        num_stages=schedule.num_stages(num_ranks),
+    )
+    return tuple(tuple(_own(whole[rank])) for rank in range(num_ranks))
+
+
+def _is_computed(action: Any) -> bool:  # noqa: ANN401 - torch's _Action, or None for waiting
+    return action is not None and action.computation_type.value in {"F", "B", "I", "W"}
+
+
+def _own(actions: Iterable[Any]) -> Sequence[Action]:
+    return [Action(_KIND_OF[one.computation_type.value], one.stage_index, one.microbatch_index) for one in actions]

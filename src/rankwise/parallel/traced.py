@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's forward pass as a list of calls: of its blocks, and of the functions between them.
+
+Made by running the model's own ``forward`` once on tensors without data, so that nothing is computed or changed.
+Knows nothing of ranks or stages. Used by pipeline.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.buckets import own_part
+from rankwise.parallel.traced_program import Call, Kind, Program, Ref
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+
+    from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+TARGET_WORDS = "put this part of forward into a module of its own: a block runs as it is"
+
+
+def trace(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], blocks: Iterable[str], device: torch.device
+) -> Program:
+    """Return what ``model(*args, **kwargs)`` calls, without computing it.
+
+    Sizes become constants: a program holds for inputs of the same shapes, in the same mode of the model.
+
+    Args:
+        model: its parameters may be meta tensors.
+        args: tensors, and trees of them.
+        kwargs: likewise.
+        blocks: names of the modules whose calls are kept whole.
+        device: where the parameters are taken to be.
+
+    Raises:
+        ConfigurationError: what forward does depends on values, or cannot be followed.
+    """
+    from torch._subclasses.fake_tensor import (  # noqa: PLC0415 - takes long to import
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+        UnsupportedOperatorException,
+    )
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = _Recorder()
+    leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            leaves[index] = stand_in = mode.from_tensor(leaf.detach())
+            recorder.program.inputs[recorder.number(stand_in)] = index
+    own_args, own_kwargs = pytree.tree_unflatten(leaves, spec)
+    names = list(blocks)
+    # Hooks of the model itself may look at values, of which there are none.
+    run = model if "" in names else model.forward
+    handles = [handle for name in names for handle in recorder.follow(name, model.get_submodule(name))]
+    try:
+        with _stood_in(model, mode, device, recorder), mode, recorder.randomness, recorder:
+            output = run(*own_args, **own_kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigurationError(
+            "What the model does depends on values in its tensors, so it cannot be cut into stages.",
+            evidence=f"{error}, called outside of blocks",
+            do=TARGET_WORDS,
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise ConfigurationError(
+            "The model calls an operator that cannot be run without data.",
+            evidence=str(error),
+            do="register a fake implementation of it: torch.library.register_fake",
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorder.finish(output)
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down calls while a forward pass runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.program = Program()
+        self.randomness = _Randomness()
+        self._numbers: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []
+        self._split_states: dict[int, int] = {}
+        self._next = 0
+        self._depth = 0
+        self._entered: tuple[list[Any], pytree.TreeSpec, list[int]] | None = None
+        self._autocast = _autocast()
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Give ``tensor`` a new number, by which it goes from here on."""
+        number = self._next
+        self._next += 1
+        self._numbers[id(tensor)] = number
+        self._alive.append(tensor)
+        self.program.kinds[number] = _kind(tensor)
+        return number
+
+    def name_state(self, name: str, stand_in: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Know a parameter or buffer, by what stands in for it and by itself."""
+        number = self.number(stand_in)
+        self._numbers[id(tensor)] = number
+        if own_part(stand_in) is not stand_in:
+            self._split_states[_storage(own_part(stand_in))] = number
+        self.program.states[number] = name
+
+    def follow(self, name: str, module: nn.Module) -> list[Any]:
+        """Keep the calls of a module whole."""
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._depth += 1
+            if self._depth == 1:
+                leaves, spec = pytree.tree_flatten((args, kwargs))
+                self._entered = leaves, spec, [_version(leaf) for leaf in leaves]
+
+        def after(_: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: object) -> None:
+            if self._depth == 1 and self._entered is not None:
+                self._write(name, *self._entered, output)
+            self._depth -= 1
+
+        return [
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        ]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        kwargs = kwargs or {}
+        if self._depth:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.unbind, types, args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        versions = [_version(leaf) for leaf in leaves]
+        self.randomness.was_seen = False
+        result = func(*args, **kwargs)
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)) or versions != [
+            _version(leaf) for leaf in leaves
+        ]:
+            self._write(func, leaves, spec, versions, result)
+        return result
+
+    def _write(
+        self,
+        target: str | Callable[..., Any],
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        versions: list[int],
+        result: object,
+    ) -> None:
+        if _autocast() != self._autocast:
+            raise ConfigurationError(
+                f"{target} is called in another autocast state than the model.",
+                do="enter autocast around the whole step, or inside a block",
+            )
+        changed = [leaf for leaf, version in zip(leaves, versions, strict=True) if _version(leaf) != version]
+        changes = tuple(self._numbers[id(leaf)] for leaf in changed if id(leaf) in self._numbers)
+        self.program.kinds.update(
+            (self._numbers[id(leaf)], _kind(leaf)) for leaf in changed if id(leaf) in self._numbers
+        )
+        stored = [self._stored(leaf, target) for leaf in leaves]
+        is_whole = isinstance(result, torch.Tensor)
+        tensors = [
+            (index, leaf) for index, leaf in enumerate(pytree.tree_leaves(result)) if isinstance(leaf, torch.Tensor)
+        ]
+        call = Call(
+            target=target,
+            leaves=stored,
+            spec=spec,
+            reads=tuple(leaf.number for leaf in stored if isinstance(leaf, Ref)),
+            results=tuple((index, self.number(leaf)) for index, leaf in tensors),
+            is_whole=is_whole,
+            changes=changes,
+            in_grad_mode=torch.is_grad_enabled(),
+            is_random=self.randomness.was_seen and not isinstance(target, str),
+        )
+        self.program.calls.append(call)
+
+    def _stored(self, leaf: object, target: object) -> object:
+        if isinstance(leaf, torch.Tensor):
+            return self._ref(leaf, target)
+        hidden = [value for value in getattr(leaf, "__dict__", {}).values() if _is_fake(value)]
+        if hidden and not isinstance(leaf, torch.nn.Module):
+            raise ConfigurationError(
+                f"{target} is given a {type(leaf).__name__} that holds tensors, which cannot go from stage to stage.",
+                do="pass tensors, or trees of them; for a cache of keys and values: use_cache=False",
+            )
+        return leaf
+
+    def _ref(self, tensor: torch.Tensor, target: object) -> Ref:
+        number = self._numbers.get(id(tensor))
+        # What an autograd.Function returns was seen within it, where gradients are off.
+        if number is None or self.program.kinds[number].requires_grad != tensor.requires_grad:
+            state = self._split_states.get(_storage(own_part(tensor)))
+            if state is not None:
+                return Ref(self._write_own_part(state, tensor))
+            if _is_fake(own_part(tensor)):
+                raise ConfigurationError(
+                    f"{target} is given a {list(tensor.shape)} tensor of which it cannot be seen where it came from.",
+                    evidence="it is the result of an autograd.Function outside of blocks, or was kept by a block",
+                    do=TARGET_WORDS,
+                )
+            number = self.number(tensor)
+            self.program.constants[number] = tensor
+        return Ref(number)
+
+    def _write_own_part(self, state: int, tensor: torch.Tensor) -> int:
+        """Note that ``tensor`` is what this rank holds of a parameter: ``to_local`` is no function of torch's."""
+        leaves, spec = pytree.tree_flatten(((Ref(state),), {}))
+        number = self.number(tensor)
+        call = Call(_own_part_of, leaves, spec, (state,), ((0, number),), True, (), torch.is_grad_enabled(), False)
+        self.program.calls.append(call)
+        return number
+
+    def finish(self, output: object) -> Program:
+        """Return the program, now that forward has returned ``output``."""
+        leaves, self.program.output_spec = pytree.tree_flatten(output)
+        self.program.output = [self._stored(leaf, "the output of forward") for leaf in leaves]
+        self._alive.clear()
+        return self.program
+
+
+class _Randomness(TorchDispatchMode):
+    """Notices random operators: what draws cannot be drawn again on another rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_seen = False
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.was_seen = True
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _stood_in(model: nn.Module, mode: FakeTensorMode, device: torch.device, recorder: _Recorder) -> Generator[None]:
+    """Have tensors without data stand in for the parameters and buffers of ``model``."""
+    stand_ins: dict[int, torch.Tensor] = {}
+    swapped: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
+    for path, module in model.named_modules():
+        for table in (module._parameters, module._buffers):  # noqa: SLF001 - torch has no public way to swap them
+            for key, tensor in table.items():
+                if tensor is None:
+                    continue
+                name = f"{path}.{key}" if path else key
+                swapped.append((table, key, tensor, name))
+                if id(tensor) not in stand_ins:
+                    stand_ins[id(tensor)] = stand_in = _stand_in(tensor, mode, device)
+                    recorder.name_state(name, stand_in, tensor)
+    try:
+        for table, key, tensor, _ in swapped:
+            table[key] = stand_ins[id(tensor)]
+        yield
+        replaced = [name for table, key, tensor, name in swapped if table.get(key) is not stand_ins[id(tensor)]]
+        if replaced:
+            raise ConfigurationError(
+                f"forward replaces {replaced[0]}, which a pipeline cannot follow.",
+                evidence=f"replaced: {', '.join(replaced)}",
+                do="change it in place: self.buffer.copy_(...)",
+            )
+    finally:
+        for table, key, tensor, _ in swapped:
+            table[key] = tensor
+
+
+def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    part = own_part(tensor)
+    with mode:
+        stand_in = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
+    if part is not tensor:
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - most models have none, and it takes long
+
+        spec = tensor._spec  # type: ignore[attr-defined]  # noqa: SLF001 - how torch itself rebuilds a DTensor
+        stand_in = DTensor(stand_in, spec, requires_grad=tensor.requires_grad)
+    stand_in.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        stand_in._is_param = True  # type: ignore[attr-defined]  # noqa: SLF001 - what isinstance(_, Parameter) reads
+    return stand_in
+
+
+def _kind(tensor: torch.Tensor) -> Kind:
+    part = own_part(tensor)
+    is_plain = part is tensor and part.layout is torch.strided
+    # empty_like gives strides without holes: the tensor's own where it has none.
+    stride = torch.empty_like(part, device="meta").stride() if is_plain else ()
+    storage = _storage(part) if is_plain else -1
+    return Kind(tuple(part.shape), tuple(stride), part.dtype, tensor.requires_grad, storage, is_plain)
+
+
+def _storage(part: torch.Tensor) -> int:
+    return part.untyped_storage()._cdata  # noqa: SLF001 - its address: there is no data pointer
+
+
+def _own_part_of(parameter: Any) -> torch.Tensor:  # noqa: ANN401 - a DTensor, imported by whoever made it
+    return parameter.to_local()
+
+
+def _is_fake(value: object) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415 - takes long to import
+
+    return isinstance(value, FakeTensor)
+
+
+def _version(leaf: object) -> int:
+    return own_part(leaf)._version if isinstance(leaf, torch.Tensor) else 0  # noqa: SLF001 - autograd's own count
+
+
+def _autocast() -> tuple[bool, ...]:
+    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))

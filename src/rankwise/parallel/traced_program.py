@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward pass calls, as values: calls, the tensors between them, and what is known of those.
+
+Written by traced, cut by stages, run by stage_run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands in arguments for the value of this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a tensor is, without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    storage: int
+    """Equal for views of the same memory."""
+    is_plain: bool
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of a block, or of a function between blocks."""
+
+    target: str | Callable[..., Any]
+    """The name of the block, or the function."""
+    leaves: list[Any]
+    """Of the arguments, a :class:`Ref` in place of each tensor."""
+    spec: pytree.TreeSpec
+    """Of ``(args, kwargs)``."""
+    reads: tuple[int, ...]
+    results: tuple[tuple[int, int], ...]
+    """(leaf of the result, number of the value) per tensor of the result."""
+    is_whole: bool
+    """Whether the result is one tensor."""
+    changes: tuple[int, ...]
+    """Values that were changed in place."""
+    in_grad_mode: bool
+    is_random: bool
+    num_args: int = 0
+    names: tuple[str, ...] | None = None
+    """Of arguments by name, where no argument is a tree."""
+
+    def __post_init__(self) -> None:
+        numbers = list(range(len(self.leaves)))
+        args, kwargs = pytree.tree_unflatten(numbers, self.spec)
+        if [*args, *kwargs.values()] == numbers:
+            self.num_args, self.names = len(args), tuple(kwargs)
+
+    def arguments(self, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return ``(args, kwargs)``, with values in place of their numbers."""
+        leaves = [values[leaf.number] if type(leaf) is Ref else leaf for leaf in self.leaves]
+        if self.names is not None:
+            return tuple(leaves[: self.num_args]), dict(zip(self.names, leaves[self.num_args :], strict=True))
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def __str__(self) -> str:
+        return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", repr(self.target))
+
+
+@dataclass(eq=False)
+class Program:
+    """A forward pass, for inputs of one shape."""
+
+    calls: list[Call] = field(default_factory=list[Call])
+    inputs: dict[int, int] = field(default_factory=dict[int, int])
+    """Number of a value to which leaf of ``(args, kwargs)`` it is."""
+    states: dict[int, str] = field(default_factory=dict[int, str])
+    """Number of a value to the parameter or buffer it is."""
+    constants: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    kinds: dict[int, Kind] = field(default_factory=dict[int, Kind])
+    output: list[Any] = field(default_factory=list[Any])
+    """Leaves of what forward returns, a :class:`Ref` in place of each tensor."""
+    output_spec: pytree.TreeSpec | None = None
+
+    def output_reads(self) -> list[int]:
+        """Return the values that the output consists of."""
+        return [leaf.number for leaf in self.output if isinstance(leaf, Ref)]
+
+    def output_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the tensors of the output."""
+        return [self.kinds[number].shape for number in self.output_reads()]
