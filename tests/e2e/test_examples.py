@@ -65,3 +65,42 @@ def test_unet3d(tmp_path: Path, ranks: str) -> None:
     # The same crops, weights and batches on any number of ranks.
     assert float(loss[1]) == pytest.approx(0.69, abs=0.03)
     assert len(list(tmp_path.glob("image*.nii.gz"))) == 7
+
+
+def largest_differences(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"largest difference.*?(\d\.\d+e[+-]\d+)", text)]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["replicate", "shard", "tensor_parallel", "pipeline"])
+def test_llama_on_two_ranks(how: str) -> None:
+    text = run(*RUN, "-n", "2", str(EXAMPLES / "llama.py"), "--how", how, "--small")
+    (difference,) = largest_differences(text)
+    assert difference <= 1e-10
+
+
+@pytest.mark.timeout(120)
+def test_llama_in_one_process() -> None:
+    (difference,) = largest_differences(run(sys.executable, str(EXAMPLES / "llama.py"), "--how", "place", "--small"))
+    assert difference <= 1e-10
+
+
+@pytest.mark.timeout(120)
+def test_the_toy_model_on_two_devices_and_on_two_ranks() -> None:
+    text = run(*RUN, "-n", "2", str(EXAMPLES / "toy_model_parallel.py"), "--small")
+    differences = largest_differences(text)
+    assert len(differences) == 2
+    assert max(differences) <= 1e-10
+
+
+@pytest.mark.timeout(120)
+def test_resnet50_placed_and_pipelined(tmp_path: Path) -> None:
+    plot = tmp_path / "times.png"
+    text = run(
+        *RUN, "-n", "2", str(EXAMPLES / "resnet50_model_parallel.py"), "--small", "--micro-batches", "2",
+        "--plot", str(plot),
+    )  # fmt: skip
+    differences = largest_differences(text)
+    assert len(differences) == 3
+    assert max(differences) <= 1e-10
+    assert plot.read_bytes().startswith(b"\x89PNG")
