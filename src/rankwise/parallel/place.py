@@ -36,7 +36,7 @@ from rankwise.parallel.placement_plan import (
     key_of,
 )
 from rankwise.parallel.placement_units import sizes_of, units_of
-from rankwise.parallel.trained import check_untrained
+from rankwise.parallel.trained import check_untrained, is_placed, note_placed
 from rankwise.parallel.weights_into_place import Homes, Weights, commit, prepare
 from rankwise.tensor_files import open_tensor_files
 
@@ -139,6 +139,7 @@ def place(
     if to_int8:
         placed_calls.refuse_training(model, "8-bit")
     _placed[model] = _Placed(Placement(tuple(parts), chosen.has_room_ahead), files)
+    note_placed(model)
     return model
 
 
@@ -155,11 +156,6 @@ def placement(model: nn.Module) -> Placement:
             do="pass the model that rankwise.place() was called with",
         )
     return placed.placement
-
-
-def is_placed(model: nn.Module) -> bool:
-    """Return whether a model, or a part of it, is placed."""
-    return any(module in _placed for module in model.modules())
 
 
 def _check_model(model: nn.Module) -> None:

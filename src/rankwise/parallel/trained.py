@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models train on several ranks, and what is said around their backward: accumulation and weights.
+"""Which models were spread already, and what is said around their backward: accumulation and weights.
 
 Each strategy notes its models here with what makes their gradients exact. Used by replicate and shard.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.utils import _pytree as pytree
@@ -49,6 +49,8 @@ class Trained(Protocol):
 
 
 _trained: WeakKeyDictionary[nn.Module, Trained] = WeakKeyDictionary()
+_placed: WeakSet[nn.Module] = WeakSet()
+_TAKES_PLACED = {"place", "replicate"}
 
 
 def note_trained(model: nn.Module, trained: Trained) -> None:
@@ -56,12 +58,28 @@ def note_trained(model: nn.Module, trained: Trained) -> None:
     _trained[model] = trained
 
 
+def note_placed(model: nn.Module) -> None:
+    """Note that the parts of ``model`` lie on devices of this process."""
+    _placed.add(model)
+
+
+def is_placed(model: nn.Module) -> bool:
+    """Return whether a model, or a part of it, is placed."""
+    return any(module in _placed for module in model.modules())
+
+
 def check_untrained(model: nn.Module, strategy: str) -> None:
-    """Raise if ``model`` or a part of it trains on several ranks already.
+    """Raise if ``model`` or a part of it trains on several ranks already, or is placed and cannot be spread further.
 
     Raises:
         ConfigurationError: says which strategy it went through.
     """
+    if strategy not in _TAKES_PLACED and is_placed(model):
+        raise ConfigurationError(
+            f"{strategy}() does not go with place(), which this model went through.",
+            do=f"call rankwise.replicate(model), which trains placed models data parallel; or {strategy}() "
+            "without place()",
+        )
     own = _trained.get(model)
     if own is not None:
         again = own.strategy == strategy
