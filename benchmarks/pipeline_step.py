@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from rankwise.parallel.device_mesh import mesh, submesh
-from rankwise.parallel.pipeline import pipeline
+from rankwise.parallel.pipeline.calls import pipeline
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

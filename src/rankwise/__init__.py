@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from rankwise.launch.function import launch, launcher
     from rankwise.log import log
     from rankwise.parallel.device_mesh import mesh
-    from rankwise.parallel.pipeline import pipeline
-    from rankwise.parallel.place import place, placement
+    from rankwise.parallel.pipeline.calls import pipeline
+    from rankwise.parallel.place.calls import place, placement
     from rankwise.parallel.replicate import replicate
-    from rankwise.parallel.shard import shard
-    from rankwise.parallel.tensor_parallel import tensor_parallel
+    from rankwise.parallel.shard.calls import shard
+    from rankwise.parallel.tensor.calls import tensor_parallel
     from rankwise.parallel.threads import data_parallel
     from rankwise.parallel.trained import no_sync, weight
     from rankwise.point_to_point.calls import recv, send
@@ -66,9 +66,9 @@ _ROOM_OF = {
     "log": "log",
     "mesh": "parallel.device_mesh",
     "no_sync": "parallel.trained",
-    "pipeline": "parallel.pipeline",
-    "place": "parallel.place",
-    "placement": "parallel.place",
+    "pipeline": "parallel.pipeline.calls",
+    "place": "parallel.place.calls",
+    "placement": "parallel.place.calls",
     "print": "progress",
     "progress": "progress",
     "rank_zero_first": "agreement",
@@ -77,9 +77,9 @@ _ROOM_OF = {
     "save": "checkpoint.save",
     "save_weights": "checkpoint.export",
     "send": "point_to_point.calls",
-    "shard": "parallel.shard",
+    "shard": "parallel.shard.calls",
     "share": "data.shared",
-    "tensor_parallel": "parallel.tensor_parallel",
+    "tensor_parallel": "parallel.tensor.calls",
     "weight": "parallel.trained",
 }
 

@@ -18,11 +18,11 @@ from rankwise.checkpoint.export import save_weights
 from rankwise.checkpoint.import_weights import load_weights
 from rankwise.checkpoint.load import load
 from rankwise.parallel.device_mesh import mesh
-from rankwise.parallel.pipeline import pipeline
-from rankwise.parallel.place import place
+from rankwise.parallel.pipeline.calls import pipeline
+from rankwise.parallel.place.calls import place
 from rankwise.parallel.replicate import replicate
-from rankwise.parallel.shard import shard
-from rankwise.parallel.tensor_parallel import tensor_parallel
+from rankwise.parallel.shard.calls import shard
+from rankwise.parallel.tensor.calls import tensor_parallel
 from rankwise.session import current
 from rankwise.testing import run_ranks
 

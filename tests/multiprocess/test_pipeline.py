@@ -19,9 +19,9 @@ from torch.nn import functional
 import rankwise as rw
 from rankwise.errors import ConfigurationError, PeerFailed
 from rankwise.parallel.device_mesh import mesh
-from rankwise.parallel.pipeline import Pipeline, pipeline
-from rankwise.parallel.pipeline_schedule import SCHEDULES
-from rankwise.parallel.tensor_parallel import tensor_parallel
+from rankwise.parallel.pipeline.calls import Pipeline, pipeline
+from rankwise.parallel.pipeline.schedule import SCHEDULES
+from rankwise.parallel.tensor.calls import tensor_parallel
 from rankwise.parallel.trained import no_sync
 from rankwise.testing import RankDied, kill_self, run_ranks
 

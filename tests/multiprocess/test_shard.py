@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from rankwise import testing
 from rankwise.errors import ConfigurationError, PeerFailed
 from rankwise.parallel.device_mesh import mesh, submesh
-from rankwise.parallel.shard import shard
+from rankwise.parallel.shard.calls import shard
 from rankwise.parallel.trained import no_sync, weight
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from rankwise import testing
 from rankwise.errors import ConfigurationError, PeerFailed
 from rankwise.parallel.device_mesh import mesh
-from rankwise.parallel.shard import shard
-from rankwise.parallel.tensor_parallel import plan_of, tensor_parallel
+from rankwise.parallel.shard.calls import shard
+from rankwise.parallel.tensor.calls import plan_of, tensor_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError
-from rankwise.parallel import fetch
-from rankwise.parallel.offload_files import OffloadFiles
-from rankwise.parallel.place import place, placement
-from rankwise.parallel.placement_plan import Size
-from rankwise.parallel.placement_units import sizes_of, units_of
+from rankwise.parallel.place import fetch
+from rankwise.parallel.place.calls import place, placement
+from rankwise.parallel.place.offload_files import OffloadFiles
+from rankwise.parallel.place.plan import Size
+from rankwise.parallel.place.units import sizes_of, units_of
 from rankwise.tensor_files import open_tensor_files
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.placement_plan import Size, by_hand, by_policy, bytes_in, in_words
+from rankwise.parallel.place.plan import Size, by_hand, by_policy, bytes_in, in_words
 
 POLICIES = ["auto", "balanced", "balanced_low_0", "sequential"]
 

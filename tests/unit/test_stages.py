@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel import micro_batches
 from rankwise.parallel.blocks import blocks
-from rankwise.parallel.pipeline_cost import block_costs
-from rankwise.parallel.pipeline_picture import Picture, svg, write_picture
-from rankwise.parallel.pipeline_schedule import (
+from rankwise.parallel.pipeline import micro_batches
+from rankwise.parallel.pipeline.cost import block_costs
+from rankwise.parallel.pipeline.picture import Picture, svg, write_picture
+from rankwise.parallel.pipeline.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -29,16 +29,16 @@ from rankwise.parallel.pipeline_schedule import (
     predicting_order,
     training_order,
 )
-from rankwise.parallel.pipeline_step import Span
-from rankwise.parallel.stage_run import BoundStage
-from rankwise.parallel.stages import Stage, balanced, called_blocks, cut, owners, stages_of_blocks
-from rankwise.parallel.traced import trace
+from rankwise.parallel.pipeline.stage_run import BoundStage
+from rankwise.parallel.pipeline.stages import Stage, balanced, called_blocks, cut, owners, stages_of_blocks
+from rankwise.parallel.pipeline.step import Span
+from rankwise.parallel.pipeline.traced import trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from rankwise.parallel.traced_program import Program
+    from rankwise.parallel.pipeline.program import Program
 
 CPU = torch.device("cpu")
 

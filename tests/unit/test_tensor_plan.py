@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.tensor_plan import check_tied, find_plan, given_plan
+from rankwise.parallel.tensor.plan import check_tied, find_plan, given_plan
 
 WIDTH = 12
 

@@ -17,13 +17,12 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel import placed_calls
 from rankwise.parallel.blocks import near
-from rankwise.parallel.device_memory import default_budgets, device_name, free_disk_bytes
-from rankwise.parallel.int8 import bytes_of_quantised, quantisable
-from rankwise.parallel.offload_files import OffloadFiles
-from rankwise.parallel.placement import PlacedPart, Placement
-from rankwise.parallel.placement_plan import (
+from rankwise.parallel.place import hooks
+from rankwise.parallel.place.device_memory import default_budgets, device_name, free_disk_bytes
+from rankwise.parallel.place.int8 import bytes_of_quantised, quantisable
+from rankwise.parallel.place.offload_files import OffloadFiles
+from rankwise.parallel.place.plan import (
     OFFLOADED,
     Choice,
     Plan,
@@ -35,9 +34,10 @@ from rankwise.parallel.placement_plan import (
     in_words,
     key_of,
 )
-from rankwise.parallel.placement_units import sizes_of, units_of
+from rankwise.parallel.place.report import PlacedPart, Placement
+from rankwise.parallel.place.units import sizes_of, units_of
+from rankwise.parallel.place.weights import Homes, Weights, commit, prepare
 from rankwise.parallel.trained import check_untrained, is_placed, note_placed
-from rankwise.parallel.weights_into_place import Homes, Weights, commit, prepare
 from rankwise.tensor_files import open_tensor_files
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rankwise.parallel.blocks import Kept
-    from rankwise.parallel.placement_units import Slot, Unit
+    from rankwise.parallel.place.units import Slot, Unit
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -135,9 +135,9 @@ def place(
         away = {unit for unit in units if any(home_of[id(p)] != str(runs_on[unit]) for p in unit.parameters)}
         commit(units, new, to_int8)
         on_error.pop_all()
-    placed_calls.install(model, runs_on, away, is_ahead=chosen.has_room_ahead)
+    hooks.install(model, runs_on, away, is_ahead=chosen.has_room_ahead)
     if to_int8:
-        placed_calls.refuse_training(model, "8-bit")
+        hooks.refuse_training(model, "8-bit")
     _placed[model] = _Placed(Placement(tuple(parts), chosen.has_room_ahead), files)
     note_placed(model)
     return model

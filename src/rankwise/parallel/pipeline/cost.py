@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rankwise.parallel.pipeline_step import now
-from rankwise.parallel.traced_program import Program, Ref
+from rankwise.parallel.pipeline.program import Program, Ref
+from rankwise.parallel.pipeline.step import now
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

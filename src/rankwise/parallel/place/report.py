@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rankwise.parallel.placement_plan import in_words
+from rankwise.parallel.place.plan import in_words
 
 
 @dataclass(frozen=True, slots=True)

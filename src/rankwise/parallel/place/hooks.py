@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.across_devices import Meeting, moved
-from rankwise.parallel.fetch import Away, Fetching
+from rankwise.parallel.place.across_devices import Meeting, moved
+from rankwise.parallel.place.fetch import Away, Fetching
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from rankwise.parallel.placement_units import Unit
+    from rankwise.parallel.place.units import Unit
 
     Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -25,7 +25,7 @@ from rankwise.log import log
 from rankwise.parallel.blocks import has_forward, is_plain_container
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
-from rankwise.parallel.tensor_plan import Plan, Style, check_tied, find_plan, given_plan, tied
+from rankwise.parallel.tensor.plan import Plan, Style, check_tied, find_plan, given_plan, tied
 from rankwise.parallel.trained import check_no_optimizer_holds, check_untrained
 from rankwise.session import current
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.blocks import block_of, near
-from rankwise.parallel.traced import TARGET_WORDS
-from rankwise.parallel.traced_program import Call, Program
+from rankwise.parallel.pipeline.program import Call, Program
+from rankwise.parallel.pipeline.traced import TARGET_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

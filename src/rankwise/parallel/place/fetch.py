@@ -20,7 +20,7 @@ from rankwise.errors import RankwiseError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rankwise.parallel.placement_units import Unit
+    from rankwise.parallel.place.units import Unit
 
     Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
 

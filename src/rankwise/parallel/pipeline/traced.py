@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.buckets import own_part
-from rankwise.parallel.traced_program import Call, Kind, Program, Ref
+from rankwise.parallel.pipeline.program import Call, Kind, Program, Ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.parallel.blocks import has_forward, reasons
-from rankwise.parallel.placement_plan import Size
+from rankwise.parallel.place.plan import Size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

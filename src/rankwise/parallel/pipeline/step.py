@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step of a pipeline on this rank: its actions in order, what travels between neighbours, and when each ran.
 
-Used by pipeline. Which actions there are is pipeline_schedule's, what a stage computes is stage_run's.
+Used by pipeline. Which actions there are is schedule's, what a stage computes is stage_run's.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel import pipeline_schedule as kinds
-from rankwise.parallel.stage_run import BoundStage, Held, received_like
+from rankwise.parallel.pipeline import schedule as kinds
+from rankwise.parallel.pipeline.stage_run import BoundStage, Held, received_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from rankwise.parallel.pipeline_schedule import Action
+    from rankwise.parallel.pipeline.schedule import Action
     from rankwise.watch import Watch
 
 

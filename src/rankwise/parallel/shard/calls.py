@@ -24,11 +24,11 @@ from rankwise.log import log, warn
 from rankwise.parallel.batchnorm import unsynchronised_batchnorms
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
-from rankwise.parallel.recompute import recompute_block
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
-from rankwise.parallel.shard_blocks import Blocks, block_names, grouped
-from rankwise.parallel.shard_waits import WatchedAllGather, WatchedReduceScatter
-from rankwise.parallel.shard_weights import AfterForward, BeforeForward, ShardSync
+from rankwise.parallel.shard.blocks import Blocks, block_names, grouped
+from rankwise.parallel.shard.recompute import recompute_block
+from rankwise.parallel.shard.waits import WatchedAllGather, WatchedReduceScatter
+from rankwise.parallel.shard.weights import AfterForward, BeforeForward, ShardSync
 from rankwise.parallel.trained import check_no_optimizer_holds, check_untrained, note_trained
 from rankwise.session import current
 

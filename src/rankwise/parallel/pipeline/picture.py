@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.pipeline_schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from rankwise.parallel.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rankwise.parallel.pipeline_step import Span
+    from rankwise.parallel.pipeline.step import Span
 
 COLOURS = {FORWARD: "#4c78a8", BACKWARD: "#f58518", BACKWARD_INPUT: "#e45756", BACKWARD_WEIGHT: "#72b7b2"}
 LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}

@@ -16,13 +16,13 @@ from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.parallel.blocks import near
-from rankwise.parallel.int8 import parts_of, quantised, with_parts
+from rankwise.parallel.place.int8 import parts_of, quantised, with_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.parallel.offload_files import OffloadFiles
-    from rankwise.parallel.placement_units import Slot, Unit
+    from rankwise.parallel.place.offload_files import OffloadFiles
+    from rankwise.parallel.place.units import Slot, Unit
     from rankwise.tensor_files import TensorFiles
 
 MOST_LISTED = 8

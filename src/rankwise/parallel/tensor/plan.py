@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.attention_code import HeadsUse, forward_source, heads_use
 from rankwise.parallel.blocks import near
+from rankwise.parallel.tensor.attention_code import HeadsUse, forward_source, heads_use
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

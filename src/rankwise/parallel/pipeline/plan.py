@@ -17,17 +17,17 @@ from torch.utils import _pytree as pytree
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.blocks import block_of, blocks
 from rankwise.parallel.buckets import own_part
-from rankwise.parallel.pipeline_cost import block_costs
-from rankwise.parallel.stage_run import BoundStage
-from rankwise.parallel.stages import Stage, balanced, called_blocks, cut, cuts_before, owners, stages_of_blocks
-from rankwise.parallel.traced import trace
+from rankwise.parallel.pipeline.cost import block_costs
+from rankwise.parallel.pipeline.stage_run import BoundStage
+from rankwise.parallel.pipeline.stages import Stage, balanced, called_blocks, cut, cuts_before, owners, stages_of_blocks
+from rankwise.parallel.pipeline.traced import trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.mesh import Axes
-    from rankwise.parallel.pipeline_schedule import Schedule
-    from rankwise.parallel.traced_program import Program
+    from rankwise.parallel.pipeline.program import Program
+    from rankwise.parallel.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from rankwise.agreement import all_ranks_succeed
 from rankwise.collectives import gather_json
 from rankwise.errors import ConfigurationError
 from rankwise.log import log, warn
-from rankwise.parallel import micro_batches as parts
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.gradient_mean import GradientMean, clip_to_norm
-from rankwise.parallel.pipeline_picture import Picture, write_picture
-from rankwise.parallel.pipeline_plan import Piped, Plan, StageReport, check_axes, checked_count, plan_of
-from rankwise.parallel.pipeline_schedule import Action, predicting_order, schedule_of, training_order
-from rankwise.parallel.pipeline_step import Link, MicroBatch, Span, StepRun, now
+from rankwise.parallel.pipeline import micro_batches as parts
+from rankwise.parallel.pipeline.picture import Picture, write_picture
+from rankwise.parallel.pipeline.plan import Piped, Plan, StageReport, check_axes, checked_count, plan_of
+from rankwise.parallel.pipeline.schedule import Action, predicting_order, schedule_of, training_order
+from rankwise.parallel.pipeline.step import Link, MicroBatch, Span, StepRun, now
 from rankwise.parallel.same_model import broadcast_model, check_same_model
 from rankwise.parallel.trained import check_untrained, note_trained
 from rankwise.session import current
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from rankwise.exchange.protocol import Exchange
-    from rankwise.parallel.traced_program import Program
+    from rankwise.parallel.pipeline.program import Program
 
 LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

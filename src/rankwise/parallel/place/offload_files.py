@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.placement_plan import in_words
+from rankwise.parallel.place.plan import in_words
 from rankwise.tensor_files import CODES, SUFFIX
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.traced_program import Kind, Program, Ref
+from rankwise.parallel.pipeline.program import Kind, Program, Ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.autograd.graph import Node
 
-    from rankwise.parallel.stages import Stage
+    from rankwise.parallel.pipeline.stages import Stage
 
 
 @dataclass(eq=False)

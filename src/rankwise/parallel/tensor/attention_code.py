@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an attention module counts its heads, read from its code: whether it still works with some of them. Pure.
 
-Used by tensor_plan.
+Used by plan.
 """
 
 from __future__ import annotations

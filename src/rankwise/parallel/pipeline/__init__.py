@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of a model on different ranks."""

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters, gradients and optimizer state in parts, one per rank."""
