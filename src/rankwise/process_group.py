@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rankwise import environments, network, rendezvous, store
 from rankwise.device import choose_backend, choose_device, torch_backends
 from rankwise.environments.process import gloo_interfaces, in_kubernetes, set_interface, unset
-from rankwise.errors import ConfigurationError, rank_prefix
+from rankwise.errors import ConfigurationError, RankwiseError, rank_prefix
 from rankwise.exchange.choose import check_exchange, open_exchange
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, speak_as
@@ -61,7 +61,9 @@ class JoinedWorld(World):
         if error is None or (isinstance(error, SystemExit) and error.code in _NOT_FAILED):
             leave()
         else:
-            fail(error)
+            reason = fail(error)
+            if reason is not None and reason is not error:
+                raise reason from None
 
 
 def join(
@@ -162,21 +164,28 @@ def leave() -> None:
     _close(session, failed=False)
 
 
-def fail(error: BaseException) -> None:
+def fail(error: BaseException) -> RankwiseError | None:
     """Tell every rank that this one ends with ``error``, and give up the world.
 
     Called by: the failing rank only; the end of ``with join()`` and an uncaught exception call it.
+
+    Returns:
+        What another rank's failure is told by, where ``error`` is only what it looks like from here.
     """
     session = current_or_none()
     if session is None:
-        return
+        return None
+    reason = None
     if session.watch is not None:
+        reason = session.watch.reason_of(error)
+        error = reason or error
         if error is session.watch.error:
             session.watch.leave(wait_for_peers=session.serves_store)
         else:
             text = "".join(traceback.format_exception(error))
             session.watch.fail(type(error).__name__, text, wait_for_peers=session.serves_store)
     _close(session, failed=True)
+    return reason
 
 
 def _close(session: Session, *, failed: bool) -> None:
@@ -361,9 +370,13 @@ def _follow_exit() -> None:
     previous = sys.excepthook
 
     def tell_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        reason = None
         with contextlib.suppress(Exception):
-            fail(error)
-        previous(kind, error, trace)
+            reason = fail(error)
+        if reason is None:
+            previous(kind, error, trace)
+        else:
+            previous(type(reason), reason.with_traceback(trace), trace)
 
     sys.excepthook = tell_and_show
 

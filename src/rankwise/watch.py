@@ -135,6 +135,18 @@ class Watch:
         finally:
             self._waiting = None
 
+    def reason_of(self, error: BaseException) -> RankwiseError | None:
+        """Return what another rank's failure is told by, where ``error`` is only a connection that broke because of it.
+
+        Args:
+            error: what this rank is about to end with; perhaps of a collective that torch waited for itself.
+        """
+        if isinstance(error, RankwiseError) or not _is_of_a_connection(error):
+            return None
+        with self._changed:
+            self._changed.wait_for(lambda: self.error is not None, EXPLANATION_SECONDS)
+        return self.error
+
     def leave(self, *, wait_for_peers: bool) -> None:
         """Say that this rank is done, and stop the thread.
 
@@ -307,6 +319,15 @@ class Watch:
                 post(self._store, event, self._next_event)
                 self.error = blame.connection_broke(self._world, event)
         return self.error or blame.store_lost(self._world)
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    """Return whether these are torch's words for a rank that cannot be reached."""
+    words = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in words
+        for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
+    )
 
 
 def _has_come(counts: Sequence[int], ticket: Ticket) -> bool:

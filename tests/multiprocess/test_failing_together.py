@@ -52,6 +52,24 @@ def test_a_raising_rank_makes_every_rank_raise_its_error(run_ranks: RunRanks, fa
             assert "_raise_between_collectives" in str(result.error)
 
 
+def _raise_beside_a_wait_of_torch(world: World, failing: int) -> None:
+    torch.distributed.all_reduce(torch.ones(3))
+    if world.rank == failing:
+        message = "the batch is bad"
+        raise ValueError(message)
+    torch.distributed.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_connection_that_broke_in_torch_is_told_by_its_reason(run_ranks: RunRanks, failing: int) -> None:
+    results = run_ranks(_raise_beside_a_wait_of_torch, 3, failing)
+    assert isinstance(results[failing].error, ValueError)
+    for rank in {0, 1, 2} - {failing}:
+        error = results[rank].error
+        assert isinstance(error, PeerFailed)
+        assert error.rank == failing
+
+
 def _seconds_from_failure_to_error(world: World, path: str) -> float | None:
     rw.barrier()
     if world.rank == 1:
