@@ -72,9 +72,11 @@ def largest_differences(text: str) -> list[float]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", ["replicate", "shard", "tensor_parallel", "pipeline"])
-def test_llama_on_two_ranks(how: str) -> None:
-    text = run(*RUN, "-n", "2", str(EXAMPLES / "llama.py"), "--how", how, "--small")
+@pytest.mark.parametrize(
+    ("how", "ranks"), [("replicate", "4"), ("shard", "4"), ("tensor_parallel", "2"), ("pipeline", "2")]
+)
+def test_llama_on_ranks(how: str, ranks: str) -> None:
+    text = run(*RUN, "-n", ranks, str(EXAMPLES / "llama.py"), "--how", how, "--small")
     (difference,) = largest_differences(text)
     assert difference <= 1e-10
 
