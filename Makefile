@@ -8,7 +8,7 @@ PEERS_READY := .venv-peers/ready
 PYTEST := $(BIN)/python -m pytest
 CODE := src tests examples benchmarks
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e bench bench-peers lock clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e gpu bench bench-peers lock clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,9 @@ multihost: setup  ## hosts that are network namespaces, Slurm, Open MPI, ssh; ne
 
 e2e: setup  ## commands and examples, as a user runs them
 	$(PYTEST) tests/e2e
+
+gpu: setup  ## the same on GPUs; needs at least one, and is not part of test
+	$(PYTEST) tests/gpu
 
 bench: setup  ## ratios against other tools; leave the machine alone meanwhile
 	$(BIN)/python benchmarks/run.py

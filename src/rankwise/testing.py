@@ -53,18 +53,20 @@ def run_ranks(
     world_size: int,
     *args: object,
     exchange: str = "auto",
+    device: str | None = "cpu",
     timeout_seconds: float = 60.0,
     join_timeout_seconds: float = 30.0,
 ) -> list[RankResult]:
     """Run ``fn(world, *args)`` on real ranks of this machine and return what each came to.
 
-    Each rank is a process of its own with one torch thread, which has joined a world of CPUs.
+    Each rank is a process of its own with one torch thread, which has joined a world.
 
     Args:
         fn: a function of a module; the world is its first argument.
         world_size: how many ranks.
         args: picklable; passed on.
         exchange: how tensors travel, as for :func:`rankwise.join`.
+        device: of every rank, as for :func:`rankwise.join`; ``None`` gives each a GPU of its own, where there are.
         timeout_seconds: after which every rank is killed; its result is then a :class:`RankDied`.
         join_timeout_seconds: the limit of each collective, as for :func:`rankwise.join`.
 
@@ -87,6 +89,7 @@ def run_ranks(
                 world_size=world_size,
                 init_method=f"file://{folder}/store",
                 exchange=exchange,
+                device=device,
                 timeout_seconds=join_timeout_seconds,
                 args=args,
             )
@@ -149,6 +152,7 @@ class _Job:
     world_size: int
     init_method: str
     exchange: str
+    device: str | None
     timeout_seconds: float
     args: tuple[object, ...]
 
@@ -159,7 +163,7 @@ def _run_rank(job: _Job, sender: Connection) -> None:
     alone = job.world_size == 1
     try:
         with join(
-            device="cpu",
+            device=job.device,
             init_method=None if alone else job.init_method,
             rank=None if alone else job.rank,
             world_size=None if alone else job.world_size,

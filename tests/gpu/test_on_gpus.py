@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way of spreading a model, with a GPU per rank, against one CPU: as many ranks as there are GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from replicas import TOLERANCE, largest_difference
+from spread_training import WAYS, Net, train
+
+import rankwise as rw
+from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from spread_training import Found
+
+    from rankwise.world import World
+
+NUM_GPUS = torch.cuda.device_count()
+ALONE = [(way, {}) for way in ("replicate", "shard", "pipeline", "placed")]
+FITTING = [*ALONE, *(way for way in WAYS if torch.Size(way[1].values()).numel() <= NUM_GPUS)]
+
+
+@pytest.fixture(scope="module")
+def one_cpu(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(train, 1, "replicate", {}, str(tmp_path_factory.mktemp("none")))[0].get()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("strategy", "sizes"), FITTING, ids=[f"{way} {sizes}" for way, sizes in FITTING])
+def test_what_is_spread_over_gpus_trains_as_on_one_cpu(
+    tmp_path_factory: pytest.TempPathFactory, one_cpu: Found, strategy: str, sizes: dict[str, int]
+) -> None:
+    world_size = torch.Size(sizes.values()).numel()
+    folder = str(tmp_path_factory.mktemp("offloaded"))
+    results = run_ranks(train, world_size, strategy, sizes, folder, device=None, timeout_seconds=240.0)
+    for kind, expected in enumerate(one_cpu):
+        for result in results:
+            found = result.get()[kind]
+            assert largest_difference(found, {name: expected[name] for name in found}) < TOLERANCE
+
+
+def _shard_in_cpu_memory(world: World, offloads: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = rw.shard(Net().double().to(world.device), cpu_offload=offloads)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    x = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(world.device)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.full_tensor().detach().cpu() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.timeout(300)
+def test_a_model_sharded_in_cpu_memory_trains_the_same() -> None:
+    kept, offloaded = (
+        run_ranks(_shard_in_cpu_memory, NUM_GPUS, offloads, device=None, timeout_seconds=240.0)[0].get()
+        for offloads in (False, True)
+    )
+    assert largest_difference(offloaded, kept) < TOLERANCE
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", f"cuda:{NUM_GPUS - 1}"]])
+def test_two_devices_of_one_process_train_as_one(devices: list[str]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(7, 5, dtype=torch.float64)
+    plain = Net().double()
+    plain(x).square().mean().backward()
+    model = Net().double()
+    model.load_state_dict(plain.state_dict())
+    rw.data_parallel(model.to("cuda:0"), devices)
+    model(x.to("cuda:0")).square().mean().backward()
+    found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert largest_difference(found, expected) < TOLERANCE
