@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
 import torch
+
+if TYPE_CHECKING:
+    import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "multiprocess"))
 
