@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def all_ranks_succeed(label: str) -> Generator[None]:
+def all_ranks_succeed(label: str, *, call: str = "all_ranks_succeed()") -> Generator[None]:
     """Run the block on every rank; if it raises anywhere, raise everywhere.
 
     Called by: every rank, in the same order.
@@ -30,9 +30,11 @@ def all_ranks_succeed(label: str) -> Generator[None]:
     text. No process ends and the group stays usable: the caller may catch the error and go on.
 
     Args:
-        label: what the block does, for the error: ``"saving"``.
+        label: what the block does, for the error: ``"saving"``. It may differ between ranks.
+        call: what the ranks are compared by.
 
     Raises:
+        CollectiveMismatch: another rank is in another call.
         PeerFailed: the block failed on another rank; the lowest failing rank is named.
     """
     own: Exception | None = None
@@ -40,7 +42,12 @@ def all_ranks_succeed(label: str) -> Generator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - handed to every rank, then raised
         own = error
-    failures = _share_failure(own)
+    try:
+        failures = _share_failure(own, call)
+    except RankwiseError as error:
+        if own is None:
+            raise
+        raise error from own
     if own is not None:
         raise own
     if failures:
@@ -48,12 +55,12 @@ def all_ranks_succeed(label: str) -> Generator[None]:
         raise _peer_failed(label, rank, text)
 
 
-def _share_failure(own: Exception | None) -> dict[int, dict[str, str]]:
+def _share_failure(own: Exception | None, call: str) -> dict[int, dict[str, str]]:
     report = None
     if own is not None:
         detail = str(own) if isinstance(own, RankwiseError) else "".join(traceback.format_exception(own))
         report = {"type": type(own).__name__, "text": detail}
-    reports = gather_json(report)
+    reports = gather_json(report, what=call)
     return {rank: report for rank, report in enumerate(reports) if report is not None}
 
 
@@ -101,7 +108,7 @@ def same_on_all_ranks(label: str, value: object, *, do: str, error: type[Rankwis
         do: what mends a difference.
         error: the class to raise.
     """
-    values = gather_json(json.dumps(value, sort_keys=True))
+    values = gather_json(json.dumps(value, sort_keys=True), what=f"comparing {label}")
     if len(set(values)) > 1:
         raise error(
             f"{label} differs between ranks.",

@@ -159,7 +159,7 @@ def all_gather_object(value: T) -> list[T]:
     ]
 
 
-def gather_json(value: object) -> list[Any]:
+def gather_json(value: object, *, what: str) -> list[Any]:
     """Collect what JSON can say from every rank, in rank order: what rankwise itself tells between ranks.
 
     Called by: every rank, in the same order.
@@ -168,13 +168,14 @@ def gather_json(value: object) -> list[Any]:
 
     Args:
         value: None, booleans, numbers, texts, lists and text-keyed dicts of them; tuples become lists.
+        what: is told, or by which call, in the words that ranks are compared by: ``"rankwise.mesh()"``.
 
     Raises:
-        PeerFailed, PeerMissing: as :func:`all_reduce`.
+        CollectiveMismatch, PeerFailed, PeerMissing: as :func:`all_reduce`.
     """
     # A seed or a length may be an integer of NumPy's.
     payload = json.dumps(value, default=operator.index).encode()
-    return [json.loads(one) for one in _gather_bytes(_agreed("gather_json()"), payload, "gather_json")]
+    return [json.loads(one) for one in _gather_bytes(_agreed(what), payload, what)]
 
 
 def _gather_bytes(exchange: Exchange | None, payload: bytes, name: str) -> list[bytes]:
@@ -182,10 +183,10 @@ def _gather_bytes(exchange: Exchange | None, payload: bytes, name: str) -> list[
     if exchange is None:
         return [payload]
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    sizes = exchange.all_gather(torch.tensor([data.numel()]), what=f"{name}(sizes)").flatten()
+    sizes = exchange.all_gather(torch.tensor([data.numel()]), what=f"{name}: sizes").flatten()
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
     padded[: data.numel()] = data
-    rows = exchange.all_gather(padded, what=f"{name}(values)")
+    rows = exchange.all_gather(padded, what=f"{name}: values")
     return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 

@@ -20,7 +20,7 @@ from rankwise.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Mapping, Sequence
     from types import TracebackType
 
 SUFFIX = ".safetensors"
@@ -64,6 +64,11 @@ class TensorInfo:
     def num_bytes(self) -> int:
         """How much memory the tensor takes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return whether it can be read into ``tensor``: floating-point numbers are converted, others are not."""
+        both_float = self.dtype.is_floating_point and tensor.dtype.is_floating_point
+        return self.shape == tuple(tensor.shape) and (both_float or self.dtype == tensor.dtype)
 
 
 class TensorFiles:
@@ -114,6 +119,20 @@ class TensorFiles:
         """
         with torch.no_grad():
             destination.copy_(self._mapped(name))
+
+    def are_equal(self, names: Sequence[str]) -> bool:
+        """Return whether tensors are the same to the last bit, dtypes and shapes too.
+
+        Raises:
+            CheckpointError: there is none of such a name, or its file can no longer be read.
+        """
+        first, *others = (self._mapped(name) for name in names)
+        return all(
+            other.dtype == first.dtype
+            and other.shape == first.shape
+            and torch.equal(other.reshape(-1).view(torch.uint8), first.reshape(-1).view(torch.uint8))
+            for other in others
+        )
 
     def _mapped(self, name: str) -> torch.Tensor:
         """Return a tensor that is the file's own pages: only what is touched is read."""

@@ -284,3 +284,46 @@ def test_leaving_the_world_completes_the_save_of_all_ranks(tmp_path: Path) -> No
         result.get()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
     assert load(tmp_path / "checkpoint-000001")["extra"]["b"].sum() == 50_000
+
+
+class _Refusing:
+    """An object that may refuse its state."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.refuses:
+            raise KeyError(state["at"])
+
+
+def _load_what_one_rank_refuses(world: World, path: str) -> list[str]:
+    model, optimizer = _trained()
+    save(path, model=model, optimizer=optimizer, loader=_Refusing(refuses=False))
+    other, other_optimizer = _trained(seed=1)
+    before = [tensor.clone() for tensor in _tensors(other, other_optimizer)]
+    texts: list[str] = []
+    # In another order on each rank, too.
+    objects: list[dict[str, Any]] = [
+        {"loader": _Refusing(refuses=world.rank == 1), "model": other, "optimizer": other_optimizer},
+        {"model": other} if world.rank else {"optimizer": other_optimizer},
+    ]
+    for given in objects:
+        with pytest.raises(RankwiseError) as caught:
+            load(path, **dict(sorted(given.items(), reverse=world.rank == 1)))
+        texts.append(f"{type(caught.value).__name__}: {caught.value}")
+        assert _same(_tensors(other, other_optimizer), before)
+    return texts
+
+
+def test_what_one_rank_refuses_is_loaded_on_none(tmp_path: Path) -> None:
+    first, second = (result.get() for result in run_ranks(_load_what_one_rank_refuses, 2, str(tmp_path / "c")))
+    assert first[0].startswith("PeerFailed: Rank 1 failed in loading loader")
+    assert "KeyError: 3" in second[0]
+    assert "already loaded, on every rank: nothing" in second[0]
+    for texts in (first, second):
+        assert "rank 0: optimizer" in texts[1]
+        assert "rank 1: model" in texts[1]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 from arrangements import ARRANGEMENTS, built, check, trained
 from safetensors.torch import load_file, load_model, save_file
 
-from rankwise.checkpoint import export, spread
+from rankwise.checkpoint import export, import_weights, spread
 from rankwise.checkpoint.export import save_weights
 from rankwise.checkpoint.import_weights import load_weights
 from rankwise.collectives import all_reduce
@@ -21,6 +22,8 @@ from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rankwise.world import World
 
 
@@ -167,3 +170,74 @@ def test_a_model_whose_state_is_not_its_own_memory_is_not_loaded_in_vain(tmp_pat
     save_weights(tmp_path / "f", torch.nn.Linear(3, 2))
     with pytest.raises(ConfigurationError, match=r"weight cannot be loaded in place: state_dict\(\) gives a copy"):
         load_weights(tmp_path / "f", _Doubling(3, 2))
+
+
+def test_an_untied_file_is_not_loaded_into_a_tied_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_weights, "PIECE_BYTES", 64)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(5, 5))
+    model[1].weight = model[0].weight
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    save_file(weights, tmp_path / "f")
+    weights["1.weight"][-1, -1] += 1
+    save_file(weights, tmp_path / "g")
+    assert load_weights(tmp_path / "f", model) is model
+    before = model[0].weight.clone()
+    with pytest.raises(CheckpointError, match=r"0.weight and 1.weight are one tensor in the model, and differ"):
+        load_weights(tmp_path / "g", model)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_wrong_arguments_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    file = save_weights(tmp_path / "f", model)
+    expanded = torch.nn.Linear(3, 2)
+    expanded.bias = torch.nn.Parameter(torch.zeros(1).expand(2))
+    os.mkfifo(tmp_path / "pipe")
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: save_weights(None, model), "needs the path of a file first, and was given a NoneType"),  # type: ignore[arg-type]
+        (lambda: load_weights(model, file), "needs the path of a file first, and was given a Linear"),  # type: ignore[type-var]
+        (lambda: load_weights(file, {"weight": torch.ones(2, 3)}), "was given a dict"),  # type: ignore[type-var]
+        (lambda: save_weights(file, torch.nn.LazyLinear(2)), "has no shape yet"),
+        (lambda: load_weights(file, torch.nn.LazyLinear(2)), "has no shape yet"),
+        (lambda: load_weights(file, expanded), "bias cannot be loaded in place: it is an expanded tensor"),
+        (lambda: save_weights(file, {"__metadata__": torch.ones(2)}), "can be called '__metadata__'"),
+        (lambda: save_weights(tmp_path / "pipe", model), "is no file but a device, a pipe or a socket"),
+    ]
+    for call, words in calls:
+        with pytest.raises(ConfigurationError, match=words):
+            call()
+    assert load_file(file).keys() == {"weight", "bias"}
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_link_stays_one_to_the_file_that_is_written(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link, behind = tmp_path / "link", tmp_path / "elsewhere" / "f"
+    link.symlink_to(behind)
+    for number in range(2):
+        assert save_weights(link, {"a": torch.tensor(number)}) == link
+        assert link.is_symlink()
+        assert load_file(behind)["a"] == number
+
+
+def _name_different_files(world: World, path: str) -> list[str]:
+    weights = {"weight": torch.ones(300, 300), "bias": torch.zeros(300)}
+    for number in range(2):
+        save_weights(f"{path}/{number}", {name: value + number for name, value in weights.items()})
+    texts: list[str] = []
+    model = torch.nn.Linear(300, 300)
+    before = model.weight.clone()
+    for call in (load_weights, save_weights):
+        with pytest.raises(RankwiseError) as caught:
+            call(f"{path}/{world.rank}", model)
+        texts.append(str(caught.value))
+    assert torch.equal(model.weight, before)
+    return texts
+
+
+def test_files_that_differ_between_ranks_are_refused_on_all(tmp_path: Path) -> None:
+    for result in run_ranks(_name_different_files, 2, str(tmp_path)):
+        loading, saving = result.get()
+        assert "Ranks were given files of different contents" in loading
+        assert f"rank 1: {tmp_path}/1" in saving
+    assert load_file(tmp_path / "1")["bias"].sum() == 300

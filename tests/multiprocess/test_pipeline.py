@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import rankwise as rw
-from rankwise.errors import ConfigurationError, PeerFailed
+from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
 from rankwise.parallel.device_mesh import mesh
 from rankwise.parallel.pipeline.calls import Pipeline, pipeline
 from rankwise.parallel.pipeline.schedule import SCHEDULES
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rankwise.world import World
 
 FAILING_SECONDS = 8.0
+BAD = 100.0
 mean_square = functional.mse_loss
 
 
@@ -291,6 +292,8 @@ def test_copies_of_a_pipeline_average_over_all_their_samples() -> None:
 def _train_split_layers(world: World) -> float:
     mesh(pp=2, tp=2)
     model, one = built(Skipping), built(Skipping)
+    with pytest.raises(ConfigurationError, match=r"rankwise.tensor_parallel\(model\) first"):
+        pipeline(model, mean_square, example=drawn(4, 6))
     tensor_parallel(model, {"layers.*.first": "column", "layers.*.second": "row"})
     step = pipeline(model, mean_square, example=drawn(4, 6), micro_batches=3, schedule="zbv_zero_bubble")
     for samples in (5, 4):
@@ -340,6 +343,11 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "not called": (Skipping, {"split": ["never"]}, "not called"),
     "empty stage": (Skipping, {"split": ["layers"]}, "would hold no block"),
+    "one name": (Skipping, {"split": "layers.33"}, "layers.3"),
+    "no name": (Skipping, {"split": [2]}, "names of modules, not 2"),
+    "no loss": (Skipping, {"loss_fn": None}, "loss_fn must be a function"),
+    "no weight": (Skipping, {"weight": 3}, "weight must be a function"),
+    "wrong example": (Skipping, {"example": drawn(4, 5)}, "float64[2, 5] on cpu"),
     "too many cuts": (Skipping, {"split": ["layers.1", "layers.2"]}, "2 stages need 1"),
     "unknown schedule": (Skipping, {"schedule": "1F1B"}, 'schedule="1f1b"'),
     "micro-batches": (
@@ -349,7 +357,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "no micro-batches": (Skipping, {"micro_batches": 0}, "at least 1"),
     "tied": (Tied, {"split": ["middle.1"]}, "first.weight = last.weight is used on stages 0, 1"),
-    "tied, by cost": (Tied, {}, "share parameters"),
+    "tied, by cost": (Tied, {}, "shared: first.weight = last.weight"),
     "one block": (partial(nn.Linear, 4, 4), {}, "1 blocks, and there are 2 stages"),
     "depends on values": (Deciding, {}, "depends on values"),
 }
@@ -362,7 +370,7 @@ def _refused(world: World) -> dict[str, list[str]]:
         x = drawn(8, 6 if make is Skipping else 4)
         before = copy.deepcopy(model.state_dict())
         try:
-            pipeline(model, mean_square, example=x, **options)
+            pipeline(model, **{"loss_fn": mean_square, "example": x, **options})
         except ConfigurationError as error:
             found[what] = [str(error)]
         assert largest_difference(model.state_dict(), before) == 0.0
@@ -415,6 +423,125 @@ def test_sharded_stages_are_refused_with_the_nearest_mesh() -> None:
         assert "rankwise.mesh(pp=2, dp_replicate=2, tp=1)" in result.get()
 
 
+DIFFERENT: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "split": ([{"split": ["layers.2"]}, {"split": ["layers.3"]}], 'rank 0: {"micro_batches": 2'),
+    "schedule": ([{"schedule": "gpipe"}, {"schedule": "1f1b"}], '"schedule": "1f1b"'),
+    "micro-batches": ([{"micro_batches": 2}, {"micro_batches": 3}], '"micro_batches": 3'),
+}
+
+
+def _mixed_up(world: World, folder: str) -> None:
+    for options, expected in DIFFERENT.values():
+        with pytest.raises(ConfigurationError, match=expected):
+            pipeline(built(Skipping), mean_square, example=drawn(8, 6), **options[world.rank])
+    model = built(Skipping)
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = pipeline(model, mean_square, example=drawn(8, 6))
+    with pytest.raises(ConfigurationError, match="An optimizer \\(SGD\\) was built before pipeline"):
+        step(drawn(8, 6), drawn(8, 3))
+    before.param_groups.clear()
+    with pytest.raises(ConfigurationError, match="given different batches"):
+        step(drawn(8, 6, seed=world.rank), drawn(8, 3))
+    with pytest.raises(CollectiveMismatch, match=r"x=float64\[7, 6\]"):
+        step(drawn(8 - world.rank, 6), drawn(8 - world.rank, 3))
+    with pytest.raises(CollectiveMismatch, match=r"x=float64\[7, 6\]"):
+        step.predict(drawn(8 - world.rank, 6))
+    with pytest.raises(ConfigurationError, match="cannot be called with this batch"):
+        step(drawn(8, 5), drawn(8, 3))
+    with pytest.raises(ConfigurationError, match="at least zero"):
+        step.clip_grad_norm_(-1.0)
+    one = built(Skipping)
+    step(drawn(8, 6), drawn(8, 3))
+    mean_square(one(drawn(8, 6)), drawn(8, 3)).backward()
+    assert difference(model, one) <= TOLERANCE
+    model.load_state_dict(built(Skipping).state_dict())  # what other ranks hold is passed over, without a warning
+    # From the meta device: nothing is trained before it is filled.
+    path = f"{folder}/whole.safetensors"
+    rw.save_weights(path, one)
+    with torch.device("meta"):
+        model = Skipping().double()
+    step = pipeline(model, mean_square, example=drawn(8, 6), schedule="zbv_zero_bubble")
+    with pytest.raises(ConfigurationError, match=r"(have|has) not been filled since"):
+        step(drawn(8, 6), drawn(8, 3))
+    rw.load_weights(path, model)
+    step(drawn(8, 6), drawn(8, 3))
+    assert difference(model, one) <= TOLERANCE
+
+
+def test_ranks_that_do_different_things_are_told_and_can_go_on(tmp_path: Any) -> None:
+    for result in run_ranks(_mixed_up, 2, str(tmp_path)):
+        result.get()
+
+
+class Changing(nn.Module):
+    """Reads a number that may change, makes a cache when it first runs, uses a layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+        self.cache: torch.Tensor | None = None
+        self.words = nn.Embedding(9, 6)
+        self.layers = nn.ModuleList([Cached() for _ in range(4)])
+        self.head = nn.Linear(6, 9)
+
+    def forward(self, x: torch.Tensor, a: torch.Tensor | None = None, b: torch.Tensor | None = None) -> torch.Tensor:
+        if self.cache is None:
+            self.cache = torch.arange(6, dtype=torch.float64).cos()
+        h = self.words(x) * self.cache
+        if a is not None:
+            h = h + a[:, None]
+        if b is not None:
+            h = h * b[:, None].cos()
+        for layer in self.layers:
+            h = layer(layer(h)) * self.temperature
+        return self.head(h)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", torch.arange(6, dtype=x.dtype).sin(), persistent=False)
+        return x + torch.tanh(self.linear(x)) * self.scale
+
+
+def _logits_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100)
+
+
+def _train_changing(world: World) -> list[float]:
+    x = torch.arange(24).view(6, 4) % 9
+    target = x.clone()
+    target[:2] = -100  # a micro-batch without a word
+    batches: list[dict[str, torch.Tensor]] = [
+        {"x": x},
+        {"x": x, "a": drawn(6, 6), "b": drawn(6, 6, seed=2)},
+        {"b": drawn(6, 6, seed=2), "x": x, "a": drawn(6, 6)},
+        {"x": x, "a": drawn(6, 6)},
+        {"x": x, "b": drawn(6, 6)},
+    ]
+    found = []
+    for schedule in ("1f1b", "zbv_zero_bubble"):
+        model, one = built(Changing), built(Changing)
+        options = {"schedule": schedule, "micro_batches": 3, "weight": _num_tokens}
+        step = pipeline(model, _logits_loss, example={"x": x}, **options)
+        for number, batch in enumerate(batches):
+            model.temperature = one.temperature = 1.0 / (1 + number)
+            loss = step(batch, target)
+            expected = _logits_loss(one(**batch), target)
+            expected.backward()
+            found += [abs(loss.item() - expected.item()), difference(model, one)]
+    return found
+
+
+def test_names_of_arguments_numbers_caches_and_micro_batches_of_no_weight() -> None:
+    for result in run_ranks(_train_changing, 2):
+        assert max(result.get()) <= TOLERANCE
+
+
 class Failing(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -450,6 +577,28 @@ def test_a_rank_that_fails_ends_the_step_on_every_rank() -> None:
         assert "the layer is bad" in str(result.error)
         waited = next(note for note in result.error.__notes__ if note.startswith("after "))
         assert float(waited.split()[1]) < FAILING_SECONDS
+
+
+def _skip_a_loss(world: World) -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if target[0, 0] > BAD:
+            message = "bad target"
+            raise FloatingPointError(message)
+        return mean_square(output, target)
+
+    step = pipeline(built(Skipping), loss, example=drawn(4, 6), micro_batches=2)
+    try:
+        step(drawn(4, 6), drawn(4, 3) + 2 * BAD)
+    except FloatingPointError:
+        step(drawn(4, 6), drawn(4, 3))
+
+
+def test_a_step_that_broke_off_cannot_be_skipped() -> None:
+    waiting, skipping = run_ranks(_skip_a_loss, 2)
+    assert isinstance(waiting.error, PeerFailed)
+    assert "bad target" in str(waiting.error)
+    assert isinstance(skipping.error, ConfigurationError)
+    assert "broke off" in str(skipping.error)
 
 
 def test_a_rank_that_dies_ends_the_step_on_every_rank() -> None:

@@ -168,7 +168,8 @@ def _corners(world: World) -> list[Any]:
     if world.rank == 0:
         sent = send(given, to=1)
         sent.backward(retain_graph=True)
-        sent.backward()
+        with pytest.raises(ConfigurationError, match="A second backward"):
+            sent.backward()
         found: list[Any] = [given[0].grad, given[1].grad]
         with torch.no_grad():
             found.append(send(given[0], to=1).requires_grad)
@@ -181,8 +182,11 @@ def _corners(world: World) -> list[Any]:
         return found
     used, unused, integers = recv(0)
     found = [used.requires_grad, unused.requires_grad, integers.requires_grad]
-    (used * integers * 4).sum().backward(retain_graph=True)
-    (used * 5).sum().backward()
+    # Into memory of its own, in place.
+    (used.mul_(2) * integers * 2).sum().backward(retain_graph=True)
+    # Its gradients are with rank 0, which went on with them: a part of the sum, without a word, is no gradient.
+    with pytest.raises(ConfigurationError, match=r"(?s)A second backward.*loss1 \+ loss2"):
+        (used * 5).sum().backward()
     found.append(recv(0).requires_grad)
     with torch.no_grad():
         found.append(recv(0).requires_grad)
@@ -198,12 +202,32 @@ def _corners(world: World) -> list[Any]:
 def test_gradients_in_the_corners() -> None:
     sender, receiver = (result.get() for result in testing.run_ranks(_corners, 2))
     used, unused, requires_grad, under_no_grad, let_go = sender
-    assert torch.equal(used, torch.full((2,), 9.0)), "two backwards through one send add up"
+    assert torch.equal(used, torch.full((2,), 4.0))
     assert unused is None
     assert not requires_grad
     assert "rank 1 received it inside torch.no_grad()" in under_no_grad
     assert "rank 1 let go of what it received" in let_go
     assert receiver == [True, True, False, False, False]
+
+
+def _scaled(world: World, scales: list[float]) -> list[torch.Tensor | None]:
+    """Rank 1 multiplies with each scale, rank 0 divides by it again."""
+    found: list[torch.Tensor | None] = []
+    for scale in scales:
+        weight = torch.ones(2, dtype=torch.float16, requires_grad=True)
+        if world.rank == 0:
+            (send(weight, to=1) / scale).backward()
+            found.append(weight.grad)
+        else:
+            recv(0).mul(scale).sum().backward()
+    return found
+
+
+def test_a_factor_that_half_precision_does_not_hold_scales_its_gradients() -> None:
+    scales = [2.0**14, 2.0**-9]
+    sender = testing.run_ranks(_scaled, 2, [*scales, 2.0**-20])[0].get()
+    for gradient in sender:
+        assert torch.equal(gradient, torch.ones(2, dtype=torch.float16))
 
 
 def _inside_compiled(world: World) -> torch.Tensor | None:
@@ -322,20 +346,25 @@ def _received_and_left(world: World) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("rankwise").addHandler(handler)
+    way = desk("this test")
     if world.rank == 0:
+        forgotten = [send(torch.ones(2, requires_grad=True), to=1) for _ in range(2)]
+        del forgotten[0]
         for number in range(3):
             send(number, to=1)
+        way.wait("gradients", 1, lambda: bool(way.inbox.untaken[1] and any(way.inbox.gradients.values())))
     else:
+        for _ in range(2):
+            recv(0).sum().backward()
         recv(0)
-        way = desk("this test")
         way.wait("the rest", 0, lambda: len(way.inbox.values[0]) == 2)
     rw.leave()
     return said
 
 
-def test_values_that_came_and_were_never_received_are_told_by_the_receiver() -> None:
+def test_values_and_gradients_that_came_and_were_never_taken_are_told_where_they_came() -> None:
     sender, receiver = (result.get() for result in testing.run_ranks(_received_and_left, 2))
-    assert sender == []
+    assert any("gradients came back for 2 of the values that this rank sent, from rank 1" in line for line in sender)
     assert any("never received on this rank: 2 of the values sent to it, by rank 0" in line for line in receiver)
 
 
@@ -369,6 +398,7 @@ def _wrong_calls(world: World) -> list[str]:
         other = 1 - world.rank
         calls += [
             lambda: send({1, 2}, to=other),
+            lambda: send(10**5000, to=other),
             lambda: send({(1, 2): 3}, to=other),
             lambda: send(np.array([object()]), to=other),
             lambda: send(torch.ones(2, device="meta"), to=other),
@@ -401,6 +431,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
                 "recv cannot be used by rank",
                 "send cannot be used by rank",
                 "send cannot send builtins.set",
+                "an integer of 16610 bits",
                 "keys that are no texts",
                 "NumPy array of object",
                 "on meta",

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from rankwise.collectives import barrier
 from rankwise.data.loader import DataLoader
 from rankwise.data.sampler import ShardedSampler
-from rankwise.errors import ConfigurationError, PeerFailed, RankwiseError
+from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, RankwiseError
 from rankwise.exchange.protocol import LaneSize
 from rankwise.parallel.device_mesh import exchange_along, mesh, submesh
 from rankwise.parallel.replicate import replicate
@@ -172,7 +172,9 @@ def _refused(world: World, case: str) -> str:
             replicate(nn.Linear(2, 2))
         elif case == "one rank":
             mesh(tp=2 if world.rank else 2.5)  # type: ignore[arg-type]
-    except (ConfigurationError, PeerFailed) as error:
+        elif case == "one call":
+            mesh(tp=2) if world.rank else replicate(nn.Linear(2, 2))
+    except (CollectiveMismatch, ConfigurationError, PeerFailed) as error:
         return str(error)
     return "went on"
 
@@ -186,6 +188,7 @@ def _refused(world: World, case: str) -> str:
         ("loader first", "came after a DataLoader"),
         ("shard", "rankwise.shard(model, ...) alone"),
         ("one rank", "cannot have the size 2.5"),
+        ("one call", "rank 1: rankwise.mesh() at "),
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(case: str, words: str) -> None:

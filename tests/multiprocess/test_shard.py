@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,9 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rankwise import testing
-from rankwise.errors import ConfigurationError, PeerFailed
+from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
 from rankwise.parallel.device_mesh import mesh, submesh
 from rankwise.parallel.shard.calls import shard
+from rankwise.parallel.tensor.calls import tensor_parallel
 from rankwise.parallel.trained import no_sync, weight
 
 if TYPE_CHECKING:
@@ -318,6 +321,19 @@ def test_a_model_from_the_meta_device_must_be_filled() -> None:
         assert largest_difference(found, expected) <= TOLERANCE
 
 
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"blocks": nn.Linear}, "says no blocks"),
+    ({"blocks": 3.5}, "blocks=3.5 says no blocks"),
+    ({"blocks": {"layers.*": 1}}, "says no blocks"),
+    ({"blocks": "0"}, "blocks='0' says no blocks"),
+    ({"blocks": -5}, "blocks=-5 says no blocks"),
+    ({"mixed_precision": ["bf16"]}, "knows no mixed_precision=['bf16']"),
+    ({"recompute": None}, "recompute=None says nothing"),
+    ({"weight": 3}, "weight=3, which cannot be called"),
+    ({"cpu_offload": "no"}, "cpu_offload='no'"),
+]
+
+
 def refusals(world: World) -> list[str]:
     said = []
 
@@ -331,6 +347,11 @@ def refusals(world: World) -> list[str]:
     refused(lambda: shard(built(Deep), blocks=[nn.Conv2d]))
     refused(lambda: shard(built(Deep), blocks="much"))
     refused(lambda: shard(built(Deep), mixed_precision="bf8"))
+    for options, _ in WRONG:
+        refused(lambda options=options: shard(built(Deep), **options))
+    refused(lambda: shard(None))
+    refused(lambda: shard(nn.Sequential(nn.LazyLinear(3))))
+    refused(lambda: shard(nn.Embedding(3, 3, sparse=True)))
     mixed = built(Deep)
     mixed.layers[1].float()
     mixed.layers[1].up.double()
@@ -346,6 +367,7 @@ def refusals(world: World) -> list[str]:
     early = torch.optim.SGD(model.parameters(), 0.1)
     shard(model)
     refused(lambda: shard(model))
+    refused(lambda: tensor_parallel(model))
     refused(lambda: model(torch.zeros(1, 6).double()))
     del early
     return said
@@ -357,10 +379,15 @@ def test_what_cannot_be_is_refused_on_all_ranks_before_anything_changed() -> Non
         "blocks names the class Conv2d",
         "blocks='much' is no size",
         "shard() knows no mixed_precision='bf8'",
+        *(message for _, message in WRONG),
+        "shard() was given a NoneType, and takes a torch.nn.Module",
+        "Parameter 0.weight has no shape yet",
+        "has a sparse gradient",
         "The block layers.1 holds parameters of 2 dtypes",
         "Ranks have different parts of the model on the meta device",
         "The model has no parameter that needs a gradient",
         "This model went through shard() already",
+        "call tensor_parallel() first, then shard()",
         "An optimizer (SGD) was built before shard()",
     ]
     for result in testing.run_ranks(refusals, 2):
@@ -401,3 +428,55 @@ def test_a_rank_that_fails_in_a_block_is_named_by_the_one_that_waits_for_its_par
     assert isinstance(failing.error, ZeroDivisionError)
     assert isinstance(waiting.error, PeerFailed)
     assert waiting.error.rank == 1
+
+
+class GivesViews(nn.Module):
+    """Blocks that return views, which are added to in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.Unflatten(-1, (2, 3))) for _ in "ab"])
+        self.attention = nn.MultiheadAttention(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            y += x.view(y.shape)
+            x = y.flatten(1)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def one_more(world: World) -> tuple[dict[str, torch.Tensor | None], bool, str]:
+    """Views changed in place; a model that nobody holds any more; a forward that one rank runs alone."""
+    model = shard(built(GivesViews), blocks=["layers.*", "attention.*"])
+    ((x, _),) = batches((4,))
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    found = gradients(model)
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    model = shard(built(three_layers))
+    message = ""
+    try:
+        if world.rank == 0:
+            with torch.no_grad():
+                model(x)
+        model(x)
+    except CollectiveMismatch as error:
+        message = str(error)
+    return found, left() is None, message
+
+
+def test_views_are_as_on_one_device_models_are_let_go_and_a_forward_of_one_rank_is_an_error() -> None:
+    model = built(GivesViews)
+    ((x, _),) = batches((4,))
+    model(x).square().mean().backward()
+    expected = {k: v for k, v in gradients(model).items() if v is not None}
+    for result in testing.run_ranks(one_more, 2):
+        found, is_gone, message = result.get()
+        assert largest_difference({k: v for k, v in found.items() if v is not None}, expected) <= TOLERANCE
+        assert is_gone
+        assert "rank 0: forward 1 of a sharded Sequential, without gradients" in message
+        assert "rank 1: forward 1 of a sharded Sequential, with gradients" in message

@@ -306,8 +306,8 @@ def test_a_file_that_is_not_ours_is_not_believed(tmp_path: Path) -> None:
 # -- processes -----------------------------------------------------------------------------------------
 
 SERVER = """
-import os, sys
-from rankwise.store import serve
+import os, sys, torch
+from rankwise.store import client, serve
 store, port = serve(secret=sys.argv[1].encode())
 reader = store.clone()
 print(port, flush=True)
@@ -320,6 +320,10 @@ if sys.argv[2] == "fork" and os.fork() == 0:
     os._exit(0)
 if sys.argv[2] == "fork":
     sys.stdin.read()
+else:
+    # A connection that goes after the names of its module have gone, in the order that an interpreter may choose.
+    torch.kept = reader
+    client.suppress = None
 """
 
 

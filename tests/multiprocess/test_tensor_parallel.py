@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,11 +12,12 @@ import torch
 from replicas import TOLERANCE, built, largest_difference, part
 from split_models import NUM_WORDS, Encoder, Gpt, Mlp, llama
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rankwise import testing
-from rankwise.errors import ConfigurationError, PeerFailed
+from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
 from rankwise.parallel.device_mesh import mesh
+from rankwise.parallel.replicate import replicate
 from rankwise.parallel.shard.calls import shard
 from rankwise.parallel.tensor.calls import plan_of, tensor_parallel
 
@@ -117,6 +120,64 @@ def test_training_is_as_on_one_device(
         assert parts
 
 
+class Noisy(nn.Module):
+    """Draws its masks with a function, and keeps parameters in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(4))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(nn.functional.relu(self.up(x))) * self.scales[0]
+        return nn.functional.dropout(y, 0.5, self.training)
+
+
+class Places(nn.Module):
+    """A buffer of numbers that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.mlp = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5))
+        self.register_buffer("places", torch.arange(5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.embed(x + self.places[: x.shape[1]] * 0))
+
+
+def from_meta(_: World, strategy: str) -> tuple[list[str], float]:
+    """Forward before anything is loaded, before a buffer is computed, and afterwards; without gradients."""
+    mesh(**{"tp" if strategy == "tensor_parallel" else "dp_shard": 2})
+    with torch.device("meta"):
+        model = Places()
+    model = tensor_parallel(model) if strategy == "tensor_parallel" else shard(model)
+    x = torch.arange(4)[None]
+    said = []
+
+    @torch.no_grad()
+    def forward() -> torch.Tensor:
+        try:
+            return model(x)
+        except (ConfigurationError, PeerFailed) as error:
+            said.append(str(error))
+            return torch.empty(0)
+
+    forward()
+    source = built(Places).state_dict()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            whole_one = source[name].to(tensor.dtype)
+            tensor.copy_(distribute_tensor(whole_one, tensor.device_mesh, tensor.placements, src_data_rank=None))
+    forward()
+    model.places.copy_(torch.arange(5))
+    expected = built(Places).float()(x)
+    outputs = [forward()]
+    if strategy == "tensor_parallel":  # torch copies no sharded model
+        outputs.append(copy.deepcopy(model)(x))
+    return said, max((output - expected).abs().max().item() for output in outputs)
+
+
 def refusals(world: World) -> list[str]:
     mesh(tp=2)
     said = []
@@ -124,7 +185,7 @@ def refusals(world: World) -> list[str]:
     def refused(action: Callable[[], object]) -> None:
         try:
             action()
-        except (ConfigurationError, PeerFailed) as error:
+        except (CollectiveMismatch, ConfigurationError, PeerFailed) as error:
             said.append(str(error))
 
     model = tensor_parallel(built(Mlp))
@@ -137,8 +198,18 @@ def refusals(world: World) -> list[str]:
     del optimizer
     refused(lambda: tensor_parallel(built(Mlp), "ato"))
     torch.manual_seed(world.rank)
-    noisy = tensor_parallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)))
-    refused(lambda: noisy(torch.zeros(2, 4)))
+    noisy = tensor_parallel(Noisy())
+    noisy.eval()(torch.zeros(2, 4))  # draws nothing: ranks may be seeded as they like
+    refused(lambda: noisy.train()(torch.zeros(2, 4)))
+    refused(lambda: pickle.dumps(noisy))
+    refused(lambda: tensor_parallel(built(Mlp), {}))
+    refused(lambda: replicate(built(Mlp)))
+    refused(lambda: shard(built(Mlp)))
+    with torch.no_grad():
+        if world.rank == 0:
+            refused(lambda: noisy.eval()(torch.zeros(2, 4)))
+    if world.rank == 1:
+        refused(lambda: noisy.eval()(torch.zeros(2, 4)))
     return said
 
 
@@ -148,10 +219,25 @@ def test_what_cannot_be_is_refused_on_all_ranks() -> None:
         "The ranks that share layers were given different inputs",
         "An optimizer (SGD) was built before tensor_parallel()",
         "tensor_parallel() knows no plan 'ato'",
-        "would draw different dropout masks",
+        "drew different random numbers, as for dropout masks",
+        "went through tensor_parallel() cannot be pickled",
+        "a plan that splits nothing",
+        "replicate() was given a model that is not split, and 2 ranks along tp would have a copy each",
+        "shard() was given a model that is not split",
+        "forward 3 of a tensor parallel Noisy, without gradients, in evaluation, float32[2, 4]",
     ]
     for result in testing.run_ranks(refusals, 2):
         said = result.get()
         assert len(said) == len(parts)
         for text, wanted in zip(said, parts, strict=True):
             assert wanted in text
+
+
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "shard"])
+def test_a_model_from_the_meta_device_runs_once_everything_is_filled(strategy: str) -> None:
+    for result in testing.run_ranks(from_meta, 2, strategy):
+        (unloaded, uncomputed), difference = result.get()
+        assert f"embed.weight was on the meta device in {strategy}(), and has not been filled since" in unloaded
+        assert "places was on the meta device" in uncomputed
+        assert "compute it" in uncomputed
+        assert difference < 1e-6

@@ -111,6 +111,12 @@ def test_names_that_are_not_there() -> None:
     assert "near it: trunk.norm" in str(caught.value)
     with pytest.raises(ConfigurationError, match="no module of it"):
         blocks(Model(), [nn.Conv2d])
+    model = Model()
+    assert blocks(model, "trunk") == blocks(model, ["trunk"])
+    assert blocks(model, Pair) == blocks(model, [Pair])
+    for wrong, words in ((3, "3"), ([3], "3"), ([int], "<class 'int'>"), (model.trunk, "a Trunk"), (None, "None")):
+        with pytest.raises(ConfigurationError, match=f"keep_whole holds {words}, which is neither a name nor a class"):
+            blocks(model, wrong)  # type: ignore[arg-type]
 
 
 def test_containers() -> None:

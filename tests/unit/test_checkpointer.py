@@ -255,6 +255,33 @@ def test_another_optimizer_s_checkpoint_is_refused(tmp_path: Path) -> None:
             load(path, optimizer=other)
 
 
+def test_state_of_parameters_of_other_shapes_is_refused_and_adafactor_s_and_lbfgs_s_is_not(tmp_path: Path) -> None:
+    wide, tall, vector = (torch.nn.Parameter(torch.ones(size)) for size in ((2, 3), (3, 2), (4,)))
+
+    def stepped(make: Any, parameters: list[torch.nn.Parameter]) -> Path:
+        optimizer = make(parameters)
+        loss = sum((p.sum() for p in parameters), torch.zeros(())).square()
+        loss.backward()
+        optimizer.step(lambda: loss)
+        return save(tmp_path / make.__name__, optimizer=optimizer)
+
+    path = stepped(torch.optim.AdamW, [wide, tall])
+    assert load(path, optimizer=torch.optim.AdamW([wide, tall]))
+    with pytest.raises(CheckpointError, match=r"(?s)optimizer.state\[0\].exp_avg.*a parameter float32\[3, 2\]"):
+        load(path, optimizer=torch.optim.AdamW([tall, wide]))
+    # Rows and columns of one, and one vector for everything.
+    for make in (torch.optim.Adafactor, torch.optim.LBFGS):
+        assert load(stepped(make, [vector, wide]), optimizer=make([vector, wide]))
+
+
+def test_another_scheduler_s_checkpoint_is_refused(tmp_path: Path) -> None:
+    _, optimizer = _trained()
+    path = save(tmp_path / "c", scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3))
+    assert load(path, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3))
+    with pytest.raises(CheckpointError, match=r"(?s)the class of scheduler.*StepLR.*CosineAnnealingLR"):
+        load(path, scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
+
+
 def test_an_object_that_was_not_saved_is_named(tmp_path: Path) -> None:
     save(tmp_path / "c", model=_model(), loader=Counting())
     with pytest.raises(CheckpointError, match=r"(?s)holds no 'ema'.*it holds model, loader"):

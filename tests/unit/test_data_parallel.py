@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.place.calls import place
 from rankwise.parallel.threads import data_parallel
 
 TWO = ["cpu", "cpu"]
@@ -119,6 +122,19 @@ def test_a_copy_and_a_pickle_are_plain_models() -> None:
         assert plain.forward.__self__ is plain
         assert plain.weight is not model.weight
         assert torch.allclose(plain(torch.ones(5, 3)), model(torch.ones(5, 3)))
+        assert type(data_parallel(plain, TWO).forward).__name__ == "_Spread", "and may be spread again"
+
+
+def test_a_model_that_goes_frees_its_memory_at_once() -> None:
+    model = data_parallel(nn.Linear(3, 2), TWO)
+    model(torch.ones(5, 3)).sum().backward()
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_in_a_part_is_the_callers() -> None:
@@ -179,9 +195,15 @@ def test_wrong_arguments_say_what_to_do() -> None:
         (["cpu:x"], "knows no device"),
         ([], "one kind"),
         (["meta", "meta"], "move it before"),
+        ("cpu", "takes a list of devices"),
+        (2, "takes a list of devices"),
     ):
         with pytest.raises(ConfigurationError, match=words):
-            data_parallel(nn.Linear(2, 2), devices)
+            data_parallel(nn.Linear(2, 2), devices)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="takes a module"):
+        data_parallel(3)  # type: ignore[type-var]
+    with pytest.raises(ConfigurationError, match="does not go with place"):
+        data_parallel(place(nn.Linear(2, 2), {"": "cpu"}), TWO)
     with pytest.raises(ConfigurationError, match="replaced already"):
         data_parallel(data_parallel(nn.Linear(2, 2), TWO), TWO)
     with pytest.raises(ConfigurationError, match="finds no batch"):

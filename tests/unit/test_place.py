@@ -7,6 +7,8 @@ import copy
 import gc
 import pickle
 import resource
+import subprocess
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,8 @@ from rankwise.tensor_files import open_tensor_files
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from rankwise.parallel.place.away import Away
 
 TOLERANCE = 1e-10
 
@@ -167,7 +171,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Live:
     counts = Live()
     copies = fetch._copies
 
-    def counted(away: fetch.Away) -> list[torch.Tensor]:
+    def counted(away: Away) -> list[torch.Tensor]:
         data = copies(away)
         counts.fetched_by.append(threading.current_thread().name)
         for tensor in data:
@@ -322,7 +326,10 @@ def test_a_forward_that_raises_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_forward_leaves_nothing_behind(tmp_path: Path) -> None:
-    one, placed = _tower(), place(_tower(), {"": "meta", "2": "cpu", "1": "disk", "0": "cpu"}, offload_folder=tmp_path)
+    one, placed = _tower(), _tower()
+    for layer in placed[3:]:
+        layer.to("meta")
+    place(placed, {"": "meta", "2": "cpu", "1": "disk", "0": "cpu"}, offload_folder=tmp_path)
     x = torch.randn(4, 20, dtype=torch.float64)
 
     def interrupt(*_: object) -> None:
@@ -333,11 +340,103 @@ def test_an_interrupted_forward_leaves_nothing_behind(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             placed(x)
         interrupted.remove()
+        # torch's stacks of modes and hooks are as before.
+        assert torch.overrides._get_current_function_mode_stack() == []
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert placed(x).is_meta
-    # torch's stacks of modes and hooks are as before.
-    assert torch.overrides._get_current_function_mode_stack() == []
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.equal(placed[1](placed[0](x)), one[1](one[0](x)))
+
+
+def test_a_layer_after_an_interrupt_sees_what_it_holds(tmp_path: Path) -> None:
+    one, placed = Block(3).double(), nn.Sequential(Block(3).double(), nn.Linear(3, 3).double())
+    placed[0].load_state_dict(one.state_dict())
+    place(placed.eval(), {"": "disk"}, offload_folder=tmp_path)
+    x = torch.randn(4, 3, dtype=torch.float64)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    # Once in the block, once in a layer that is called without it; what is fetched ahead is of before, too.
+    for interrupted in (placed[1], placed[0].down):
+        removed = interrupted.register_forward_pre_hook(interrupt)
+        for called in (placed, interrupted):
+            with pytest.raises(KeyboardInterrupt):
+                called(x if called is not placed[0].down else torch.ones(1, 6, dtype=torch.float64))
+        removed.remove()
+    with torch.no_grad():
+        for parameter in (*placed[0].parameters(), *one.parameters()):
+            parameter.mul_(2)
+        assert torch.equal(placed[0].down.weight, one.down.weight)
+        assert torch.equal(placed[0](x), one.eval()(x))
+
+
+def _assigned(model: Net) -> nn.Module:
+    with torch.no_grad():
+        state = {key: value + 1 for key, value in _net().state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def _tied(model: Net) -> nn.Module:
+    model.blocks[1].up.weight = model.blocks[2].up.weight
+    model.head.weight = nn.Parameter(torch.ones_like(model.head.weight))
+    model.blocks[0].down.bias = None
+    return model
+
+
+class Functional(nn.Module):
+    def __init__(self, model: Net) -> None:
+        super().__init__()
+        self.model = model
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = {name: self.scale * parameter for name, parameter in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, weights, (x,))
+
+
+@pytest.mark.parametrize("replaced", [_assigned, _tied, Functional])
+def test_parameters_that_are_replaced_later_are_used(replaced: Any, tmp_path: Path) -> None:
+    one, placed = (replaced(model) for model in (_net(), place(_net(), {"": "disk"}, offload_folder=tmp_path)))
+    for _ in range(2):
+        assert _step(placed, 0) == pytest.approx(_step(one, 0), rel=TOLERANCE)
+    for (name, left), right in zip(placed.named_parameters(), one.parameters(), strict=True):
+        assert torch.allclose(left.grad, right.grad, rtol=1e-9, atol=1e-12), name
+
+
+def test_a_parameter_replaced_while_its_block_runs(tmp_path: Path) -> None:
+    class Faster(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(self.up, {"weight": 2 * self.up.weight}, (x,))
+
+    placed = place(nn.Sequential(Faster(2)), {"": "disk"}, offload_folder=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"weight of a Linear was replaced while 0 was running"):
+        placed(torch.ones(1, 2))
+
+
+def test_running_a_placed_model_does_not_import_the_compiler(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, rankwise\n"
+        "model = rankwise.place(torch.nn.Linear(2, 2), {'': 'disk'}, offload_folder=sys.argv[1])\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("plan", ["cpu", "disk"])
+def test_a_model_is_freed_with_its_last_name(plan: str, tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = place(_net(), {"": plan}, offload_folder=tmp_path)
+        _step(model, 0)
+        left = weakref.ref(model)
+        del model
+        assert left() is None
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        gc.enable()
 
 
 def test_a_weight_changed_before_backward_is_noticed(tmp_path: Path) -> None:
@@ -378,9 +477,13 @@ def test_layers_on_different_devices_meet() -> None:
             deep = self.deep(skip) * scale
             back = self.up(torch.cat([skip, deep], dim=1))
             back += skip[:, :3]
+            torch.add(self.down(x).detach(), 1, out=torch.empty_like(deep))
             return {"skip": skip, "deep": deep, "back": back}
 
-    model = place(Skip(), {"": "meta", "down": "cpu", "bias": "cpu"})
+    model = Skip()
+    model.deep.to("meta")
+    model.up.to("meta")
+    place(model, {"": "meta", "down": "cpu", "bias": "cpu"})
     output = model(torch.ones(2, 4), scale=torch.ones(2, 1))
     assert {name: (str(tensor.device), tuple(tensor.shape)) for name, tensor in output.items()} == {
         "skip": ("cpu", (2, 4)), "deep": ("meta", (2, 4)), "back": ("meta", (2, 3)),
@@ -403,6 +506,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not covered": ({"plan": {"blocks": "cpu"}}, r"nothing about \d+ parameters(.*\n)+.*shift"),
     "no such device": ({"plan": {"": "cuda:9"}}, "no device 'cuda:9'"),
     "no plan": ({"plan": 3}, "plan= is a int"),
+    "a number for a name": ({"plan": {0: "cpu"}}, "names 0, and Net has no such module"),
+    "a second name": ({"plan": {"": "cpu", "again": "disk"}}, r"'again', which is another name of 'blocks\.2'"),
+    "inside a second name": ({"plan": {"": "cpu", "again.up.bias": "cpu"}}, r"another name of 'blocks\.2\.up\.bias'"),
+    "values thrown away": (
+        {"plan": {"": "cpu", "head": "meta", "lstm": "meta"}},
+        r"throw away the values of 5 tensors",
+    ),
+    "another accelerator": ({"plan": {"": "xpu:0"}}, "no device 'xpu:0'"),
+    "an accelerator of a laptop": ({"budgets": {"mps": "1GB"}}, "no device 'mps'"),
+    "budgets in a list": ({"budgets": ["cpu"]}, "budgets= is a list"),
+    "a folder that is a number": ({"offload_folder": 3}, "offload_folder=3 is no path"),
+    "files that are a number": ({"checkpoint": 3}, "checkpoint=3 is no path"),
     "no policy": ({"plan": "balance"}, r"no policy 'balance'(.*\n)+.*balanced"),
     "no devices": ({"plan": "auto", "budgets": {}, "offload_folder": None}, "no device with any room"),
     "no amount": ({"budgets": {"cpu": "much"}}, "no amount of memory"),
@@ -414,6 +529,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "over a budget by hand": ({"plan": {"": "cpu"}, "budgets": {"cpu": 4000}}, "puts more on cpu"),
     "no folder": ({"plan": {"": "disk"}, "offload_folder": None}, "no folder"),
     "keep_whole": ({"keep_whole": ["blocks.7"]}, r"no module named 'blocks\.7'"),
+    "keep_whole of one name": ({"keep_whole": "blocks.7"}, r"no module named 'blocks\.7'"),
     "no files": ({"checkpoint": "/nowhere"}, "nothing at /nowhere"),
     "int8 of float64": ({"int8": True}, "int8=True takes a model in float32"),
 }
@@ -423,6 +539,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused_changes_nothing(name: str, tmp_path: Path) -> None:
     options, message = REFUSED[name]
     model = _net()
+    model.again = model.blocks[2]
     state = copy.deepcopy(model.state_dict())
     with pytest.raises(ConfigurationError, match=message):
         place(model, **{"offload_folder": tmp_path / "offload"} | options)
@@ -436,6 +553,11 @@ def test_placing_twice_and_what_is_not_placed() -> None:
     place(model, {"": "cpu"})
     with pytest.raises(ConfigurationError, match="placed already"):
         place(nn.Sequential(model), {"": "cpu"})
+    with pytest.raises(ConfigurationError, match="placed already"):
+        place(model[0], {"": "cpu"})
+    for what, words in ((3, "a int"), (nn.Linear, "the class Linear")):
+        with pytest.raises(ConfigurationError, match=f"given {words}, which is no model"):
+            place(what)
     with pytest.raises(ConfigurationError, match="has no shape yet"):
         place(nn.Sequential(nn.LazyLinear(3)))
 
@@ -493,6 +615,36 @@ def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
     ):
         assert line in text
     _unchanged(model, state, tmp_path / "offload")
+
+
+def test_a_checkpoint_that_would_lose_values(tmp_path: Path) -> None:
+    """Whole numbers are not converted, and of tied weights no other than the one in the model is dropped."""
+    model = _net()
+    state = copy.deepcopy(model.state_dict())
+    untied = state | {"head.weight": state["head.weight"] + 1}
+    for wrong, words in (
+        (state | {"blocks.0.norm.num_batches_tracked": torch.tensor(300, dtype=torch.int32)}, r"int32 in the file"),
+        (untied, r"embed\.weight and head\.weight differ in the file, and are one tensor in the model"),
+    ):
+        save_file({key: value.clone() for key, value in wrong.items()}, tmp_path / "wrong.safetensors")
+        with pytest.raises(CheckpointError, match=words):
+            place(model, {"": "cpu"}, checkpoint=tmp_path / "wrong.safetensors")
+        _unchanged(model, state, tmp_path / "offload")
+    save_file({key: value.clone() for key, value in state.items()}, tmp_path / "right.safetensors")
+    place(model, {"": "cpu"}, checkpoint=tmp_path / "right.safetensors")
+
+
+def test_a_parameter_that_something_holds_on_to(tmp_path: Path) -> None:
+    save_file(_tower(3).state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = _tower(3)
+    held = weakref.ref(model[1].weight)
+    with pytest.raises(ConfigurationError, match=r"1\.weight cannot be given values"):
+        place(model, {"": "cpu"}, checkpoint=tmp_path / "model.safetensors")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    del held
+    place(model, {"": "cpu"}, checkpoint=tmp_path / "model.safetensors")
+    assert _difference(model, _tower(3)) == 0.0
 
 
 def test_a_model_without_values() -> None:
@@ -569,6 +721,9 @@ def test_8_bit_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
             output = model(x)
             assert (output - one(x)).abs().max() < 0.02 * one(x).abs().max()
             assert not torch.equal(output, one(x))
+        assert torch.equal(model(x), output)
+        for untrained in (model, copy.deepcopy(model).train()):
+            assert not untrained(x).requires_grad
         with pytest.raises(ConfigurationError, match="8-bit weights, which cannot be trained"):
             model.train()(x)
     assert caplog.records == []

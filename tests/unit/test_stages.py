@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING, Any
 
@@ -164,14 +165,21 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
+class Deciding(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x.sum(1) > 0]
+
+
 class Passing(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
         self.a, self.b, self.t = nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()
         self.register_buffer("count", torch.zeros(()))
+        if what == "block":
+            self.deciding = Deciding()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: C901 - a branch per case
         h = self.a(x)
         if self.what == "value":
             h = h * h.sum().item()
@@ -192,6 +200,10 @@ class Passing(nn.Module):
             k = self.t(h)
             top.mul_(2)
             return self.b(k + h)
+        elif self.what == "drawn":
+            h = h * random.random()
+        elif self.what == "block":
+            return self.b(self.deciding(h))
         return self.b(h)
 
 
@@ -204,6 +216,8 @@ class Passing(nn.Module):
         ("input", "changes an input of the model in place"),
         ("buffer", "forward replaces count"),
         ("view", "mul_ changes a tensor in place on stage 1 that stage 0 made"),
+        ("drawn", "random numbers of Python or NumPy between blocks"),
+        ("block", "What the block deciding does depends on values"),
         ("again", "a is called on stage 0 when stage 1 has begun"),
     ],
 )
@@ -349,5 +363,10 @@ def test_a_picture_shows_every_span_and_the_bubble(tmp_path: Path) -> None:
     assert "backward, stage 1, micro-batch 0: 200 ms" in titles
     assert len(titles) == len(spans)
     assert "bubble 50%" in svg(picture)
+    longer = Picture("1f1b", 1, (Span(0, FORWARD, 0, 0, 0.0, 3.14),))
+    assert "3.14 s, bubble" in svg(longer)
+    assert "2.35 s<" in svg(longer)
+    with pytest.raises(ConfigurationError, match="no folder"):
+        write_picture(picture, tmp_path / "none" / "schedule.svg")
     with pytest.raises(ConfigurationError, match=r"\.svg and \.png"):
         write_picture(picture, tmp_path / "schedule.pdf")

@@ -57,6 +57,22 @@ def test_every_tensor_of_a_file_and_its_regions(file: Path) -> None:
         assert torch.equal(into, TENSORS["a.weight"].float())
 
 
+def test_what_fits_and_what_is_equal(tmp_path: Path) -> None:
+    numbers = torch.tensor([1.5, torch.nan, -0.0])
+    tensors = {"a": numbers, "b": numbers.clone(), "other": numbers + 1, "wide": numbers.double()}
+    tensors |= {"flat": numbers.clone()[None], "int": torch.tensor(3), "again": torch.tensor(3)}
+    save_file(tensors, tmp_path / "weights.safetensors")
+    with open_tensor_files(tmp_path / "weights.safetensors") as files:
+        pairs = [("a", "b"), ("int", "again"), ("a", "other"), ("a", "wide"), ("a", "flat")]
+        assert [files.are_equal(pair) for pair in pairs] == [True, True, False, False, False]
+        with pytest.raises(CheckpointError, match="no tensor 'c'"):
+            files.are_equal(["a", "c"])
+        assert files.entries["wide"].fits(numbers.bfloat16())
+        assert not files.entries["wide"].fits(numbers.long())
+        assert not files.entries["int"].fits(torch.tensor(3, dtype=torch.int32))
+        assert not files.entries["flat"].fits(numbers)
+
+
 def test_what_was_read_is_the_readers_own(file: Path) -> None:
     with open_tensor_files(file) as files:
         whole, region = files.read("a.weight"), files.read_slice("a.weight", (slice(0, 1),))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import dropout, normalize, relu, silu
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.tensor.plan import check_tied, find_plan, given_plan
@@ -61,8 +62,131 @@ class WithNorm(BySize):
         self.q_norm = nn.LayerNorm(3)
 
 
-def pair(first: str = "up", last: str = "down", hidden: int = 8, **others: nn.Module) -> nn.Module:
-    return nn.ModuleDict({first: nn.Linear(WIDTH, hidden), last: nn.Linear(hidden, WIDTH), **others})
+class Pair(nn.Module):
+    """An MLP as its subclasses calculate it."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.act = nn.SiLU()
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = dropout(self.act(self.up(x)), 0.1, self.training)
+        if x.dtype != self.down.weight.dtype:
+            h = h.to(self.down.weight.dtype)
+        return x + self.down(h * self.scale)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def chunk(my, x: torch.Tensor) -> torch.Tensor:  # noqa: N805
+        return my.w2(torch.nn.functional.silu(my.w1(x)) * my.w3(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.chunk(one) for one in x.split(1)])
+
+
+class Holder(nn.Module):
+    """Calls the layers of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(WIDTH, 8), "fc2": nn.Linear(8, WIDTH)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp["fc2"](self.mlp["fc1"](x).relu())
+
+
+class SoftmaxInside(Pair):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+class FunctionInside(Pair):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(normalize(silu(self.up(x)), dim=-1))
+
+
+class GivesFeatures(Pair):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = relu(self.up(x))
+        return {"out": self.down(h), "features": h}
+
+
+class Remembers(Pair):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.up(x)
+        return self.down(self.hidden)
+
+
+class OtherWay(Pair):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(relu(self.down(x)))
+
+
+class Sometimes(Pair):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        if self.training:
+            h = self.up(x)
+        return self.down(h)
+
+
+class ReadsWeight(Pair):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x) @ self.down.weight)
+
+
+class AnotherActivation(Pair):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.act = act
+
+
+class Adapted(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * x.mean()
+
+
+class AdaptedPair(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = Adapted(WIDTH, 8)
+
+
+class Slopes(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_proj(x).view(*x.shape[:-1], self.num_heads, -1)
+        slopes = torch.tensor([2.0**-i for i in range(self.num_heads)])
+        return self.o_proj((q * slopes[:, None]).flatten(-2))
+
+
+class ScaledBefore(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_proj(x)
+        q = q / q.shape[-1] ** 0.5
+        return self.o_proj(q.view(*x.shape[:-1], -1, self.head_dim).flatten(-2))
+
+
+class ScaledAfter(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim)
+        return self.o_proj((q / q.size(-1) ** 0.5).softmax(dim=-1).flatten(-2))
+
+
+class MeanOfHeads(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim)
+        return self.o_proj(q.flatten(-2)) * q.mean((-1, -2)).unsqueeze(-1)
+
+
+class SoftmaxOfHeads(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim).softmax(-2).flatten(-2))
 
 
 def words(size: int = 20, **options: Any) -> nn.Module:
@@ -70,10 +194,16 @@ def words(size: int = 20, **options: Any) -> nn.Module:
 
 
 FOUND = {
-    "pair": (pair(), {"up": "column", "down": "row"}),
-    "gated": (
-        nn.ModuleDict({"m": pair("up_proj", "down_proj", gate_proj=nn.Linear(WIDTH, 8), act_fn=nn.SiLU())}),
-        {"m.gate_proj": "column", "m.up_proj": "column", "m.down_proj": "row"},
+    "pair": (Pair(), {"up": "column", "down": "row"}),
+    "gated": (nn.ModuleDict({"m": Gated()}), {"m.w1": "column", "m.w3": "column", "m.w2": "row"}),
+    "a dict of layers": (nn.Sequential(Holder()), {"0.mlp.fc1": "column", "0.mlp.fc2": "row"}),
+    "an activation of several": (
+        AnotherActivation(nn.Sequential(nn.GELU(), nn.Dropout())),
+        {"up": "column", "down": "row"},
+    ),
+    "heads scaled by their size": (
+        ScaledAfter(head_dim=3),
+        dict.fromkeys(["q_proj", "k_proj", "v_proj"], "column") | {"o_proj": "row"},
     ),
     "sequential": (
         nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 6), nn.Linear(6, 3)),
@@ -107,10 +237,23 @@ WHOLE = {
     "nothing said": (BySize(), "neither how many heads"),
     "a norm of heads": (WithNorm(head_dim=3), "its q_norm may work on heads"),
     "packed": (nn.MultiheadAttention(WIDTH, 3), "packs its three projections"),
-    "a norm inside": (pair(norm=nn.LayerNorm(8)), "its norm may work on what lies between"),
-    "a softmax inside": (pair(softmax=nn.Softmax(-1)), "its softmax may work on what lies between"),
+    "a softmax inside": (SoftmaxInside(), "calls softmax() of what lies between"),
+    "a softmax for activation": (AnotherActivation(nn.Softmax(-1)), "passes what lies between to self.act()"),
+    "a norm for activation": (AnotherActivation(nn.LayerNorm(8)), "passes what lies between to self.act()"),
+    "a function inside": (FunctionInside(), "passes what lies between to normalize()"),
+    "features given out": (GivesFeatures(), "uses what lies between in h"),
+    "features kept": (Remembers(), "keeps what lies between in self.hidden"),
+    "a pair the other way": (OtherWay(), "does not hand self.down one value"),
+    "a layer left out at times": (Sometimes(), "in some cases only"),
+    "a weight that is read": (ReadsWeight(), "uses self.down.weight itself"),
+    "layers of another kind": (AdaptedPair(), "do more than nn.Linear"),
+    "nobody calls them": (nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)}), "does not call"),
+    "a number per head": (Slopes(num_heads=4), "self.num_heads for more than the shape"),
+    "the width of what is split": (ScaledBefore(head_dim=3), "uses q.shape[-1], perhaps the width"),
+    "a mean over heads": (MeanOfHeads(head_dim=3), "calls mean()"),
+    "a softmax over heads": (SoftmaxOfHeads(head_dim=3), "softmax of something else"),
     "a gate in a Sequential": (nn.Sequential(nn.Linear(4, 8), nn.GLU(), nn.Linear(4, 4)), None),
-    "an uneven pair": (pair(hidden=7), "7 inputs cannot be shared by 2 ranks evenly"),
+    "an uneven pair": (Pair(hidden=7), "7 inputs cannot be shared by 2 ranks evenly"),
     "words with a greatest norm": (words(max_norm=1.0), "max_norm"),
 }
 
@@ -118,7 +261,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_not_clear_stays_whole_and_is_named(name: str) -> None:
     model, why = WHOLE[name]
-    model = nn.ModuleDict({"inner": model, "sure": pair()})
+    model = nn.ModuleDict({"inner": model, "sure": Pair()})
     plan = find_plan(model, 2)
     assert {key for key in plan.styles if not key.startswith("sure")} == set()
     assert why is None or why in str(plan)
@@ -147,7 +290,7 @@ def test_nothing_to_split_is_an_error_that_says_what_was_seen() -> None:
 
 
 def test_a_plan_by_hand_names_modules_with_wildcards() -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList([pair(), pair()])})
+    model = nn.ModuleDict({"layers": nn.ModuleList([Pair(), Pair()])})
     plan = given_plan(model, {"layers.*.up": "column", "layers.*.down": "row", "layers.1.up": "replicate"}, 2)
     assert plan.styles == {"layers.0.up": "column", "layers.0.down": "row", "layers.1.down": "row"}
 
@@ -157,13 +300,13 @@ def test_a_plan_by_hand_names_modules_with_wildcards() -> None:
     [
         ({"layer.0.up": "column"}, "(?s)names 'layer.0.up'.*near it: .*layers.0.up"),
         ({"layers.*.up": "col"}, "(?s)as 'col', which is no style.*\"row\""),
-        ({"layers.0": "column"}, "is a ModuleDict, not a Linear"),
+        ({"layers.0": "column"}, "is a Pair, not a Linear"),
         ({"layers.0.up": "vocab"}, "is a Linear, not a Embedding"),
         ({"layers.0.up": "column"}, "has 9 outputs, which 2 ranks cannot share evenly"),
     ],
 )
 def test_a_plan_by_hand_that_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList([pair(hidden=9)])})
+    model = nn.ModuleDict({"layers": nn.ModuleList([Pair(hidden=9)])})
     with pytest.raises(ConfigurationError, match=message):
         given_plan(model, given, 2)
 
@@ -174,3 +317,28 @@ def test_tied_layers_must_be_split_alike() -> None:
     check_tied(model, find_plan(model, 2))
     with pytest.raises(ConfigurationError, match="share a parameter, and the plan splits them differently"):
         check_tied(model, given_plan(model, {"emb": "vocab"}, 2))
+
+
+class PerhapsWithTable(Heads):
+    def __init__(self, table: bool) -> None:
+        super().__init__(head_dim=3)
+        if table:
+            self.bias_table = nn.Embedding(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim).flatten(-2))
+
+
+def test_an_attention_stays_whole_where_one_of_its_class_does() -> None:
+    """The first hands the others a bias of all heads, as in T5."""
+    plan = find_plan(nn.Sequential(PerhapsWithTable(True), PerhapsWithTable(False), nn.Sequential(Pair())), 2)
+    assert set(plan.styles) == {"2.0.up", "2.0.down"}
+    assert "0 of the same class is whole" in plan.whole["1"]
+
+
+def test_a_head_that_shares_a_parameter_with_something_else_stays_whole() -> None:
+    model = nn.ModuleDict({"words": words(), "pair": Pair(), "other": nn.Linear(1, 20)})
+    model["other"].bias = model["words"]["lm_head"].bias
+    plan = find_plan(model, 2)
+    assert set(plan.styles) == {"pair.up", "pair.down"}
+    assert "other shares a parameter with it" in str(plan)

@@ -36,7 +36,8 @@ def first_difference(name: str, thing: object, saved: object, saved_kind: str) -
     """Return the first place where ``saved`` does not fit ``thing``, or ``None``.
 
     A module must have the same keys, and tensors of the same shape and dtype. An optimizer must be
-    of the same class, with as many parameters in each group. Of anything else only those tensors
+    of the same class, with as many parameters in each group, and one of torch's own must have parameters of the
+    shapes that its state is of. A scheduler must be of the same class. Of anything else only those tensors
     are compared that both sides have: what other keys mean is its own business.
 
     Args:
@@ -48,10 +49,15 @@ def first_difference(name: str, thing: object, saved: object, saved_kind: str) -
     inner = unwrapped(thing)
     if isinstance(inner, torch.nn.Module):
         return _compare(name, saved, inner.state_dict(), strict=True)
+    of_one_class = isinstance(inner, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler)
+    if of_one_class and saved_kind.rpartition(".")[2] != type(inner).__name__:
+        return Difference(f"the class of {name}", saved_kind, kind_of(inner))
     if isinstance(inner, torch.optim.Optimizer):
-        if saved_kind.rpartition(".")[2] != type(inner).__qualname__:
-            return Difference(f"the class of {name}", saved_kind, kind_of(inner))
-        return _compare_groups(name, saved, inner) or _compare(name, saved, inner.state_dict(), strict=False)
+        return (
+            _compare_groups(name, saved, inner)
+            or _compare_shapes(name, saved, inner)
+            or _compare(name, saved, inner.state_dict(), strict=False)
+        )
     if callable(getattr(inner, "state_dict", None)):
         return _compare(name, saved, cast("Any", inner).state_dict(), strict=False)
     if isinstance(inner, torch.Tensor):
@@ -109,6 +115,26 @@ def _compare_groups(name: str, saved: object, optimizer: torch.optim.Optimizer) 
         counts = len(theirs["params"]), len(ours["params"])
         if counts[0] != counts[1]:
             return Difference(f"{path}[{index}].params", *(f"{count} parameters" for count in counts))
+    return None
+
+
+def _compare_shapes(name: str, saved: object, optimizer: torch.optim.Optimizer) -> Difference | None:
+    """Compare state with the parameters that it will be of. A fresh optimizer has no state to compare it with."""
+    # Other optimizers may keep matrices of other shapes, as LBFGS keeps all parameters in one vector.
+    if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    tree = cast("dict[str, Any]", saved)
+    numbers = [number for group in tree["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if torch.nn.parameter.is_lazy(parameter):
+            continue
+        for key, value in tree["state"].get(number, {}).items():
+            if not isinstance(value, torch.Tensor) or value.ndim != parameter.ndim:
+                continue
+            # Adafactor keeps the means of rows and of columns.
+            if any(size not in (1, here) for size, here in zip(value.shape, parameter.shape, strict=True)):
+                return Difference(f"{name}.state[{number}].{key}", _text(value), f"a parameter {_text(parameter)}")
     return None
 
 

@@ -82,7 +82,7 @@ class Together:
         """Do ``work`` on every rank. As :meth:`Ranks.confirm`."""
         with all_ranks_succeed(label):
             result = work()
-        return gather_json(result)
+        return gather_json(result, what="saving or loading")
 
 
 class ThroughStore:

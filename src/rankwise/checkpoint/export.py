@@ -24,7 +24,7 @@ from rankwise.checkpoint.confirm import Alone, Together
 from rankwise.checkpoint.content import gather, unwrapped
 from rankwise.checkpoint.manifest import whole
 from rankwise.collectives import broadcast
-from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.errors import CheckpointError, ConfigurationError, fold_values
 from rankwise.session import current, current_or_none
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     whatever else a training goes on from belongs into a checkpoint: :func:`rankwise.save`.
 
     Args:
-        path: of the file, ``model.safetensors``. One that is there is replaced at the very end.
+        path: of the file, ``model.safetensors``. One that is there is replaced at the very end; where it is a link,
+            the file behind it.
         model: a module, or tensors by name, as ``rankwise.load(...)["model"]``.
 
     Returns:
@@ -64,7 +65,8 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     Raises:
         CheckpointError: the disk is full, the folder cannot be written, a weight lies on no rank. What was at
             ``path`` before is still there.
-        ConfigurationError: something is not a tensor, or of a dtype that such files do not hold.
+        ConfigurationError: something is not a tensor, or of a dtype or name that such files do not hold; ``path`` is
+            no path, differs between ranks, or is of a device, a pipe or a socket.
         PeerFailed: that happened on another rank.
 
     Source: the safetensors format; safetensors.torch.save_model for tied weights.
@@ -72,12 +74,25 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     session = current_or_none()
     ranks = Alone() if session is None else Together(session)
     weights = unwrapped(model)
-    ranks.confirm("checking the weights to write", lambda: _refuse_other_things(weights))
+
+    def check() -> tuple[str, str]:
+        named = folder.path_of(path, call="save_weights()")
+        _refuse_other_things(weights)
+        return str(named), str(named.absolute())
+
+    told = ranks.confirm("checking the weights to write", check)
+    names_of = {rank: named for rank, (named, _) in enumerate(told)}
+    if len(set(names_of.values())) > 1:
+        raise ConfigurationError(
+            "save_weights() writes one file, and ranks named different ones.",
+            evidence=f"{fold_values(names_of)}\nnothing was written",
+            do="pass the same path on every rank",
+        )
     gathered = gather(ranks, {_WEIGHTS: weights})
     names, metadata = _names(gathered.objects[_WEIGHTS].state)
     layouts = {name: gathered.layouts[tensor] for name, tensor in names.items()}
     order = sorted(layouts, key=lambda name: (-files.dtype_of(layouts[name].dtype).itemsize, name))
-    out = _File(Path(path).absolute())
+    out = _File(Path(told[0][1]))  # A rank may have left the folder that rank zero writes into.
     try:
         header = files.header({name: (layouts[name].dtype, layouts[name].shape) for name in order}, metadata)
         size_bytes = len(header) + sum(map(_num_bytes, layouts.values()))
@@ -109,6 +124,15 @@ def _refuse_other_things(weights: object) -> None:
             raise ConfigurationError(
                 f"save_weights writes tensors by name only; {name!r} is a {type(value).__name__}.",
                 do="leave it out: save_weights(path, {name: value ...}); rankwise.save() keeps other state too",
+            )
+        if torch.nn.parameter.is_lazy(value):
+            raise ConfigurationError(
+                f"{name} has no shape yet: it is of a lazy module.", do="run one batch through the model first"
+            )
+        if name == "__metadata__":
+            raise ConfigurationError(
+                "No tensor of a safetensors file can be called '__metadata__': the format keeps other things there.",
+                do="give it another name",
             )
         if value.is_complex():
             raise ConfigurationError(
@@ -184,6 +208,8 @@ class _File:
 
     def __init__(self, target: Path) -> None:
         self.target = target
+        self._behind = Path(os.path.realpath(target))
+        """What is written: ``target``, or what it links to."""
         self._staging: Path | None = None
         self._file: BinaryIO | None = None
         self._failure: CheckpointError | None = None
@@ -193,18 +219,26 @@ class _File:
         """Begin the file, after making sure that the folder has room for all of it."""
         self._size_bytes = size_bytes
         try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            for left in self.target.parent.glob(f".{glob.escape(self.target.name)}.writing-*"):
+            self._refuse_other_kinds()
+            self._behind.parent.mkdir(parents=True, exist_ok=True)
+            for left in self._behind.parent.glob(f".{glob.escape(self._behind.name)}.writing-*"):
                 left.unlink()
-            if self.target.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.target))
-            if shutil.disk_usage(self.target.parent).free < size_bytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.target))  # noqa: TRY301 - as above
-            self._staging = self.target.with_name(f".{self.target.name}.writing-{secrets.token_hex(8)}")
+            if shutil.disk_usage(self._behind.parent).free < size_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.target))  # noqa: TRY301 - worded below
+            self._staging = self._behind.with_name(f".{self._behind.name}.writing-{secrets.token_hex(8)}")
             self._file = self._staging.open("xb")
             self._file.write(header)
         except OSError as error:
             raise self._worded(error) from error
+
+    def _refuse_other_kinds(self) -> None:
+        """Raise where something is in the way that is no file: a rename would put one in its place."""
+        if self._behind.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.target))
+        if self._behind.exists() and not self._behind.is_file():
+            raise ConfigurationError(
+                f"{self.target} is no file but a device, a pipe or a socket.", do="name a file: model.safetensors"
+            )
 
     def append(self, tensor: torch.Tensor) -> None:
         """Write a tensor. A failure is kept until all ranks can hear of it."""
@@ -228,8 +262,8 @@ class _File:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            self._staging.replace(self.target)
-            folder.sync_folder(self.target.parent)
+            self._staging.replace(self._behind)
+            folder.sync_folder(self._behind.parent)
         except OSError as error:
             raise self._worded(error) from error
 

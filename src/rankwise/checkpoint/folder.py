@@ -10,13 +10,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from rankwise.checkpoint.manifest import MANIFEST_NAME
-from rankwise.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from rankwise.errors import CheckpointError, ConfigurationError
 
 PREFIX = "checkpoint-"
 
@@ -37,6 +34,20 @@ def staging_path(target: Path, token: str) -> Path:
         token: sixteen hexadecimal digits, of this save only.
     """
     return target.with_name(f".{target.name}.staging-{token}")
+
+
+def path_of(path: object, *, call: str) -> Path:
+    """Return what the user named as a path.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise ConfigurationError(
+            f"{call} needs the path of a file first, and was given a {type(path).__name__}.",
+            do=f'pass the path, then the model: {call.removesuffix("()")}("model.safetensors", model)',
+        )
+    return Path(os.fspath(path))
 
 
 def find(target: Path) -> Path:

@@ -7,17 +7,18 @@ Checks everything before it changes anything; each rank reads its own regions on
 from __future__ import annotations
 
 import difflib
+import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from rankwise.checkpoint import spread
+from rankwise.checkpoint import folder, spread
 from rankwise.checkpoint.confirm import Alone, Together
 from rankwise.checkpoint.content import unwrapped
 from rankwise.checkpoint.files import dtype_name
 from rankwise.checkpoint.manifest import whole
-from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.errors import CheckpointError, ConfigurationError, fold_values
 from rankwise.session import current_or_none
 from rankwise.tensor_files import open_tensor_files
 
@@ -25,9 +26,16 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
+    from rankwise.checkpoint.confirm import Ranks
     from rankwise.tensor_files import TensorFiles, TensorInfo
 
 M = TypeVar("M", bound="torch.nn.Module")
+
+PIECE_BYTES = 64 * 2**20
+"""So much of a tensor is compared at once."""
+SAMPLE_BYTES = 4096
+SAMPLES_PER_FILE = 16
+"""How files are compared between ranks: evenly over each file. Weights that differ do so almost everywhere."""
 
 _MOST_NAMES = 6
 """So many names are listed in an error."""
@@ -52,8 +60,8 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
 
     The model may be replicated, sharded, split by tensor parallelism, in a pipeline or several of these; its
     parameters keep their memory, and each rank reads only what it holds, one tensor at a time. Names and shapes
-    are checked first, on every rank. Floating-point weights are converted to the model's dtype. Of tied weights one
-    name is enough.
+    are checked first, on every rank, and that the ranks read the same files. Floating-point weights are converted to
+    the model's dtype. Of tied weights one name is enough; where the files have several, their values must be equal.
 
     Args:
         path: a ``.safetensors`` file, or a folder of them, with or without ``model.safetensors.index.json``.
@@ -63,9 +71,11 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
         ``model`` itself.
 
     Raises:
-        CheckpointError: names are missing or not known, shapes differ, a file is damaged; the model has not
-            changed. Only where a disk fails while it is read some of it may have.
-        ConfigurationError: there are no such files, or the weights have no memory on any rank.
+        CheckpointError: names are missing or not known, shapes differ, tied weights have different values, a file is
+            damaged or differs between ranks; the model has not changed. Only where a disk fails while it is read some
+            of it may have.
+        ConfigurationError: there are no such files, ``model`` is no module, or its weights have no memory of their own
+            on any rank.
         PeerFailed: that happened on another rank.
     """
     session = current_or_none()
@@ -73,13 +83,28 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
     opened: list[TensorFiles] = []
     copies: list[_Copy] = []
 
-    def compare() -> list[str]:
-        opened.append(open_tensor_files(path))
-        copies.extend(_copies(opened[0], cast("torch.nn.Module", unwrapped(model))))
-        return [copy.key for copy in copies if spread.is_elsewhere(copy.here)]
+    def compare() -> tuple[str, str, list[str]]:
+        place = folder.path_of(path, call="load_weights()")
+        module = unwrapped(model)
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigurationError(
+                f"load_weights() loads into a module, and was given a {type(module).__name__}.",
+                do="pass the model; rankwise.load(...) and load_state_dict() are for other things",
+            )
+        opened.append(open_tensor_files(place))
+        copies.extend(_copies(opened[0], module, ranks))
+        return str(place), _fingerprint(opened[0]), [copy.key for copy in copies if spread.is_elsewhere(copy.here)]
 
     try:
-        elsewhere = ranks.confirm(f"comparing {path} with the model", compare)
+        told = ranks.confirm(f"comparing {path} with the model", compare)
+        if len({fingerprint for _, fingerprint, _ in told}) > 1:
+            seen = {rank: f"{named}, contents {fingerprint[:8]}" for rank, (named, fingerprint, _) in enumerate(told)}
+            raise CheckpointError(
+                "Ranks were given files of different contents.",
+                evidence=f"{fold_values(seen)}\nthe model has not changed",
+                do="pass the same path on every rank; where each machine has its own copy, make them equal",
+            )
+        elsewhere = [keys for *_, keys in told]
         common = set[str].intersection(*map(set, elsewhere))
         if common:
             raise ConfigurationError(
@@ -94,7 +119,21 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
     return model
 
 
-def _copies(files: TensorFiles, model: torch.nn.Module) -> list[_Copy]:
+def _fingerprint(files: TensorFiles) -> str:
+    """Return what differs where files do, from their names, sizes and samples of their bytes. Reads little."""
+    infos = dict(sorted(files.entries.items()))
+    digest = hashlib.sha256(repr([(name, info.dtype, info.shape) for name, info in infos.items()]).encode())
+    for path in dict.fromkeys(info.file for info in infos.values()):
+        size_bytes = path.stat().st_size
+        digest.update(str(size_bytes).encode())
+        with path.open("rb") as file:
+            for number in range(SAMPLES_PER_FILE):
+                file.seek(max(size_bytes - SAMPLE_BYTES, 0) * number // (SAMPLES_PER_FILE - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _copies(files: TensorFiles, model: torch.nn.Module, ranks: Ranks) -> list[_Copy]:
     """Return what is to be copied where. Raises unless names, shapes and kinds of the files fit the model."""
     here = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     _refuse_copies(model, here)
@@ -118,14 +157,45 @@ def _copies(files: TensorFiles, model: torch.nn.Module) -> list[_Copy]:
                 evidence=difference,
                 do="build the model that the files were written from, or name other files; nothing has changed",
             )
+    for number, keys in enumerate(groups):
+        # One rank reads each of them: these may be the largest weights.
+        if number % ranks.world_size == ranks.rank:
+            _refuse_unequal(files, [key for key in keys if key in files.entries], here[keys[0]].dtype)
     names = [(next(key for key in keys if key in files.entries), keys[0]) for keys in groups]
     return [_Copy(name, key, here[key]) for name, key in names]
 
 
+def _refuse_unequal(files: TensorFiles, names: list[str], dtype: torch.dtype) -> None:
+    """Raise unless tensors that become one in the model are equal in the files."""
+    rows = torch.Size(files.entries[names[0]].shape[:1]).numel()
+    rows_at_once = max(rows * PIECE_BYTES // max(files.entries[names[0]].num_bytes, 1), 1)
+    for name in names[1:]:
+        for start in range(0, rows, rows_at_once):
+            at = (slice(start, start + rows_at_once),) * bool(files.entries[name].shape)
+            first, second = (files.read_slice(one, at).to(dtype).reshape(-1) for one in (names[0], name))
+            if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
+                raise CheckpointError(
+                    f"{names[0]} and {name} are one tensor in the model, and differ in {files.path}.",
+                    evidence="the model has not changed",
+                    do="build the model without tying them, or remove the one from the files that is not meant",
+                )
+
+
 def _refuse_copies(model: torch.nn.Module, here: Mapping[str, torch.Tensor]) -> None:
     """Raise where ``state_dict()`` makes its own tensors: what is written into them would be lost."""
+    lazy = next((key for key, tensor in here.items() if torch.nn.parameter.is_lazy(tensor)), None)
+    if lazy is not None:
+        raise ConfigurationError(
+            f"{lazy} has no shape yet: it is of a lazy module.", do="run one batch through the model first"
+        )
     own = {spread.identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for key, tensor in here.items():
+        memory = spread.local(tensor)
+        if any(stride == 0 and size > 1 for stride, size in zip(memory.stride(), memory.shape, strict=True)):
+            raise ConfigurationError(
+                f"{key} cannot be loaded in place: it is an expanded tensor, whose elements share their memory.",
+                do=f"give it memory of its own, {key.rpartition('.')[2]}.clone(), or use model.load_state_dict()",
+            )
         if tensor.numel() and spread.identity(tensor) not in own:
             raise ConfigurationError(
                 f"{key} cannot be loaded in place: state_dict() gives a copy of it.",

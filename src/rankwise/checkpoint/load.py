@@ -8,6 +8,7 @@ public; the Checkpointer uses the parts.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rankwise.checkpoint.confirm import Ranks
     from rankwise.checkpoint.manifest import Manifest
@@ -51,7 +52,10 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
 
     Raises:
         CheckpointError: the checkpoint is absent, unfinished or damaged, lacks an object, or is of
-            another model; the first key that differs is named, and no object has changed.
+            another model; the first key that differs is named, and no object has changed. Or the
+            ``load_state_dict()`` of an object raises: modules come last and optimizers before them, so that
+            objects of other classes may have changed by then, and what refused may have on other ranks.
+        ConfigurationError: ranks were given different objects; none has changed.
         PeerFailed: that happened on another rank.
     """
     session = current_or_none()
@@ -140,7 +144,7 @@ def load_into(ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, o
     """
     trees: dict[str, reading.SavedTree] = {}
 
-    def compare() -> list[str]:
+    def compare() -> tuple[list[str], list[str]]:
         names = objects or saved.objects
         for name in names:
             if name not in saved.objects:
@@ -153,10 +157,14 @@ def load_into(ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, o
         for name, thing in objects.items():
             _refuse_if_different(path, name, thing, trees[name].tree, saved.objects[name].kind)
             trees[name].fit(thing)
-        return [place for tree in trees.values() for place in tree.elsewhere]
+        # Those most likely to refuse come first; modules last, as they were compared in full.
+        order = sorted(objects, key=lambda name: _late(objects[name]))
+        return order, [place for tree in trees.values() for place in tree.elsewhere]
 
+    told = ranks.confirm(f"comparing {path} with what is here", compare)
+    _refuse_different_objects([names for names, _ in told])
     # What a pipeline's stages hold is elsewhere on other ranks; what is elsewhere on all would be loaded nowhere.
-    elsewhere = ranks.confirm(f"comparing {path} with what is here", compare)
+    elsewhere = [places for _, places in told]
     common = set[str].intersection(*map(set, elsewhere))
     nowhere = [place for place in elsewhere[0] if place in common]
     if nowhere:
@@ -169,14 +177,24 @@ def load_into(ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, o
     results: dict[str, Any] = {name: tree.tree for name, tree in trees.items()}
     done: list[str] = []
 
-    def change() -> None:
-        # Those most likely to refuse come first; modules last, as they were compared in full.
-        for name in sorted(objects, key=lambda name: _late(objects[name])):
-            results[name] = _load_one(path, name, objects[name], trees[name].tree, done)
-            done.append(name)
+    def change(name: str) -> None:
+        results[name] = _load_one(path, name, objects[name], trees[name].tree, done)
 
-    ranks.confirm(f"loading {path}", change)
+    # One by one: what one rank's object refuses, no rank goes beyond.
+    for name in told[0][0]:
+        ranks.confirm(f"loading {name} from {path}", partial(change, name))
+        done.append(name)
     return results
+
+
+def _refuse_different_objects(names_of: Sequence[list[str]]) -> None:
+    given = {rank: ", ".join(sorted(names)) or "none, for the whole state" for rank, names in enumerate(names_of)}
+    if len(set(given.values())) > 1:
+        raise ConfigurationError(
+            "Ranks were given different objects to load into.",
+            evidence=f"{fold_values(given)}\nno object has changed",
+            do="pass the same objects on every rank",
+        )
 
 
 def _late(thing: object) -> int:
@@ -208,7 +226,8 @@ def _load_one(path: Path, name: str, thing: object, tree: object, done: list[str
     except Exception as error:
         raise CheckpointError(
             f"{name} refuses its state from {path}: {type(error).__name__}: {error}",
-            evidence="already loaded: " + (", ".join(done) or "nothing"),
+            evidence=f"already loaded, on every rank: {', '.join(done) or 'nothing'}\n"
+            f"{name} itself may be loaded on other ranks",
             do="build the objects as they were when it was saved, or name another checkpoint",
         ) from error
     return thing

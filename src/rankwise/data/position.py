@@ -129,7 +129,7 @@ def check_with_peers(settings: Mapping[str, object]) -> None:
         ConfigurationError: another setting differs.
     """
     where = f"reported on {current().world}"
-    reports = gather_json(dict(settings))
+    reports = gather_json(dict(settings), what="comparing the settings of a loader or sampler")
     for name in settings:
         values = {rank: report.get(name) for rank, report in enumerate(reports)}
         if len(set(map(repr, values.values()))) > 1:

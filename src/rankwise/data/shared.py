@@ -78,7 +78,7 @@ def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
                     until_all_have_mapped.callback(os.close, published.file_descriptor)
         on_this_node = [
             _Published(**told)
-            for told in gather_json(published and published._asdict())
+            for told in gather_json(published and published._asdict(), what="share()")
             if told is not None and told["node_rank"] == world.node_rank
         ]
         with all_ranks_succeed("share: mapping the dataset"):

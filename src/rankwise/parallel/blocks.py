@@ -10,6 +10,7 @@ import ast
 import difflib
 import inspect
 import textwrap
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -17,15 +18,14 @@ from torch import nn
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     Kept = str | type[nn.Module]
+    """A name or a class of modules."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _COMBINING_CALLS = {"add", "cat", "concat", "concatenate", "stack", "mul", "matmul", "bmm", "einsum", "lerp"}
 
 
-def blocks(model: nn.Module, keep_whole: Iterable[Kept] = ()) -> list[str]:
+def blocks(model: nn.Module, keep_whole: Kept | Iterable[Kept] = ()) -> list[str]:
     """Return the names of the modules that are never split, in the order in which they were registered.
 
     Together they hold every parameter of the model, but for what an open module holds itself (a ``pos_embed`` of the
@@ -53,7 +53,7 @@ def blocks(model: nn.Module, keep_whole: Iterable[Kept] = ()) -> list[str]:
     return list(reasons(model, keep_whole))
 
 
-def is_open(model: nn.Module, name: str, keep_whole: Iterable[Kept] = ()) -> bool:
+def is_open(model: nn.Module, name: str, keep_whole: Kept | Iterable[Kept] = ()) -> bool:
     """Return whether the module of this name may be split: it is no block and lies in none.
 
     Raises:
@@ -68,9 +68,9 @@ def block_of(name: str, names: Iterable[str]) -> str | None:
     return next((block for block in names if block in {"", name} or name.startswith(f"{block}.")), None)
 
 
-def reasons(model: nn.Module, keep_whole: Iterable[Kept] = ()) -> dict[str, str]:
+def reasons(model: nn.Module, keep_whole: Kept | Iterable[Kept] = ()) -> dict[str, str]:
     """Return every block with why it is not split, as :func:`blocks` orders them."""
-    kept = tuple(keep_whole)
+    kept = _kept(keep_whole)
     names = {one for one in kept if isinstance(one, str)}
     check_names(model, names)
     classes = tuple(one for one in kept if not isinstance(one, str))
@@ -83,10 +83,12 @@ def reasons(model: nn.Module, keep_whole: Iterable[Kept] = ()) -> dict[str, str]
     no_split = {str(word) for module in model.modules() for word in getattr(module, "_no_split_modules", None) or ()}
     found: dict[str, str] = {}
     seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, name: str, container: str | None) -> None:
+    # No function that calls itself: it would keep the model until the garbage collector comes.
+    waiting: list[tuple[nn.Module, str, str | None]] = [(model, "", None)]
+    while waiting:
+        module, name, container = waiting.pop()
         if module in seen:
-            return
+            continue
         seen.add(module)
         why = None
         if name in names or isinstance(module, classes):
@@ -98,13 +100,29 @@ def reasons(model: nn.Module, keep_whole: Iterable[Kept] = ()) -> dict[str, str]
         if why is not None:
             found[name] = why
             seen.update(module.modules())
-            return
+            continue
         inside = (name or "the model") if is_plain_container(module) else None
-        for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, inside)
-
-    visit(model, "", None)
+        children = [(child, f"{name}.{part}" if name else part, inside) for part, child in module.named_children()]
+        waiting += reversed(children)
     return found
+
+
+def _kept(keep_whole: Kept | Iterable[Kept]) -> tuple[Kept, ...]:
+    """Return what ``keep_whole`` names, one by one.
+
+    Raises:
+        ConfigurationError: it holds something that is neither a name nor a class of modules.
+    """
+    kept = (keep_whole,) if isinstance(keep_whole, str | type | nn.Module) else keep_whole
+    kept = tuple(kept) if isinstance(kept, Iterable) else (kept,)
+    for one in kept:
+        if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, nn.Module)):
+            what = f"a {type(one).__name__}" if isinstance(one, nn.Module) else repr(one)
+            raise ConfigurationError(
+                f"keep_whole holds {what}, which is neither a name nor a class of modules.",
+                do='name modules as model.named_modules() does, or pass their class: keep_whole=["layers.0", Block]',
+            )
+    return kept
 
 
 def is_plain_container(module: nn.Module) -> bool:

@@ -105,10 +105,10 @@ def _device_mesh() -> DeviceMesh:
 
 def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
     session = current()
-    with all_ranks_succeed(caller):
+    with all_ranks_succeed(caller, call=caller):
         axes = axes_of(session.world.world_size, sizes)
         _refuse_if_laid_out(caller, axes)
-    of_rank = gather_json(str(axes))
+    of_rank = gather_json(str(axes), what=caller)
     if len(set(of_rank)) > 1:
         raise ConfigurationError(
             f"{caller} was given different sizes on different ranks.",

@@ -56,6 +56,14 @@ class GradientMean:
         for parameter, _ in self._earlier:
             parameter.grad = None
 
+    def give_up(self) -> None:
+        """Put back what :meth:`begin` set aside, in place of what a broken step has left."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        for parameter, earlier in self._earlier:
+            parameter.grad = earlier
+        self._earlier.clear()
+
     def average(self, weight: float) -> None:
         """Replace each gradient by sum_r weight_r g_r / sum_r weight_r, and add what was set aside.
 

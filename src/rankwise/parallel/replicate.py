@@ -19,7 +19,15 @@ from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.gradient_sync import GradientSync
 from rankwise.parallel.registrations import count_registrations
 from rankwise.parallel.same_model import broadcast_model, check_same_model
-from rankwise.parallel.trained import check_untrained, note_trained, samples_of, tensors_with_grad
+from rankwise.parallel.trained import (
+    check_callable,
+    check_split,
+    check_untrained,
+    note_trained,
+    samples_of,
+    tensors_with_grad,
+)
+from rankwise.parallel.uncompiled import uncompiled
 from rankwise.session import current
 
 if TYPE_CHECKING:
@@ -80,12 +88,15 @@ def replicate(
     """
     session = current()
     check_untrained(model, "replicate")
+    check_callable(weight, "replicate")
     names, parameters = _named_parameters(model)
     if not any(p.requires_grad for p in parameters):
         raise ConfigurationError(
             "The model has no parameter that needs a gradient.",
             do="replicate the model you train; a frozen one needs no ranks",
         )
+    if session.axes is not None:
+        check_split(model, session.axes, "replicate")
     exchange = session.exchange if session.axes is None else _exchange_of(session.axes)
     group = None
     if exchange is not None:
@@ -150,7 +161,7 @@ class _BeforeForward(_Hook):
     def __init__(self, buffers: BufferSync) -> None:
         self._buffers = buffers
 
-    @torch._disable_dynamo  # noqa: SLF001 - torch.compiler.disable without importing the compiler now
+    @uncompiled
     def __call__(self, module: nn.Module, _: object) -> None:
         if module.training and torch.is_grad_enabled():
             self._buffers.before_forward()
@@ -165,7 +176,7 @@ class _AfterForward(_Hook):
         self._counts = count_registrations()
         self._count_seen = self._counts.parameters
 
-    @torch._disable_dynamo  # noqa: SLF001 - torch.compiler.disable without importing the compiler now
+    @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         if not torch.is_grad_enabled():
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether every rank built the same model, and making its values the same. Used by replicate."""
+"""Whether every rank built the same model, and making its values the same. Used by every strategy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_same_model(model: nn.Module) -> None:
     """
     own = [f"parameter {name} {_kind(p)} requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
     own += [f"buffer {name} {_kind(b)}" for name, b in model.named_buffers()]
-    of_rank = gather_json(own)
+    of_rank = gather_json(own, what="comparing the parameters of a model")
     if all(other == of_rank[0] for other in of_rank):
         return
     for index, lines in enumerate(zip_longest(*of_rank, fillvalue="nothing")):

@@ -7,17 +7,20 @@ For scripts that are one process and are to stay so. Holds the public call and w
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from itertools import pairwise
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch.utils import _pytree as pytree
 
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.log import log, warn
+from rankwise.parallel.trained import is_placed
 from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
@@ -63,8 +66,8 @@ def data_parallel(model: M, devices: Sequence[str | torch.device | int] | None =
         ``model`` itself. With one device it is left as it is, and a line says so.
 
     Raises:
-        ConfigurationError: there are several ranks; the model is not on the first device, or its forward was
-            replaced before; or devices are of different kinds.
+        ConfigurationError: there are several ranks; the model is no module, not on the first device, placed, or its
+            forward was replaced before; or devices are of different kinds.
 
     Source: torch.nn.DataParallel.
     """
@@ -75,8 +78,20 @@ def data_parallel(model: M, devices: Sequence[str | torch.device | int] | None =
             where=str(session.world),
             do="use rankwise.replicate(model): each rank has a device of its own",
         )
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigurationError(
+            f"data_parallel() takes a module, and was given a {type(model).__name__}.",
+            do="pass the model itself: data_parallel(model, devices=[...])",
+        )
+    if is_placed(model):
+        raise ConfigurationError(
+            "data_parallel() does not go with place(), which this model went through: its weights are in one place "
+            "at a time, and the parts of a batch would take them from each other.",
+            do="leave data_parallel() out; rankwise.replicate(model) trains placed models data parallel",
+        )
     places = _devices(model, devices)
-    if "forward" in vars(model):
+    own = MethodType(type(model).forward, model)  # which a copy of a model has in itself
+    if vars(model).get("forward", own) != own:
         raise ConfigurationError(
             f"The forward of this {type(model).__name__} has been replaced already: by data_parallel(), by "
             "torch.compile, or by the script.",
@@ -96,6 +111,11 @@ def _devices(model: nn.Module, wanted: Sequence[str | torch.device | int] | None
     if wanted is None:
         others = range(torch.cuda.device_count()) if own.type == "cuda" else ()
         return [own, *(torch.device("cuda", number) for number in others if number != own.index)]
+    if isinstance(wanted, str | torch.device) or not isinstance(wanted, Iterable):
+        raise ConfigurationError(
+            f"data_parallel() takes a list of devices, and was given {wanted!r}.",
+            do='pass devices=["cuda:0", "cuda:1"], or none to take every GPU',
+        )
     places = [_device(one) for one in wanted]
     if not places or len({place.type for place in places}) > 1:
         raise ConfigurationError(
@@ -136,8 +156,18 @@ class _Spread:
     """What a model has in place of its forward. A copy or pickle of the model has its own forward again."""
 
     def __init__(self, model: nn.Module, devices: list[torch.device]) -> None:
-        self._model = model
+        # The model holds this: a strong way back would keep its memory until a garbage collection.
+        self._model_ref = ref(model)
         self._devices = devices
+
+    @property
+    def _model(self) -> nn.Module:
+        model = self._model_ref()
+        if model is None:
+            raise ConfigurationError(
+                "The model of this data_parallel() forward is gone.", do="keep the model, and call it: model(...)"
+            )
+        return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
         copy = memo.get(id(self._model), self._model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,9 +18,10 @@ from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
-    from weakref import ref
 
     from torch import nn
+
+    from rankwise.mesh import Axes
 
 
 class Trained(Protocol):
@@ -48,23 +49,28 @@ class Trained(Protocol):
     """What the user says the loss is a mean over."""
 
 
-_trained: WeakKeyDictionary[nn.Module, Trained] = WeakKeyDictionary()
+_trained: WeakKeyDictionary[nn.Module, Callable[[], Trained | None]] = WeakKeyDictionary()
 _placed: WeakSet[nn.Module] = WeakSet()
 _TAKES_PLACED = {"place", "replicate"}
 
 
-def note_trained(model: nn.Module, trained: Trained) -> None:
-    """Note that ``model`` trains on several ranks."""
-    _trained[model] = trained
+def note_trained(model: nn.Module, trained: Trained | ref[Trained]) -> None:
+    """Note that ``model`` trains on several ranks.
+
+    Args:
+        model: that went through a strategy.
+        trained: a weak reference where it leads back to the model, whose hooks hold it then.
+    """
+    _trained[model] = trained if isinstance(trained, ref) else lambda: trained
 
 
 def note_placed(model: nn.Module) -> None:
     """Note that the parts of ``model`` lie on devices of this process."""
-    _placed.add(model)
+    _placed.update(model.modules())
 
 
 def is_placed(model: nn.Module) -> bool:
-    """Return whether a model, or a part of it, is placed."""
+    """Return whether a model is placed, a part of it is, or it is part of one that is."""
     return any(module in _placed for module in model.modules())
 
 
@@ -72,22 +78,21 @@ def check_untrained(model: nn.Module, strategy: str) -> None:
     """Raise if ``model`` or a part of it trains on several ranks already, or is placed and cannot be spread further.
 
     Raises:
-        ConfigurationError: says which strategy it went through.
+        ConfigurationError: says which strategy it went through; or it is no module, or not built to the end.
     """
+    _check_module(model, strategy)
     if strategy not in _TAKES_PLACED and is_placed(model):
         raise ConfigurationError(
             f"{strategy}() does not go with place(), which this model went through.",
             do=f"call rankwise.replicate(model), which trains placed models data parallel; or {strategy}() "
             "without place()",
         )
-    own = _trained.get(model)
+    own = _found(model)
     if own is not None:
-        again = own.strategy == strategy
         raise ConfigurationError(
-            f"This model went through {own.strategy}() already.",
-            do=f"call {strategy}() once per model" if again else f"call one of {own.strategy}() and {strategy}()",
+            f"This model went through {own.strategy}() already.", do=_instead(own.strategy, strategy)
         )
-    strategy_of = {id(parameter): other.strategy for other in _trained.values() for parameter in other.parameters}
+    strategy_of = _strategies()
     for name, parameter in model.named_parameters():
         if id(parameter) in strategy_of:
             raise ConfigurationError(
@@ -95,6 +100,60 @@ def check_untrained(model: nn.Module, strategy: str) -> None:
                 evidence=f"its parameter {name} belongs to another model there",
                 do=f"call {strategy}() once, for the whole model",
             )
+
+
+def _instead(first: str, second: str) -> str:
+    """Return what comes nearest to two strategies that do not go together, or not in this order."""
+    pair = {first, second}
+    if first == second:
+        return f"call {second}() once per model"
+    if "tensor_parallel" in pair:
+        return f"call tensor_parallel() first, then {(pair - {'tensor_parallel'}).pop()}()"
+    if "place" in pair:
+        return "call place() first: rankwise.replicate(rankwise.place(model))"
+    if "pipeline" in pair:
+        return "call pipeline() alone, after rankwise.mesh(pp=..., dp_replicate=...): it averages over dp_replicate too"
+    return "call shard() alone, after rankwise.mesh(dp_replicate=..., dp_shard=...): it averages over both"
+
+
+def _strategies() -> dict[int, str]:
+    """Return what each parameter went through, by its id."""
+    known = [one for reference in _trained.values() if (one := reference()) is not None]
+    return {id(parameter): one.strategy for one in known for parameter in one.parameters}
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Return whether the gradients of a model are averaged: it, or a model it is part of, went through a strategy."""
+    if _found(model) is not None:
+        return True
+    strategies = _strategies()
+    return any(id(parameter) in strategies for parameter in model.parameters())
+
+
+def _check_module(model: object, strategy: str) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigurationError(
+            f"{strategy}() was given a {type(model).__name__}, and takes a torch.nn.Module.", do="pass the model itself"
+        )
+    lazy = next((name for name, one in model.named_parameters() if torch.nn.parameter.is_lazy(one)), None)
+    if lazy is not None:
+        raise ConfigurationError(
+            f"Parameter {lazy} has no shape yet: its layer is lazy.",
+            do=f"call the model once with an example, then {strategy}()",
+        )
+
+
+def check_callable(weight: object, strategy: str) -> None:
+    """Raise unless ``weight`` is what can be called, or nothing.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if weight is not None and not callable(weight):
+        raise ConfigurationError(
+            f"{strategy}() was given weight={weight!r}, which cannot be called.",
+            do="pass a function of what the model is called with: weight=lambda x: len(x)",
+        )
 
 
 @contextmanager
@@ -149,13 +208,18 @@ def weight(model: nn.Module, amount: float | torch.Tensor) -> Generator[None]:
 
 
 def _trained_of(model: nn.Module, caller: str) -> Trained:
-    found = _trained.get(model)
+    found = _found(model)
     if found is None:
         raise ConfigurationError(
             f"{caller}() was given a {type(model).__name__} that is neither replicated nor sharded.",
             do="pass the model that rankwise.replicate() or rankwise.shard() was called with",
         )
     return found
+
+
+def _found(model: nn.Module) -> Trained | None:
+    one = _trained.get(model)
+    return None if one is None else one()
 
 
 def check_no_optimizer_holds(before: Sequence[ref[nn.Parameter]], strategy: str) -> None:
@@ -212,3 +276,20 @@ def tensors_with_grad(output: object) -> list[torch.Tensor]:
         values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
         found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
     return found
+
+
+def check_split(model: nn.Module, axes: Axes, strategy: str) -> None:
+    """Raise if ranks lie along ``tp`` and nothing of ``model`` is split over them: they would train apart.
+
+    Raises:
+        ConfigurationError: says what to call first.
+    """
+    # Only a DTensor has such; to ask for its class would be to import it.
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
+    if axes.tp > 1 and not any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes if mesh is not None):
+        raise ConfigurationError(
+            f"{strategy}() was given a model that is not split, and {axes.tp} ranks along tp would have a copy each.",
+            evidence=f"the ranks are laid out as {axes}",
+            do="call rankwise.tensor_parallel(model) first, or lay the ranks out without tp: "
+            f"rankwise.mesh(dp_replicate={axes.data_world_size * axes.tp})",
+        )

@@ -57,8 +57,8 @@ def send(value: object, to: int) -> torch.Tensor:
         loss_fn(second(rw.recv(0)), y).backward()     # rank 1
 
     The result counts as zero, so that it may be added to a loss of this rank; what it is multiplied with multiplies
-    the gradients. There are no second derivatives. Several values may be sent before the first backward, which may run
-    in any order.
+    the gradients. There is one backward for one ``send``, and no second derivative. Several values may be sent before
+    the first backward; backwards may run in any order.
 
     What is sent is a copy, taken now. It waits on the other rank until it is received; a rank that sends faster than
     the other receives fills that rank's memory. Tensors of a GPU go through the memory of the host;
@@ -70,7 +70,8 @@ def send(value: object, to: int) -> torch.Tensor:
         to: another rank.
 
     Returns:
-        A scalar zero, with a graph behind it where a tensor of ``value`` requires a gradient.
+        A scalar zero of float32, of float64 where a tensor of ``value`` is. It has a graph behind it where one requires
+        a gradient.
 
     Raises:
         ConfigurationError: there is no such rank, it is this one, or ``value`` holds what cannot be sent. Nothing was
@@ -100,8 +101,8 @@ def recv(source: int) -> Any:  # noqa: ANN401 - whatever was sent
 
     The same kind of value as was sent; tensors come on this rank's device. Those that required a gradient where they
     come from require one here, and ``backward()`` through them sends their gradients back, all at once when it has
-    been through every use of them. A tensor that this backward did not reach gets no gradient there either.
-    Nothing is unpickled.
+    been through every use of them. A tensor that this backward did not reach gets no gradient there either. It is one
+    backward for one received value: add several losses up first. Nothing is unpickled.
 
     Args:
         source: another rank.
@@ -136,13 +137,17 @@ class _Sent:
         self.to = to
         self._way = way
         self._number = number
+        self._is_taken = False
         weakref.finalize(self, way.inbox.forget, to, number).atexit = False
 
     def take(self) -> Message:
         """Wait for the gradients."""
+        if self._is_taken:
+            raise _second_backward(self.words)
         answers = self._way.inbox.gradients[self.to, self._number]
         self._way.wait(f"backward() of {self.words}", self.to, lambda: bool(answers))
         message = answers.popleft()
+        self._is_taken = True
         if message.head["kind"] == "none":
             raise PeerMissing(
                 f"No gradients come back for {self.words}: rank {self.to} {message.head['why']}.",
@@ -160,6 +165,7 @@ class _Received:
         self._way = way
         self._source = source
         self._number = number
+        self._is_given = False
         self._let_go = weakref.finalize(self, _tell_none, weakref.ref(way), source, number, LET_GO)
         self._let_go.atexit = False
 
@@ -170,6 +176,10 @@ class _Received:
 
     def give(self, gradients: list[torch.Tensor | None]) -> None:
         """Send the gradients."""
+        if self._is_given:
+            # The other rank may have gone on with the first ones already.
+            raise _second_backward(f"what recv(source={self._source}) returned")
+        self._is_given = True
         self._let_go.detach()
         packed = pack([None if one is None else one.detach().to_dense() for one in gradients])
         self._way.send(self._source, {"kind": "gradients", "number": self._number, "tree": packed.tree}, packed.buffers)
@@ -181,6 +191,14 @@ def _tell_none(way_reference: weakref.ref[Desk], to: int, number: int, why: str)
         way.tell(to, {"kind": "none", "number": number, "tree": None, "why": why})
 
 
+def _second_backward(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"A second backward() came to {what}, whose gradients have gone between the ranks already.",
+        do="run one backward() through it: add the losses up first, (loss1 + loss2).backward(); "
+        "or send the value twice, once for each",
+    )
+
+
 class _Send(torch.autograd.Function):
     """Zero forward; backward waits for the gradients of what was sent."""
 
@@ -188,7 +206,10 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, sent: _Sent, *sources: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's own class
         ctx.sent = sent
         ctx.devices = [source.device for source in sources]
-        return torch.zeros((), dtype=sources[0].dtype, device=sources[0].device).real.clone()
+        # A factor of the gradients comes through this one, such as the scale of a loss: half precision has no room.
+        dtypes = {source.dtype for source in sources}
+        dtype = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
+        return torch.zeros((), dtype=dtype, device=sources[0].device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - torch's own class

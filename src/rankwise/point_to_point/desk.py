@@ -154,6 +154,12 @@ class Desk:
         if ignored:
             count, who = sum(ignored.values()), fold_ranks(list(ignored))
             warn(f"never received on this rank: {count} of the values sent to it, by {who}", all_ranks=True)
+        if untaken := +self.inbox.count_untaken():
+            warn(
+                f"gradients came back for {untaken.total()} of the values that this rank sent, from "
+                f"{fold_ranks(list(untaken))}, and no backward() took them: call send(...).backward()",
+                all_ranks=True,
+            )
         _abandon(self._outboxes, self._server)
         self._store.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from rankwise.store.wire import NUMBER
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Iterable
 
 LEFT = "it has left"
 
@@ -37,6 +38,8 @@ class Inbox:
         self.values: defaultdict[int, deque[Message]] = defaultdict(deque)
         self.gradients: dict[tuple[int, int], deque[Message]] = {}
         """Of those values whose gradients may still be asked for."""
+        self.untaken: Counter[int] = Counter()
+        """How many gradients came from a rank for values whose ``backward()`` never asked for them."""
         self.ended: dict[int, str] = {}
         """Why nothing more comes from a rank."""
 
@@ -48,7 +51,7 @@ class Inbox:
     def forget(self, rank: int, number: int) -> None:
         """Throw away gradients that nobody can ask for any more."""
         # A garbage collection may call this in a thread that holds the lock: taking out one key needs none.
-        self.gradients.pop((rank, number), None)
+        self._count(rank, self.gradients.pop((rank, number), ()))
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take in what one rank sends, to its end. A byte goes back for each message that is here."""
@@ -70,6 +73,16 @@ class Inbox:
                 self.ended[source] = reason
                 self.changed.notify_all()
 
+    def count_untaken(self) -> Counter[int]:
+        """Return how many gradients from each rank nobody has asked for, by now."""
+        for (rank, number), waiting in list(self.gradients.items()):
+            if waiting:
+                self.forget(rank, number)
+        return self.untaken
+
+    def _count(self, rank: int, waiting: Iterable[Message]) -> None:
+        self.untaken[rank] += sum(message.head["kind"] == "gradients" for message in waiting)
+
     def _put(self, source: int, message: Message) -> None:
         if message.head["kind"] == "value":
             self.values[source].append(message)
@@ -77,6 +90,8 @@ class Inbox:
             waiting = self.gradients.get((source, int(message.head["number"])))
             if waiting is not None:
                 waiting.append(message)
+            else:
+                self._count(source, [message])
 
 
 async def _head(reader: asyncio.StreamReader) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ARRAY_KINDS = "biufc"
 """NumPy's letters for what is numbers."""
+LARGEST_INTEGER_BITS = 8192
+"""Python reads and writes no decimal integers of more than 4300 digits."""
 
 
 @dataclass(slots=True)
@@ -90,6 +92,10 @@ def _node_of(value: Any, packed: Packed) -> Any:  # noqa: ANN401 - JSON
     if isinstance(value, np.ndarray | np.generic):
         return _array_node(value, packed)
     kind = type(value)
+    if kind is int and value.bit_length() > LARGEST_INTEGER_BITS:
+        raise ConfigurationError(
+            f"send cannot send an integer of {value.bit_length()} bits.", do="send it as text: hex(value)"
+        )
     if value is None or kind in {bool, int, float, str}:
         packed.words.append(kind.__name__)
         return value
@@ -145,7 +151,9 @@ def _value_of(tree: Any, buffers: Iterator[torch.Tensor], device: torch.device, 
         name, shape, wants_gradient = rest
         dtype = _dtype(name)
         data = next(buffers)
-        tensor = data.view(dtype).view(shape) if data.numel() else torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype)
+        # Not a view of the bytes: autograd refuses to change a view that a function of its own returns.
+        cast("Any", tensor).set_(data.untyped_storage(), 0, tuple(shape))
         tensor = tensor.to(device)
         if wants_gradient:
             wanting.append(tensor)

@@ -8,6 +8,7 @@ Serves nothing. Imported by this room's front.
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from rankwise.store.keys import LARGEST_FRAME_BYTES, PURPOSE, SECONDS, Reply
 from rankwise.store.wire import open_connection, pack_fields, receive_frame, send_frame, unpack_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from rankwise.store.server import AuthenticatedServer
@@ -84,8 +85,13 @@ class Connection(dist.Store):
             self._socket.close()
             self._lock.release()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_socket"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not hasattr(self, "_socket"):
+            return
+        if is_finalizing():
+            # The names of this module that _end() needs may be gone already.
+            self._socket.close()
+        else:
             self._end()
 
     # -- what torch calls, under the names that Python and C++ look for ------------------------------

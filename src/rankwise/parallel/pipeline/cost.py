@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from rankwise.parallel.pipeline.program import Program, Ref
 from rankwise.parallel.pipeline.step import now
+from rankwise.parallel.pipeline.untouched import PythonRandomness, left_as_it_was
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,9 +46,12 @@ def block_costs(
     env: dict[int, Any] = {number: leaves[index] for number, index in program.inputs.items()}
     env |= program.constants
     env |= {number: get(model) for number, get in states.items()}
+    randomness = PythonRandomness()
+    last_use = {number: index for index, call in enumerate(program.calls) for number in call.reads}
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            for call in program.calls:
+        fork = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+        with left_as_it_was(model), fork:
+            for index, call in enumerate(program.calls):
                 values = [env[leaf.number] if type(leaf) is Ref else leaf for leaf in call.leaves]
                 if isinstance(call.target, str):
                     seconds, result = _timed(model.get_submodule(call.target), values, call.spec, device)
@@ -57,8 +61,13 @@ def block_costs(
                     with torch.no_grad():
                         result = call.target(*args, **kwargs)
                 parts = pytree.tree_leaves(result)
-                env.update((number, parts[index]) for index, number in call.results)
+                env.update((number, parts[leaf]) for leaf, number in call.results)
+                # What nobody reads any more would only take memory.
+                for number in (*call.reads, *(number for _, number in call.results)):
+                    if last_use.get(number, index) <= index:
+                        env.pop(number, None)
     finally:
+        randomness.put_back()
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)

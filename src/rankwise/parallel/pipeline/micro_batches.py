@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def arguments(x: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return ``(args, kwargs)`` to call the model with: a tuple or list is several, a dict is by name."""
     if isinstance(x, dict):
-        return (), cast("dict[str, Any]", x)
+        # In one order, so that ranks need not agree on theirs.
+        named = cast("dict[str, Any]", x)
+        return (), {name: named[name] for name in sorted(named, key=str)}
     if isinstance(x, list | tuple) and not hasattr(x, "_fields"):
         return tuple(cast("tuple[Any, ...]", x)), {}
     return (x,), {}

@@ -55,8 +55,13 @@ class Picture:
         num_micro_batches = 1 + max((span.micro_batch for span in self.spans), default=-1)
         return (
             f"{self.schedule}: {self.num_stages} stages on {self.num_ranks} ranks, {num_micro_batches} micro-batches, "
-            f"{self.seconds * 1e3:.3g} ms, bubble {self.bubble:.0%}"
+            f"{in_words(self.seconds)}, bubble {self.bubble:.0%}"
         )
+
+
+def in_words(seconds: float) -> str:
+    """Return a time in the unit in which it is easily read."""
+    return f"{seconds:.3g} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"
 
 
 def write_picture(picture: Picture, path: Path) -> None:
@@ -66,6 +71,8 @@ def write_picture(picture: Picture, path: Path) -> None:
         ConfigurationError: the ending is neither ``.svg`` nor ``.png``, or matplotlib is missing.
     """
     ending = path.suffix.lower()
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"draw() finds no folder {str(path.parent)!r}.", do="create it first")
     if ending == ".svg":
         path.write_text(svg(picture), encoding="utf-8")
     elif ending == ".png":
@@ -98,7 +105,7 @@ def svg(picture: Picture) -> str:
     y = TOP + picture.num_ranks * ROW + 14
     for part in range(5):
         x = LEFT + part * (WIDTH - LEFT - 20) / 4
-        label = f"{picture.seconds * 1e3 * part / 4:.3g} ms"
+        label = in_words(picture.seconds * part / 4)
         lines.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill="#555555">{label}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
@@ -106,7 +113,7 @@ def svg(picture: Picture) -> str:
 def _box(span: Span, scale: float) -> str:
     x, width = LEFT + span.start * scale, (span.end - span.start) * scale
     y = TOP + span.rank * ROW
-    words = f"{span.kind}, stage {span.stage}, micro-batch {span.micro_batch}: {(span.end - span.start) * 1e3:.3g} ms"
+    words = f"{span.kind}, stage {span.stage}, micro-batch {span.micro_batch}: {in_words(span.end - span.start)}"
     label = ""
     if width >= LEAST_WIDTH:
         label = (
@@ -133,19 +140,20 @@ def _write_png(picture: Picture, path: Path) -> None:
         ) from error
     figure = Figure(figsize=(10, 1.6 + 0.4 * picture.num_ranks), layout="constrained")
     axes = figure.subplots()
+    unit, scale = ("s", 1.0) if picture.seconds >= 1.0 else ("ms", 1e3)
     for kind in dict.fromkeys(span.kind for span in picture.spans):
         ours = [span for span in picture.spans if span.kind == kind]
         axes.barh(
             [span.rank for span in ours],
-            [(span.end - span.start) * 1e3 for span in ours],
-            left=[span.start * 1e3 for span in ours],
+            [(span.end - span.start) * scale for span in ours],
+            left=[span.start * scale for span in ours],
             color=COLOURS[kind],
             edgecolor="white",
             label=kind,
         )
     axes.set_yticks(range(picture.num_ranks), [f"rank {rank}" for rank in range(picture.num_ranks)])
     axes.invert_yaxis()
-    axes.set_xlabel("ms")
+    axes.set_xlabel(unit)
     axes.set_title(picture.title, fontsize=10)
     axes.set_xlim(left=0)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)

@@ -6,6 +6,7 @@ Used by pipeline. Communicates only to agree on the measured costs.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.parallel.blocks import block_of, blocks
 from rankwise.parallel.buckets import own_part
 from rankwise.parallel.pipeline.cost import block_costs
@@ -25,9 +26,12 @@ from rankwise.parallel.pipeline.traced import trace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.mesh import Axes
     from rankwise.parallel.pipeline.program import Program
     from rankwise.parallel.pipeline.schedule import Schedule
+
+
+MOST_PROGRAMS = 64
+"""So many shapes and modes are kept; what comes again later is followed anew."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +44,6 @@ class StageReport:
     blocks: tuple[str, ...]
     cost_share: float | None
     """Of the forward and backward of the whole model, as measured; ``None`` where the split was given by hand."""
-
-
-class RefuseForward:
-    """Stands before the forward of a model whose parameters are on several ranks."""
-
-    def __call__(self, module: nn.Module, _: object) -> None:
-        """Raise, before forward runs."""
-        raise ConfigurationError(
-            f"This {type(module).__name__} is cut into stages: no rank can run all of it.",
-            do="call the step that rankwise.pipeline() returned, or its predict()",
-        )
 
 
 class Piped:
@@ -97,13 +90,17 @@ class Plan:
     num_ranks: int
     device: torch.device
     blocks: list[str]
+    can_run: bool = True
+    """Whether all of the model is on the device already."""
     order: list[str] = field(default_factory=list[str])
     """Blocks in the order of their calls."""
     stage_of: dict[str, int] = field(default_factory=dict[str, int])
     homes: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     """The stages of each parameter and buffer."""
     costs: dict[str, float] | None = None
-    _programs: dict[Any, tuple[Program, dict[int, BoundStage]]] = field(default_factory=dict)
+    _open: list[tuple[str, nn.Module]] | None = None
+    """Modules whose forward is followed: those in no block."""
+    _programs: OrderedDict[Any, tuple[Program, dict[int, BoundStage]]] = field(default_factory=OrderedDict)
 
     @property
     def num_stages(self) -> int:
@@ -112,10 +109,25 @@ class Plan:
 
     def trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         """Return what the model calls for these arguments."""
-        return trace(self.model, args, kwargs, self.blocks, self.device)
+        try:
+            return trace(self.model, args, kwargs, self.blocks, self.device)
+        except RankwiseError:
+            raise
+        except Exception as error:
+            shapes = [_signature(leaf) for leaf in pytree.tree_leaves((tuple(args), kwargs))]
+            raise ConfigurationError(
+                f"{type(self.model).__name__} cannot be called with this batch.",
+                evidence=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n"
+                f"called with {', '.join(map(_shape_in_words, shapes))}",
+                do="pass x, and example, as the model itself is called: a tensor, a tuple of arguments, or a dict of "
+                "them by name; on the device and of the dtype of the model",
+            ) from error
 
     def measure(self, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, float]:
-        """Return the seconds of each block."""
+        """Return the seconds of each block; where the model is not on its device yet, numbers of parameters."""
+        if not self.can_run:
+            sizes = {name: self.model.get_submodule(name).parameters() for name in called_blocks(program)}
+            return {name: 1.0 + sum(own_part(one).numel() for one in found) for name, found in sizes.items()}
         reads = {number for call in program.calls for number in call.reads}
         states = {number: attrgetter(name) for number, name in program.states.items() if number in reads}
         return block_costs(program, self.model, pytree.tree_leaves((tuple(args), kwargs)), self.device, states)
@@ -142,12 +154,22 @@ class Plan:
             cuts = []
         else:
             self.costs = costs
-            cuts = balanced([costs[name] for name in self.order], self.num_stages, self._together(tied))
+            cuts = self._balanced(costs, tied)
         self.stage_of = stages_of_blocks(self.order, cuts)
         stages = cut(program, self.stage_of, self.num_stages)
         state_names = [name for name, _ in _states(self.model)]
         self.homes = owners([(program, stages)], state_names, self.stage_of)
         self._refuse_shared(tied)
+
+    def _balanced(self, costs: dict[str, float], tied: Sequence[Sequence[str]]) -> list[int]:
+        try:
+            return balanced([costs[name] for name in self.order], self.num_stages, self._together(tied))
+        except ConfigurationError as error:
+            if tied:
+                names = "; ".join(" = ".join(names) for names in tied)
+                error.evidence = f"{error.evidence}\nshared: {names}"
+                error.do = "do not share parameters across the model (tie_word_embeddings=False), or " + str(error.do)
+            raise
 
     def _together(self, tied: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
         spans: list[tuple[int, int]] = []
@@ -175,32 +197,19 @@ class Plan:
         """Return the stages of the rank at ``place`` along pp."""
         return [number for number in range(self.num_stages) if self.schedule.rank_of(number, self.num_ranks) == place]
 
-    def give_up(self, place: int) -> None:
-        """Replace what the rank at ``place`` does not hold by meta tensors: same names, same order."""
-        own = set(self.own_stages(place))
-        stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for path, module in self.model.named_modules():
-            tables = (module._parameters, module._buffers)  # noqa: SLF001 - torch has no public way to swap them
-            for table in cast("tuple[dict[str, Any], ...]", tables):
-                for key, tensor in table.items():
-                    name = f"{path}.{key}" if path else key
-                    if tensor is None or self.homes[name] & own:
-                        continue
-                    table[key] = stand_ins.setdefault(id(tensor), (tensor, _on_meta(tensor)))[1]
-        if stand_ins:
-            self.model.register_forward_pre_hook(RefuseForward())
+    def holds(self, name: str, place: int) -> bool:
+        """Return whether the rank at ``place`` has a parameter or buffer."""
+        return not self.homes.get(name, set()).isdisjoint(self.own_stages(place))
 
     def own_parameters(self, place: int) -> list[nn.Parameter]:
         """Return the parameters of the rank at ``place``."""
-        own = set(self.own_stages(place))
-        return [parameter for name, parameter in self.model.named_parameters() if self.homes[name] & own]
+        return [parameter for name, parameter in self.model.named_parameters() if self.holds(name, place)]
 
     def own_buffers(self, place: int) -> nn.Module:
         """Return a module that has the buffers of the rank at ``place``, and nothing else."""
-        own = set(self.own_stages(place))
         holder = nn.Module()
         for number, (name, buffer) in enumerate(self.model.named_buffers()):
-            if self.homes[name] & own:
+            if self.holds(name, place):
                 holder.register_buffer(str(number), buffer)
         return holder
 
@@ -208,12 +217,16 @@ class Plan:
 
     def bound(self, args: Sequence[Any], kwargs: dict[str, Any], place: int) -> tuple[Program, dict[int, BoundStage]]:
         """Return the stages of the rank at ``place`` for arguments of these shapes, kept for the next time."""
-        key = (self._mode(), tuple(_signature(leaf) for leaf in pytree.tree_leaves((tuple(args), kwargs))))
+        leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+        key = (self._mode(), str(spec), tuple(_signature(leaf) for leaf in leaves))
         if key not in self._programs:
+            if len(self._programs) >= MOST_PROGRAMS:
+                self._programs.popitem(last=False)
             program = self.trace(args, kwargs)
             stages = cut(program, self.stage_of, self.num_stages)
             self._refuse_elsewhere(program, stages)
             self._programs[key] = program, self._bind(program, stages, place)
+        self._programs.move_to_end(key)
         return self._programs[key]
 
     def _bind(self, program: Program, stages: Sequence[Stage], place: int) -> dict[int, BoundStage]:
@@ -239,6 +252,19 @@ class Plan:
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
             tuple(module.training for module in self.model.modules()),
             tuple((id(parameter), parameter.requires_grad) for parameter in self.model.parameters()),
+            self._plain_values(),
+        )
+
+    def _plain_values(self) -> tuple[tuple[str, object], ...]:
+        """Return the numbers and words that forward may read between blocks: attributes of modules that are open."""
+        if self._open is None:
+            named = list(self.model.named_modules())
+            self._open = [(path, module) for path, module in named if block_of(path, self.blocks) is None]
+        return tuple(
+            (f"{path}.{key}", value)
+            for path, module in self._open
+            for key, value in vars(module).items()
+            if _is_plain(value)
         )
 
     def _refuse_elsewhere(self, program: Program, stages: Sequence[Stage]) -> None:
@@ -262,25 +288,29 @@ class Plan:
         return found
 
 
-def plan_of(model: nn.Module, schedule: Schedule, num_ranks: int) -> Plan:
+def plan_of(model: nn.Module, schedule: Schedule, num_ranks: int, world_device: str) -> Plan:
     """Return a plan in which nothing is decided yet.
 
     Raises:
-        ConfigurationError: the model is on several devices, on none, or compiled.
+        ConfigurationError: the model is on several devices, has no parameters, or is compiled.
     """
     if hasattr(model, "_orig_mod"):
         raise ConfigurationError(
             "A compiled model cannot be cut into stages.",
             do="pass the model itself, its blocks compiled if you like: block.compile()",
         )
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) != 1 or devices == ["meta"]:
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    where = devices - {"meta"}
+    if not devices or len(where) > 1:
         raise ConfigurationError(
             "pipeline() needs a model whose parameters are on one device.",
-            evidence=f"they are on {', '.join(devices) or 'none: it has no parameters'}",
-            do="build it on every rank and move it to world.device first",
+            evidence=f"they are on {', '.join(sorted(devices)) or 'none: it has no parameters'}",
+            do="build it on every rank and move it to world.device first, or build it on the meta device",
         )
-    return Plan(model, schedule, num_ranks, torch.device(devices[0]), blocks(model))
+    # What is not on this rank's device yet goes there stage by stage, so that a model need not fit on one.
+    is_there = bool(where) and where != {"cpu"}
+    device = torch.device(next(iter(where)) if is_there else world_device)
+    return Plan(model, schedule, num_ranks, device, blocks(model), devices == {str(device)})
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -298,53 +328,20 @@ def _states(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    part = own_part(tensor)
-    empty = torch.empty_like(part, device="meta", requires_grad=False)
-    if part is not tensor:
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - most models have none, and it takes long
-
-        spec = tensor._spec  # type: ignore[attr-defined]  # noqa: SLF001 - how torch itself rebuilds a DTensor
-        empty = DTensor(empty, spec, requires_grad=False)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, cast("tuple[object, ...]", value)))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _signature(leaf: object) -> object:
     if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device.type
     return repr(leaf)
 
 
-def check_axes(axes: Axes) -> None:
-    """Raise if the ranks lie along an axis that a pipeline does not go with.
-
-    Raises:
-        ConfigurationError: names the nearest sizes.
-    """
-    if axes.dp_shard > 1:
-        raise ConfigurationError(
-            f"A pipeline's stages are not sharded, and the ranks are laid out with dp_shard={axes.dp_shard}.",
-            evidence=f"mesh: {axes}",
-            do=f"rankwise.mesh(pp={axes.pp}, dp_replicate={axes.dp_replicate * axes.dp_shard}, tp={axes.tp}), "
-            "or rankwise.shard() without pp",
-        )
-
-
-def checked_count(micro_batches: int | None, schedule: Schedule, num_ranks: int) -> int:
-    """Return how many micro-batches a batch is run in: what was asked for, or one per stage.
-
-    Raises:
-        ConfigurationError: the schedule cannot run so many.
-    """
-    count = schedule.num_stages(num_ranks) if micro_batches is None else micro_batches
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigurationError(f"micro_batches must be a whole number, at least 1, not {count!r}.", do="pass 4")
-    if not schedule.allows(count, num_ranks):
-        near = [number for number in range(1, 2 * count) if schedule.allows(number, num_ranks)]
-        near.sort(key=lambda number: (abs(number - count), number))
-        raise ConfigurationError(
-            f"{schedule.name} on {num_ranks} ranks cannot run {count} micro-batches.",
-            evidence=f"it runs them in rounds of at least {num_ranks}, all of one length",
-            do=f"pass micro_batches={near[0]} or {near[1]}",
-        )
-    return count
+def _shape_in_words(signature: Any) -> str:  # noqa: ANN401 - of a tensor, or of another leaf
+    if isinstance(signature, str):
+        return signature
+    shape, _, dtype, device = signature
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"

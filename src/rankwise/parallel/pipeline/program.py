@@ -85,6 +85,8 @@ class Program:
     """Number of a value to which leaf of ``(args, kwargs)`` it is."""
     states: dict[int, str] = field(default_factory=dict[int, str])
     """Number of a value to the parameter or buffer it is."""
+    changed_states: tuple[str, ...] = ()
+    """Parameters and buffers that forward changes, within blocks too."""
     constants: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     kinds: dict[int, Kind] = field(default_factory=dict[int, Kind])
     output: list[Any] = field(default_factory=list[Any])

@@ -137,9 +137,11 @@ class BoundStage:
         self._gather_roots(held, gradients)
         if not held.leaves:
             return [None] * len(self.stage.receives)
-        if self.splits_backward is None:
-            self.splits_backward = all(_reaches(root, held.leaves.values()) for root in held.roots)
-        if not self.splits_backward:
+        if held.roots and self.splits_backward is None:
+            self.splits_backward = all(
+                _reaches(root, held.leaves.values()) for root in held.roots
+            ) and not _uses_one_twice(held.roots, self.parameters)
+        if held.roots and not self.splits_backward:
             return self._whole_backward(held)
         leaves = list(held.leaves.values())
         if held.roots:
@@ -213,3 +215,21 @@ def _reaches(root: torch.Tensor, leaves: Any) -> bool:  # noqa: ANN401 - any ite
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
     return False
+
+
+def _uses_one_twice(roots: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether a parameter comes into what was computed in two places, of which torch's halves see one."""
+    made = [parameter.view_as(parameter).grad_fn for parameter in parameters]
+    targets = {node.next_functions[0][0]: 0 for node in made if node is not None}
+    seen: set[Node] = set()
+    waiting = [root.grad_fn for root in roots]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            if following in targets:
+                targets[following] += 1
+            waiting.append(following)
+    return any(count > 1 for count in targets.values())

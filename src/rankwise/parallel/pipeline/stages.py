@@ -301,6 +301,6 @@ def owners(
         for stage in stages:
             for call in stage.calls:
                 for number in call.reads:
-                    if number in program.states:
-                        found[program.states[number]].add(stage.number)
+                    if (name := program.states.get(number)) in found:
+                        found[name].add(stage.number)
     return {name: stages or {0} for name, stages in found.items()}

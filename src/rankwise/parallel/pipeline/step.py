@@ -6,6 +6,7 @@ Used by pipeline. Which actions there are is schedule's, what a stage computes i
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, fold_ranks
 from rankwise.parallel.pipeline import schedule as kinds
 from rankwise.parallel.pipeline.stage_run import BoundStage, Held, received_like
+from rankwise.parallel.pipeline.waiter import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -52,6 +54,15 @@ class MicroBatch:
     """Those of this rank, for its number of samples."""
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A send or a receive under way."""
+
+    work: dist.Work
+    rank: int
+    """The other one, in the world."""
+
+
 class Link:
     """This rank's way to the other ranks of its pipeline: torch's sends and receives, watched."""
 
@@ -64,7 +75,8 @@ class Link:
         self._watch = watch
         self._channel = 0 if watch is None else watch.record.open_channel(ranks)
         self._ticket: Any = None
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sent: list[tuple[Started, torch.Tensor]] = []
+        self._waiter = Waiter()
 
     def begin(self, what: str) -> None:
         """Say what is sent from here on, for the error of a wait that does not end."""
@@ -73,39 +85,56 @@ class Link:
 
     def send(self, tensor: torch.Tensor, place: int) -> None:
         """Start sending to the rank at ``place`` along the pipeline."""
-        work = self._start(dist.isend, tensor, place)
-        if work is not None:
-            self._sent.append((work, tensor))
+        started = self._start(dist.isend, tensor, place)
+        if started is not None:
+            self._sent.append((started, tensor))
 
-    def receive(self, tensor: torch.Tensor, place: int) -> dist.Work | None:
+    def receive(self, tensor: torch.Tensor, place: int) -> Started | None:
         """Start receiving into ``tensor``."""
         return self._start(dist.irecv, tensor, place)
 
-    def _start(self, how: Callable[..., dist.Work | None], tensor: torch.Tensor, place: int) -> dist.Work | None:
+    def _start(self, how: Callable[..., dist.Work | None], tensor: torch.Tensor, place: int) -> Started | None:
         if not tensor.numel():
             return None
         try:
-            return how(_flat(tensor), self._ranks[place], group=self._group)
+            work = how(_flat(tensor), self._ranks[place], group=self._group)
         except RuntimeError as error:
             if self._watch is not None:
                 # The connection is broken already: what a peer did explains it.
                 self._watch.wait(self._ticket, partial(_raise, error))
             raise
+        return None if work is None else Started(work, self._ranks[place])
 
-    def wait(self, works: Iterable[dist.Work | None]) -> None:
+    def wait(self, started: Iterable[Started | None]) -> None:
         """Return when what was started is there; raise what the watch found out if it will not come."""
-        for work in works:
-            if work is None:
-                continue
-            if self._watch is None or self.device.type != "cpu":
-                # On a GPU the stream waits, not this thread.
-                work.wait()
-                continue
-            self._watch.wait(self._ticket, partial(_is_over, work, timedelta(seconds=self._watch.timeout_seconds)))
+        under_way = [one for one in started if one is not None]
+        if not under_way:
+            return
+        if self._watch is None or self.device.type != "cpu":
+            # On a GPU the stream waits, not this thread.
+            for one in under_way:
+                one.work.wait()
+            return
+        self._waiter.begin([one.work for one in under_way], self._watch.timeout_seconds)
+        try:
+            self._watch.wait(self._ticket, self._waiter.is_done)
+        except BaseException as error:
+            ranks = sorted({one.rank for one in under_way})
+            error.add_note(f"waiting for {fold_ranks(ranks)}")
+            self._waiter.give_up(partial(self._disconnect, ranks))
+            raise
+
+    def _disconnect(self, ranks: Sequence[int]) -> None:
+        # A wait of Gloo's that runs out of time closes the connection, and so ends every other wait for it.
+        for rank in ranks:
+            with contextlib.suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), rank, group=self._group)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
 
     def finish(self) -> None:
         """Return when everything sent has left."""
-        self.wait([work for work, _ in self._sent])
+        self.wait([started for started, _ in self._sent])
         self._sent.clear()
 
 
@@ -125,7 +154,7 @@ class StepRun:
     outputs: dict[int, Any] = field(default_factory=dict[int, Any])
     _arrived: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], list[torch.Tensor | None]] = field(default_factory=dict)
-    _works: dict[tuple[str, int, int], list[dist.Work | None]] = field(default_factory=lambda: defaultdict(list))
+    _works: dict[tuple[str, int, int], list[Started | None]] = field(default_factory=lambda: defaultdict(list))
     _held: dict[tuple[int, int], Held] = field(default_factory=dict)
     _leaving: dict[tuple[str, int, int], list[torch.Tensor]] = field(default_factory=dict)
 
@@ -180,6 +209,10 @@ class StepRun:
                 do="return the mean over the samples of the micro-batch, as a tensor",
             )
         held.output = None
+        if micro_batch.share == 0.0:
+            # A mean over nothing is NaN, and so would be all its gradients: without a loss there are none.
+            self.losses.append(loss.detach().new_zeros(()))
+            return
         held.loss = loss.reshape(()) * micro_batch.share
         self.losses.append(held.loss.detach().clone())
 
@@ -304,11 +337,6 @@ def now(device: torch.device) -> float:
 
 def _raise(error: RuntimeError, _: float) -> bool:
     raise error
-
-
-def _is_over(work: dist.Work, limit: timedelta, _: float) -> bool:
-    # In one piece: a wait of Gloo's that runs out of time closes the connection. This one ends when the peer does.
-    return bool(work.wait(limit))
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

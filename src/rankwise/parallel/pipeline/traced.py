@@ -8,7 +8,7 @@ Knows nothing of ranks or stages. Used by pipeline.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.buckets import own_part
 from rankwise.parallel.pipeline.program import Call, Kind, Program, Ref
+from rankwise.parallel.pipeline.untouched import PythonRandomness, left_as_it_was
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 TARGET_WORDS = "put this part of forward into a module of its own: a block runs as it is"
+MOST_DEPTH = 4
+"""So deep tensors are looked for in what is no tree of them."""
 
 
 def trace(
@@ -63,26 +66,40 @@ def trace(
     names = list(blocks)
     # Hooks of the model itself may look at values, of which there are none.
     run = model if "" in names else model.forward
-    handles = [handle for name in names for handle in recorder.follow(name, model.get_submodule(name))]
-    try:
-        with _stood_in(model, mode, device, recorder), mode, recorder.randomness, recorder:
-            output = run(*own_args, **own_kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ConfigurationError(
+    with left_as_it_was(model):
+        handles = [handle for name in names for handle in recorder.follow(name, model.get_submodule(name))]
+        try:
+            with _stood_in(model, mode, device, recorder), mode, recorder.randomness, recorder:
+                output = run(*own_args, **own_kwargs)
+            recorder.check_randomness()
+            return recorder.finish(output)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise _depends_on_values(error, recorder.within) from error
+        except UnsupportedOperatorException as error:
+            raise ConfigurationError(
+                "The model calls an operator that cannot be run without data.",
+                evidence=str(error),
+                do="register a fake implementation of it: torch.library.register_fake",
+            ) from error
+        finally:
+            recorder.python_randomness.put_back()
+            for handle in handles:
+                handle.remove()
+
+
+def _depends_on_values(error: Exception, within: str | None) -> ConfigurationError:
+    if within is None:
+        return ConfigurationError(
             "What the model does depends on values in its tensors, so it cannot be cut into stages.",
             evidence=f"{error}, called outside of blocks",
             do=TARGET_WORDS,
-        ) from error
-    except UnsupportedOperatorException as error:
-        raise ConfigurationError(
-            "The model calls an operator that cannot be run without data.",
-            evidence=str(error),
-            do="register a fake implementation of it: torch.library.register_fake",
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    return recorder.finish(output)
+        )
+    return ConfigurationError(
+        f"What the block {within} does depends on values in its tensors, so that nobody knows what it will return.",
+        evidence=f"{error}, called in {within}, which is run without data to learn the shapes of its output",
+        do="write it without asking for values, nonzero() or masks as indices (torch.where, torch.cond), or put those "
+        "lines into a torch.library.custom_op with register_fake",
+    )
 
 
 class _Recorder(TorchFunctionMode):
@@ -92,6 +109,9 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.program = Program()
         self.randomness = _Randomness()
+        self.python_randomness = PythonRandomness()
+        self.within: str | None = None
+        """The block that is being run."""
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
         self._split_states: dict[int, int] = {}
@@ -123,18 +143,31 @@ class _Recorder(TorchFunctionMode):
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._depth += 1
             if self._depth == 1:
+                self.check_randomness()
+                self.within = name
                 leaves, spec = pytree.tree_flatten((args, kwargs))
                 self._entered = leaves, spec, [_version(leaf) for leaf in leaves]
 
         def after(_: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: object) -> None:
             if self._depth == 1 and self._entered is not None:
                 self._write(name, *self._entered, output)
+                self.python_randomness.put_back()
+                self.within = None
             self._depth -= 1
 
         return [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True),
         ]
+
+    def check_randomness(self) -> None:
+        """Raise if forward has drawn numbers that are not torch's outside of blocks."""
+        if self.python_randomness.has_moved():
+            raise ConfigurationError(
+                "forward draws random numbers of Python or NumPy between blocks.",
+                evidence="what is drawn while it is followed would stay so in every step",
+                do=f"draw with torch, or {TARGET_WORDS}",
+            )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -193,8 +226,7 @@ class _Recorder(TorchFunctionMode):
     def _stored(self, leaf: object, target: object) -> object:
         if isinstance(leaf, torch.Tensor):
             return self._ref(leaf, target)
-        hidden = [value for value in getattr(leaf, "__dict__", {}).values() if _is_fake(value)]
-        if hidden and not isinstance(leaf, torch.nn.Module):
+        if _hides_fake(leaf):
             raise ConfigurationError(
                 f"{target} is given a {type(leaf).__name__} that holds tensors, which cannot go from stage to stage.",
                 do="pass tensors, or trees of them; for a cache of keys and values: use_cache=False",
@@ -279,6 +311,9 @@ def _stood_in(model: nn.Module, mode: FakeTensorMode, device: torch.device, reco
                 evidence=f"replaced: {', '.join(replaced)}",
                 do="change it in place: self.buffer.copy_(...)",
             )
+        recorder.program.changed_states = tuple(
+            name for *_, tensor, name in swapped if _version(stand_ins[id(tensor)]) > 0
+        )
     finally:
         for table, key, tensor, _ in swapped:
             table[key] = tensor
@@ -314,6 +349,21 @@ def _storage(part: torch.Tensor) -> int:
 
 def _own_part_of(parameter: Any) -> torch.Tensor:  # noqa: ANN401 - a DTensor, imported by whoever made it
     return parameter.to_local()
+
+
+def _hides_fake(value: object, depth: int = 0) -> bool:
+    """Return whether an object that is no tree holds a tensor of this run, as a cache of keys and values does."""
+    if isinstance(value, torch.Tensor):
+        return _is_fake(own_part(value))
+    if depth == MOST_DEPTH or isinstance(value, torch.nn.Module | type):
+        return False
+    if isinstance(value, list | tuple | set):
+        inner = list(cast("Sequence[object]", value))
+    elif isinstance(value, dict):
+        inner = list(cast("dict[object, object]", value).values())
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+    return any(_hides_fake(one, depth + 1) for one in inner)
 
 
 def _is_fake(value: object) -> bool:

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 _COPIES = {torch.Tensor.to, torch.Tensor.copy_, torch.Tensor.type_as, torch.Tensor.set_}
 """Calls that are meant to have tensors of different devices."""
 
+_IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in (
+    "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor"
+))}  # fmt: skip
+"""What Python calls for ``x[i] = y`` and ``x += y``. Every other call that changes ``x`` ends in ``_``."""
+
 
 def moved(values: Any, device: torch.device) -> Any:  # noqa: ANN401 - any tree
     """Return a tree with its tensors on ``device``; the same tree where they are there already."""
@@ -85,9 +90,19 @@ class Meeting(TorchFunctionMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
-            name = getattr(func, "__name__", "")
-            in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and name[:2] != "__")
+            changed = _changed(func, tensors, kwargs)
             # What is known to be there already is where the next part will mostly want it.
-            there = self.device if self.device in devices and not in_place else tensors[0].device
+            there = self.device if self.device in devices else tensors[0].device
+            there = there if changed is None else changed.device
             return func(*moved(args, there), **moved(kwargs, there))
         return func(*args, **kwargs)
+
+
+def _changed(func: Callable[..., Any], tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return a tensor that a call writes into, or ``None`` where all it returns is new."""
+    out = [leaf for leaf in pytree.tree_leaves(kwargs.get("out")) if isinstance(leaf, torch.Tensor)]
+    if out:
+        return out[0]
+    name = getattr(func, "__name__", "")
+    is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return tensors[0] if is_in_place else None

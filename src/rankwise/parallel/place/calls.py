@@ -7,6 +7,7 @@ that it imports.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,13 +36,12 @@ from rankwise.parallel.place.plan import (
     key_of,
 )
 from rankwise.parallel.place.report import PlacedPart, Placement
-from rankwise.parallel.place.units import sizes_of, units_of
-from rankwise.parallel.place.weights import Homes, Weights, commit, prepare
+from rankwise.parallel.place.units import joined, sizes_of, units_of
+from rankwise.parallel.place.weights import Homes, Weights, commit, in_short, prepare
 from rankwise.parallel.trained import check_untrained, is_placed, note_placed
 from rankwise.tensor_files import open_tensor_files
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Sequence
 
     from rankwise.parallel.blocks import Kept
@@ -69,7 +69,7 @@ def place(
     budgets: Mapping[str, str | int] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
-    keep_whole: Iterable[Kept] = (),
+    keep_whole: Kept | Iterable[Kept] = (),
     int8: bool = False,
 ) -> M:
     """Spread the layers of ``model`` over the devices of this process, in place.
@@ -84,8 +84,9 @@ def place(
     memory so. Gradients arrive in ``parameter.grad`` at home, and optimizers change the weights there: on disk, that
     is, in the mapped file. Gradients and optimizer state are in memory always. The result is that of one device.
 
-    Devices are ``"cuda:0"`` and the like, ``"cpu"``, ``"disk"``, and ``"meta"``, which holds shapes only. What is on
-    ``"cpu"`` or ``"disk"`` runs on the first GPU of the plan or the budgets, where there is one.
+    Devices are ``"cuda:0"`` and the like, ``"cpu"``, ``"disk"``, and, for what is on the meta device already,
+    ``"meta"``, which holds shapes only. What is on ``"cpu"`` or ``"disk"`` runs on the first GPU of the plan or the
+    budgets, where there is one.
 
     Args:
         model: with its weights, or built on the meta device (``with torch.device("meta"):``) and loaded from
@@ -98,7 +99,8 @@ def place(
         checkpoint: a safetensors file, or a folder of them, read tensor by tensor to where each one goes.
         offload_folder: a folder for files of weights on disk. Of our own: they are removed with the model.
         keep_whole: classes or names of modules not to be split, in addition to what :func:`blocks` finds.
-        int8: weights of linear layers in 8 bits, by torchao. For inference only, and not exact.
+        int8: weights of linear layers in 8 bits, by torchao. For inference only, and not exact: every parameter gets
+            ``requires_grad=False``.
 
     Returns:
         ``model`` itself. ``print(rankwise.placement(model))`` shows what went where, and why.
@@ -109,6 +111,7 @@ def place(
         CheckpointError: the files are damaged, or of another model. The model is then as before.
     """
     _check_model(model)
+    _check_paths(checkpoint=checkpoint, offload_folder=offload_folder)
     units = units_of(model, keep_whole)
     to_int8 = quantisable(model) if int8 else set[int]()
     sizes = sizes_of(units, lambda slot: _bytes_at_home(slot, to_int8))
@@ -123,21 +126,25 @@ def place(
     for unit in units:
         for parameter in unit.parameters:
             home_of.setdefault(id(parameter), chosen.choices[unit.name].device)
+    homes = Homes(home_of, runs_on, to_int8)
+    _check_kept(units, homes)
     parts = [_part(unit, size, chosen, home_of) for unit, size in zip(units, sizes, strict=True)]
     with ExitStack() as on_error, ExitStack() as always:
         opened = None if checkpoint is None else always.enter_context(open_tensor_files(checkpoint))
-        weights = Weights(model, units, opened)
+        with_values = [slot for unit in units for slot in unit.slots if homes.of(unit, slot) != "meta"]
+        weights = Weights(model, with_values, opened)
         files = None
         if on_disk and offload_folder is not None:
             files = OffloadFiles(offload_folder)
             on_error.callback(files.remove)
-        new = prepare(units, Homes(home_of, runs_on, to_int8), weights, files)
+        new = prepare(units, homes, weights, files)
         away = {unit for unit in units if any(home_of[id(p)] != str(runs_on[unit]) for p in unit.parameters)}
         commit(units, new, to_int8)
         on_error.pop_all()
     hooks.install(model, runs_on, away, is_ahead=chosen.has_room_ahead)
     if to_int8:
         hooks.refuse_training(model, "8-bit")
+        model.requires_grad_(requires_grad=False)
     _placed[model] = _Placed(Placement(tuple(parts), chosen.has_room_ahead), files)
     note_placed(model)
     return model
@@ -159,16 +166,14 @@ def placement(model: nn.Module) -> Placement:
 
 
 def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigurationError(f"place() was given {what}, which is no model.", do="pass a torch.nn.Module")
     if is_placed(model):
         raise ConfigurationError(
             "This model, or a part of it, is placed already.", do="call place() once, for the whole model"
         )
-    try:
-        check_untrained(model, "place")
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            error.what, evidence=error.evidence, do="call place() first: replicate(place(model))"
-        ) from None
+    check_untrained(model, "place")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigurationError(f"{name} has no shape yet.", do="call the model with one batch before place()")
@@ -177,6 +182,24 @@ def _check_model(model: nn.Module) -> None:
                 f"{name} is divided among ranks already.",
                 do="place() is for whole models: leave out shard() or place()",
             )
+
+
+def _check_paths(**paths: object) -> None:
+    for name, path in paths.items():
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise ConfigurationError(f"{name}={path!r} is no path.", do=f'pass one: {name}="/scratch/llama"')
+
+
+def _check_kept(units: Sequence[Unit], homes: Homes) -> None:
+    """Raise if the plan would throw values away."""
+    lost = [slot.name for unit in units for slot in unit.slots
+            if homes.of(unit, slot) == "meta" and not slot.tensor.is_meta]  # fmt: skip
+    if lost:
+        raise ConfigurationError(
+            f"The plan would throw away the values of {len(lost)} tensors: 'meta' holds shapes only.",
+            evidence=in_short(lost),
+            do="give them a device that holds numbers; or, to keep only shapes, build the model on meta first",
+        )
 
 
 def _budgets(
@@ -193,6 +216,10 @@ def _budgets(
         for tensor in {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values():
             already[str(tensor.device)] = already.get(str(tensor.device), 0) + tensor.nbytes
         return default_budgets(already, offload_folder)
+    if not isinstance(budgets, Mapping):
+        raise ConfigurationError(
+            f"budgets= is a {type(budgets).__name__}.", do='budgets={"cuda:0": "10GiB", "cpu": "30GiB"}'
+        )
     given = {device_name(device): bytes_in(amount) for device, amount in budgets.items()}
     if offload_folder is not None and "disk" not in given:
         given["disk"] = free_disk_bytes(offload_folder)
@@ -219,14 +246,18 @@ def _planned(
             f"plan= is a {type(plan).__name__}.", do='plan="auto", or a mapping: {"layers.0": "cuda:0", "": "cpu"}'
         )
     given = {name: device_name(device) for name, device in plan.items()}
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    names += [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+    first_of = _first_names(model)
     for name in given:
-        if name not in names:
+        if name not in first_of:
             raise ConfigurationError(
                 f"The plan names {name!r}, and {type(model).__name__} has no such module.",
-                evidence=near(name, names),
+                evidence=near(str(name), first_of),
                 do='correct the name; "" stands for everything else',
+            )
+        if first_of[name] != name:
+            raise ConfigurationError(
+                f"The plan names {name!r}, which is another name of {first_of[name]!r}.",
+                do=f"name it {first_of[name]!r}: it has one device",
             )
     inside = {unit.name: [slot.name for slot in unit.slots] for unit in units}
     device_of = by_hand(given, inside, {unit.name: unit.why_whole for unit in units})
@@ -234,6 +265,17 @@ def _planned(
     planned = Plan(choices, executing([*(budgets or {}), *given.values()]))
     _check_budgets(planned, sizes, budgets)
     return planned
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return every name of a module, parameter or buffer, and the first name that its module has."""
+    first = {module: name for name, module in model.named_modules()}
+    found: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found[name] = first[module]
+        for inner in (*module._parameters, *module._buffers):  # noqa: SLF001 - only of itself, and every name
+            found[joined(name, inner)] = joined(first[module], inner)
+    return found
 
 
 def _check_budgets(plan: Plan, sizes: Sequence[Size], budgets: dict[str, int] | None) -> None:

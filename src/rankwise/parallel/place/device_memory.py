@@ -42,9 +42,9 @@ def device_name(device: object) -> str:
     if found.type in {"cpu", "meta"}:
         return found.type
     index = found.index or 0
-    if found.type == "cuda" and index >= torch.cuda.device_count():
+    if found.type != "cuda" or index >= torch.cuda.device_count():
         raise _no_device(device)
-    return f"{found.type}:{index}"
+    return f"cuda:{index}"
 
 
 def default_budgets(already_bytes: Mapping[str, int], offload_folder: str | os.PathLike[str] | None) -> dict[str, int]:

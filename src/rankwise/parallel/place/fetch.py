@@ -20,49 +20,13 @@ from rankwise.errors import RankwiseError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rankwise.parallel.place.units import Unit
+    from rankwise.parallel.place.away import Away
 
     Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
 
 _hooks_of_torch: Any = torch._C._autograd  # type: ignore[attr-defined]  # noqa: SLF001 - what the context manager calls
 NO_GRAPH = -1
 """What torch calls the backward that is not running."""
-
-
-class Away:
-    """A part of a model that runs on another device than its weights are on.
-
-    Args:
-        unit: the part; only parameters are fetched.
-        device: where it runs.
-    """
-
-    def __init__(self, unit: Unit, device: torch.device) -> None:
-        self.name = unit.name
-        self.device = device
-        self.parameters = unit.parameters
-        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        self.places = [
-            (slot.module, slot.attribute, numbers[id(slot.tensor)]) for slot in unit.slots if slot.is_parameter
-        ]
-        self.recurrent = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
-        self.depth = 0
-        """How many calls of it are running inside one another."""
-        self.hooked = False
-
-    def show(self, tensors: list[torch.Tensor]) -> None:
-        """Have the modules see ``tensors`` in place of the parameters, which stay registered."""
-        for module, attribute, number in self.places:
-            # An attribute of the object comes before what nn.Module.__getattr__ finds.
-            module.__dict__[attribute] = tensors[number]
-
-    def hide(self) -> None:
-        """Have the modules see their parameters again."""
-        for module, attribute, _ in self.places:
-            module.__dict__.pop(attribute, None)
-        for module in self.recurrent:
-            # torch keeps a list of the weights that it ran with, which would keep the fetched ones alive.
-            module._init_flat_weights()  # noqa: SLF001 - torch calls it where weights have changed
 
 
 @dataclass
@@ -123,23 +87,29 @@ class Fetching:
         away.depth += 1
         if away.depth > 1:
             return
-        try:
-            data = self._for_backward(away) if _in_backward() else self._for_forward(away)
-            track = torch.is_grad_enabled()
-            away.show(
-                [
-                    _Fetched.apply(parameter, tensor) if track and parameter.requires_grad else tensor
-                    for parameter, tensor in zip(away.parameters, data, strict=True)
-                ]
-            )
-            if track and with_notes:
-                _hooks_of_torch._push_saved_tensors_default_hooks(*_Keeping(self, away, data).hooks())  # noqa: SLF001 - as above
-                away.hooked = True
-        except BaseException:
-            away.depth -= 1
-            away.hide()
-            raise
         self._open.append(away)
+        try:
+            if away.is_as_placed:
+                self._show(away, with_notes=with_notes)
+            else:
+                # What was put in its place is no part of the plan: backward keeps it as it keeps any tensor.
+                away.show_replaced()
+        except BaseException:
+            self.leave(away)
+            raise
+
+    def _show(self, away: Away, *, with_notes: bool) -> None:
+        data = self._for_backward(away) if _in_backward() else self._for_forward(away)
+        track = torch.is_grad_enabled()
+        away.show(
+            [
+                _Fetched.apply(parameter, tensor) if track and parameter.requires_grad else tensor
+                for parameter, tensor in zip(away.parameters, data, strict=True)
+            ]
+        )
+        if track and with_notes:
+            _hooks_of_torch._push_saved_tensors_default_hooks(*_Keeping(self, away, data).hooks())  # noqa: SLF001 - as above
+            away.hooked = True
 
     def leave(self, away: Away) -> None:
         """End what :meth:`enter` began."""
@@ -294,9 +264,7 @@ class _Keeping:
     def __init__(self, fetching: Fetching, away: Away, data: Iterable[torch.Tensor]) -> None:
         self._fetching = fetching
         self._away = away
-        self._numbers = {
-            tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(data) if tensor.nbytes
-        }
+        self._numbers = {address: number for number, tensor in enumerate(data) if (address := _address(tensor))}
         self._dtypes = [parameter.dtype for parameter in away.parameters]
         # Only the innermost hooks are called: what they do not want they hand on (to torch.utils.checkpoint's, say).
         self._outer: Hooks | None = _hooks_of_torch._top_saved_tensors_default_hooks(False)  # noqa: SLF001 - no public call
@@ -326,10 +294,10 @@ class _Keeping:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's memory begins; 0 for what has none of its own, as a weight in parts."""
+    """Return where a tensor's memory begins; 0 for what has none of its own, as a weight in parts, or no bytes."""
     if type(tensor) not in {torch.Tensor, nn.Parameter} or tensor.layout is not torch.strided:
         return 0
-    if tensor.is_conj() or tensor.is_neg():
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():  # noqa: SLF001 - no public call tells
         return 0
     return tensor.untyped_storage().data_ptr()
 

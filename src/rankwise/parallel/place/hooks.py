@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens around the calls of a placed model's modules: inputs are moved, weights are fetched.
 
-Hooks on modules, nothing else; a copy or pickle of the model is without them. Imported by place.
+Hooks on modules, and what runs them when a call is interrupted; a copy or pickle of the model is without both.
+Imported by place.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
 
 import torch
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.place.across_devices import Meeting, moved
-from rankwise.parallel.place.fetch import Away, Fetching
+from rankwise.parallel.place.away import Away
+from rankwise.parallel.place.fetch import Fetching
+from rankwise.parallel.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,19 +42,24 @@ def install(model: nn.Module, runs_on: dict[Unit, torch.device], away: set[Unit]
     fetching = Fetching(is_ahead=is_ahead) if away else None
     around: list[tuple[nn.Module, _Around]] = [(model, _AroundModel(meeting, fetching))]
     for unit, device in runs_on.items():
-        fetched = [Away(unit, device)] if unit in away else []
-        if not unit.is_called:
-            # Belongs to an open module, which itself has no one device.
-            around += [(unit.module, _AroundPart(None, None, fetching, one)) for one in fetched]
-            continue
-        around.append((unit.module, _AroundPart(device, meeting, fetching, fetched[0] if fetched else None)))
-        # A recomputation in backward, or a user, may call a layer without the block it belongs to.
-        inner = {module: name for one in fetched for module, name, _ in one.places if module is not unit.module}
-        around += [(module, _AroundLayer(fetching, one, name)) for module, name in inner.items() for one in fetched]
+        one = Away(unit, device) if unit in away else None
+        # What belongs to an open module, which itself has no one device.
+        is_loose = not unit.is_called
+        if one is not None or not is_loose:
+            parts = (None, None) if is_loose else (device, meeting)
+            around.append((unit.module, _AroundPart(*parts, fetching, one)))
+        if one is not None and fetching is not None and not is_loose:
+            # A recomputation in backward, or a user, may call a layer without the block it belongs to.
+            around += [(module, _AroundLayer(fetching, one)) for module in one.modules if module is not unit.module]
     # The last one registered comes first: the whole model's.
+    calls_of: dict[nn.Module, list[_Around]] = {}
     for module, calls in reversed(around):
         module.register_forward_pre_hook(_Before(calls), with_kwargs=True, prepend=True)
         module.register_forward_hook(_After(calls), always_call=True)
+        calls_of.setdefault(module, []).append(calls)
+    for module, all_calls in calls_of.items():
+        if module._compiled_call_impl is None:  # noqa: SLF001 - what a module's call runs; copies and pickles lack it
+            module._compiled_call_impl = _Interruptible(module, all_calls)  # noqa: SLF001 - as above
 
 
 def refuse_training(model: nn.Module, what: str) -> None:
@@ -129,23 +138,24 @@ class _AroundPart(_Around):
 class _AroundLayer(_Around):
     """A layer of a part, when it is called on its own."""
 
-    def __init__(self, fetching: Fetching | None, away: Away, attribute: str) -> None:
+    def __init__(self, fetching: Fetching, away: Away) -> None:
         self._fetching = fetching
         self._away = away
-        self._attribute = attribute
         self._entered: list[bool] = []
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        alone = self._attribute not in module.__dict__
+        alone = self._away.depth == 0
         arguments = None
-        if alone and self._fetching is not None:
+        if alone:
             arguments = moved((args, kwargs), self._away.device)
             self._fetching.enter(self._away, with_notes=False)
+        else:
+            self._away.check_shown(module)
         self._entered.append(alone)
         return arguments
 
     def after(self) -> None:
-        if self._entered and self._entered.pop() and self._fetching is not None:
+        if self._entered and self._entered.pop():
             self._fetching.leave(self._away)
 
 
@@ -160,6 +170,38 @@ class _RefuseTraining(_Around):
                 f"This {type(module).__name__} holds {self._what} weights, which cannot be trained.",
                 do="call model.eval() to use it, or place() it without int8=True to train it",
             )
+
+
+class _Interruptible:
+    """Calls a module, and clears up after an interrupt: torch runs hooks after an Exception, but not after Ctrl-C.
+
+    A copy or pickle of the module gets none.
+    """
+
+    def __init__(self, module: nn.Module, calls: list[_Around]) -> None:
+        self._module = ref(module)
+        self._calls = calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
+        module = cast("nn.Module", self._module())
+        try:
+            return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what a module's call runs without this one
+        except Exception:
+            raise
+        except BaseException:
+            self._clear_up()
+            raise
+
+    @uncompiled
+    def _clear_up(self) -> None:
+        for calls in self._calls:
+            calls.after()
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())
 
 
 class _Hook:
@@ -183,25 +225,12 @@ class _NoHook:
 
 
 class _Before(_Hook):
+    @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        # Only what is being compiled needs the compiler to keep out; its import takes seconds.
-        call = _before_compiled if torch.compiler.is_compiling() else _before
-        return call(self._calls, module, args, kwargs)
+        return self._calls.before(module, args, kwargs)
 
 
 class _After(_Hook):
+    @uncompiled
     def __call__(self, *_: object) -> None:
-        call = _after_compiled if torch.compiler.is_compiling() else _after
-        call(self._calls)
-
-
-def _before(calls: _Around, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    return calls.before(module, args, kwargs)
-
-
-def _after(calls: _Around) -> None:
-    calls.after()
-
-
-_before_compiled = torch._disable_dynamo(_before)  # noqa: SLF001 - torch.compiler.disable imports the compiler now
-_after_compiled = torch._disable_dynamo(_after)  # noqa: SLF001 - as above
+        self._calls.after()

@@ -62,7 +62,7 @@ class Unit:
         return list({id(slot.tensor): slot.tensor for slot in self.slots if slot.is_parameter}.values())
 
 
-def units_of(model: nn.Module, keep_whole: Iterable[Kept] = ()) -> list[Unit]:
+def units_of(model: nn.Module, keep_whole: Kept | Iterable[Kept] = ()) -> list[Unit]:
     """Return all parts of a model that hold anything, in the order in which they were registered.
 
     Raises:
@@ -71,26 +71,25 @@ def units_of(model: nn.Module, keep_whole: Iterable[Kept] = ()) -> list[Unit]:
     whole = reasons(model, keep_whole)
     units: list[Unit] = []
     seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, name: str, caller: nn.Module) -> None:
+    waiting = [(model, "", model)]
+    while waiting:
+        module, name, caller = waiting.pop()
         if module in seen:
-            return
+            continue
         seen.add(module)
         is_called = has_forward(module)
         caller = module if is_called else caller
         if name in whole:
-            slots = [slot for inner, child in module.named_modules() for slot in _slots(child, _joined(name, inner))]
+            slots = [slot for inner, child in module.named_modules() for slot in _slots(child, joined(name, inner))]
             if slots:
                 units.append(Unit(name, whole[name], caller, tuple(slots), is_called))
             seen.update(module.modules())
-            return
+            continue
         units.extend(
             Unit(slot.name, "a single tensor", caller, (slot,), is_called=False) for slot in _slots(module, name)
         )
-        for child_name, child in module.named_children():
-            visit(child, _joined(name, child_name), caller)
-
-    visit(model, "", model)
+        children = [(child, joined(name, child_name), caller) for child_name, child in module.named_children()]
+        waiting += reversed(children)
     return units
 
 
@@ -124,12 +123,13 @@ def sizes_of(units: Sequence[Unit], bytes_of: Callable[[Slot], int]) -> list[Siz
 def _slots(module: nn.Module, name: str) -> list[Slot]:
     held = ((module._parameters, True), (module._buffers, False))  # noqa: SLF001 - with their attribute names
     return [
-        Slot(_joined(name, attribute), module, attribute, is_parameter)
+        Slot(joined(name, attribute), module, attribute, is_parameter)
         for tensors, is_parameter in held
         for attribute, tensor in tensors.items()
         if tensor is not None
     ]
 
 
-def _joined(name: str, inner: str) -> str:
+def joined(name: str, inner: str) -> str:
+    """Return the name of something inside a module."""
     return f"{name}.{inner}" if name and inner else name or inner

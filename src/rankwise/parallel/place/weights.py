@@ -8,6 +8,7 @@ them. Imported by place.
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from rankwise.parallel.blocks import near
 from rankwise.parallel.place.int8 import parts_of, quantised, with_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rankwise.parallel.place.offload_files import OffloadFiles
     from rankwise.parallel.place.units import Slot, Unit
@@ -34,7 +35,7 @@ class Weights:
 
     Args:
         model: may be on the meta device, or in part.
-        units: all of its parts.
+        slots: of all tensors that shall have values.
         checkpoint: files with its weights, or ``None`` to take those that it has.
 
     Raises:
@@ -42,7 +43,7 @@ class Weights:
         ConfigurationError: something on the meta device has no values anywhere.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], checkpoint: TensorFiles | None) -> None:
+    def __init__(self, model: nn.Module, slots: Sequence[Slot], checkpoint: TensorFiles | None) -> None:
         self._checkpoint = checkpoint
         self._key_of: dict[int, str] = {}
         if checkpoint is not None:
@@ -50,12 +51,11 @@ class Weights:
             self._state: dict[str, Any] = model.state_dict(keep_vars=True)
             self._key_of = _matched(self._state, checkpoint, type(model).__name__)
         self._rebuilt: dict[int, torch.Tensor] = {}
-        slots = [slot for unit in units for slot in unit.slots]
         empty = [slot for slot in slots if slot.tensor.is_meta and id(slot.tensor) not in self._key_of]
         if any(slot.is_parameter for slot in empty):
             raise ConfigurationError(
                 f"{sum(slot.is_parameter for slot in empty)} parameters are on the meta device, without values.",
-                evidence=_some([slot.name for slot in empty if slot.is_parameter]),
+                evidence=in_short([slot.name for slot in empty if slot.is_parameter]),
                 do='pass checkpoint="model.safetensors", or build the model on the CPU',
             )
         for module in {id(slot.module): slot.module for slot in empty}.values():
@@ -86,6 +86,10 @@ class Homes:
     to_int8: set[int]
     """Which weights become 8 bits, by ``id``."""
 
+    def of(self, unit: Unit, slot: Slot) -> str:
+        """Return the home of one tensor."""
+        return self.of_parameter[id(slot.tensor)] if slot.is_parameter else str(self.runs_on[unit])
+
 
 def prepare(
     units: Sequence[Unit], homes: Homes, weights: Weights, files: OffloadFiles | None
@@ -108,7 +112,7 @@ def prepare(
             tensor = slot.tensor
             if id(tensor) in new or any(tensor is other for other in on_disk.values()):
                 continue
-            home = homes.of_parameter[id(tensor)] if slot.is_parameter else str(homes.runs_on[unit])
+            home = homes.of(unit, slot)
             if home == "disk" and id(tensor) not in homes.to_int8:
                 on_disk[slot.name] = tensor
             elif id(tensor) in homes.to_int8:
@@ -144,7 +148,11 @@ def _in_int8(slot: Slot, home: str, weights: Weights, files: OffloadFiles | None
 
 
 def commit(units: Sequence[Unit], new: dict[int, torch.Tensor], to_int8: set[int]) -> None:
-    """Give the model its new tensors. Parameters stay the objects they are, but for those in 8 bits."""
+    """Give the model its new tensors, all or none. Parameters stay the objects they are, but for those in 8 bits.
+
+    Raises:
+        ConfigurationError: something holds on to a parameter, so that it cannot get other content.
+    """
     slots_of: dict[int, list[Slot]] = {}
     old_of: dict[int, torch.Tensor] = {}
     recurrent: set[nn.RNNBase] = set()
@@ -158,23 +166,36 @@ def commit(units: Sequence[Unit], new: dict[int, torch.Tensor], to_int8: set[int
     for module in recurrent:
         # Weak references, which keep torch from giving a parameter other content.
         module._flat_weight_refs = []  # noqa: SLF001 - as torch does before it moves them
-    for key, tensor in new.items():
-        _replace(old_of[key], tensor, slots_of[key], in_int8=key in to_int8)
-    for module in recurrent:
-        module._init_flat_weights()  # noqa: SLF001 - as torch does after
+    with ExitStack() as on_error, ExitStack() as always:
+        for module in recurrent:
+            always.callback(module._init_flat_weights)  # noqa: SLF001 - as torch does after
+        for key, tensor in new.items():
+            on_error.callback(_replace(old_of[key], tensor, slots_of[key], in_int8=key in to_int8))
+        on_error.pop_all()
 
 
-def _replace(old: torch.Tensor, tensor: torch.Tensor, slots: list[Slot], *, in_int8: bool) -> None:
+def _replace(old: torch.Tensor, tensor: torch.Tensor, slots: list[Slot], *, in_int8: bool) -> Callable[[], object]:
+    """Give a parameter or a buffer its new content, and return what takes that back."""
     if not in_int8 and torch._has_compatible_shallow_copy_type(old, tensor):  # noqa: SLF001 - as nn.Module.to asks
-        old.data = tensor
-    elif not in_int8 and isinstance(old, nn.Parameter):
+        before, old.data = old.data, tensor
+        return lambda: setattr(old, "data", before)
+    if not in_int8 and isinstance(old, nn.Parameter):
         filled = nn.Parameter(tensor, requires_grad=old.requires_grad)
         vars(filled).update(vars(old))  # type: ignore[attr-defined]
-        torch.utils.swap_tensors(old, filled)
-    else:
-        new = nn.Parameter(tensor, requires_grad=False) if in_int8 else tensor
-        for slot in slots:
-            slot.put(new)
+        try:
+            torch.utils.swap_tensors(old, filled)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"{slots[0].name} cannot be given values: something holds on to it as it is on the meta device.",
+                evidence=str(error),
+                do="place() the model before anything refers to its parameters weakly or has run it, or let go of that "
+                "(an output, a loss); nothing was changed",
+            ) from error
+        return lambda: torch.utils.swap_tensors(old, filled)
+    put = nn.Parameter(tensor, requires_grad=False) if in_int8 else tensor
+    for slot in slots:
+        slot.put(put)
+    return lambda: [slot.put(old) for slot in slots]
 
 
 def _matched(state: dict[str, Any], checkpoint: TensorFiles, model: str) -> dict[int, str]:
@@ -195,26 +216,26 @@ def _matched(state: dict[str, Any], checkpoint: TensorFiles, model: str) -> dict
         for key in missing[:MOST_LISTED]
     ]
     lines += [f"missing: {len(missing) - MOST_LISTED} more"] if len(missing) > MOST_LISTED else []
-    lines += [f"unexpected: {_some(unexpected)}"] if unexpected else []
+    lines += [f"unexpected: {in_short(unexpected)}"] if unexpected else []
     for key in wanted.keys() & there.keys():
         entry, tensor = there[key], wanted[key]
         if entry.shape != tuple(tensor.shape):
             lines.append(f"{key}: {list(entry.shape)} in the file, {list(tensor.shape)} in the model")
-        elif _kind(entry.dtype) != _kind(tensor.dtype):
+        elif not entry.fits(tensor):
             lines.append(f"{key}: {entry.dtype} in the file, {tensor.dtype} in the model")
+    there_of = {number: [key for key in keys if key in there] for number, keys in keys_of.items()}
+    lines += [
+        f"{' and '.join(keys)} differ in the file, and are one tensor in the model"
+        for keys in there_of.values()
+        if len(keys) > 1 and not lines and not checkpoint.are_equal(keys)
+    ]
     if lines:
         raise CheckpointError(
             f"{checkpoint.path} does not hold the weights of this {model}.",
             evidence="\n".join(lines),
             do="pass the file of this model, or build the model that the file is of; nothing was changed",
         )
-    return {number: next(key for key in keys if key in there) for number, keys in keys_of.items()}
-
-
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "complex"
-    return "floating" if dtype.is_floating_point else "whole"
+    return {number: keys[0] for number, keys in there_of.items()}
 
 
 def _rebuilt(model: nn.Module, module: nn.Module, slots: list[Slot]) -> dict[int, torch.Tensor]:
@@ -246,13 +267,14 @@ def _rebuilt(model: nn.Module, module: nn.Module, slots: list[Slot]) -> dict[int
         name = unwritten[0].rpartition(".")[0]
         raise ConfigurationError(
             "Buffers on the meta device have no values: they belong to no checkpoint.",
-            evidence=_some(unwritten),
+            evidence=in_short(unwritten),
             do=f"build that module on the CPU before place(): model.{name or 'module'} = "
             f"{type(module).__name__}(...), outside `with torch.device('meta')`",
         )
     return {id(slot.tensor): first[slot.attribute] for slot in slots}
 
 
-def _some(names: list[str]) -> str:
+def in_short(names: list[str]) -> str:
+    """Return the first names of a long list, as a line for an error."""
     more = len(names) - MOST_LISTED
     return ", ".join(names[:MOST_LISTED]) + (f", ... ({more} more)" if more > 0 else "")

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.blocks import blocks as repeated_blocks
+from rankwise.parallel.names import matching
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,17 +40,20 @@ def block_names(model: nn.Module, blocks: Blocks, argument: str) -> list[str]:
         found = _without_small_layers(model, repeated_blocks(model))
     elif isinstance(blocks, bool):
         raise _not_blocks(blocks, argument)
-    elif isinstance(blocks, int):
-        found = _at_least(model, blocks)
-    elif isinstance(blocks, str):
-        found = _at_least(model, _bytes_of(blocks, argument))
+    elif isinstance(blocks, int | str):
+        least_bytes = blocks if isinstance(blocks, int) else _bytes_of(blocks, argument)
+        if least_bytes <= 0:
+            raise _not_blocks(blocks, argument)
+        found = _at_least(model, least_bytes)
+    elif not isinstance(blocks, list | tuple):
+        raise _not_blocks(blocks, argument)
     elif all(isinstance(one, str) for one in blocks):
         found = [name for pattern in blocks for name in _matching(model, str(pattern), argument)]
     elif all(isinstance(one, type) and issubclass(one, nn.Module) for one in blocks):
         found = _of_classes(model, [one for one in blocks if isinstance(one, type)], argument)
     else:
         raise _not_blocks(blocks, argument)
-    runnable = [name for name in dict.fromkeys(found) if name and _runs(model.get_submodule(name))]
+    runnable = [name for name in dict.fromkeys(found) if name and _is_called(model, name)]
     return sorted(runnable, key=lambda name: -name.count("."))
 
 
@@ -82,6 +85,12 @@ def _without_small_layers(model: nn.Module, names: Sequence[str]) -> list[str]:
     ]
 
 
+def _is_called(model: nn.Module, name: str) -> bool:
+    """Whether a module is called itself. MultiheadAttention reads the weights of the layers that it holds."""
+    above = model.get_submodule(name.rpartition(".")[0])
+    return _runs(model.get_submodule(name)) and not isinstance(above, nn.MultiheadAttention)
+
+
 def _runs(module: nn.Module) -> bool:
     """Whether a module is called itself: a list of layers is not."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict)
@@ -92,15 +101,11 @@ def _at_least(model: nn.Module, least_bytes: int) -> list[str]:
     taken: set[nn.Parameter] = set()
     found: list[str] = []
 
-    def visit(name: str, module: nn.Module) -> None:
-        for child, inner in module.named_children():
-            visit(f"{name}.{child}" if name else child, inner)
+    for name, module in sorted(model.named_modules(), key=lambda named: -named[0].count(".")):
         left = [parameter for parameter in module.parameters() if parameter not in taken]
-        if name and _runs(module) and left and sum(parameter.nbytes for parameter in left) >= least_bytes:
+        if name and _is_called(model, name) and left and sum(parameter.nbytes for parameter in left) >= least_bytes:
             found.append(name)
             taken.update(left)
-
-    visit("", model)
     return found
 
 
@@ -116,7 +121,7 @@ def _bytes_of(text: str, argument: str) -> int:
 
 def _matching(model: nn.Module, pattern: str, argument: str) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
-    found = [name for name in names if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
+    found = matching(pattern, names)
     if not found:
         near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3)
         raise ConfigurationError(
@@ -146,5 +151,6 @@ def _of_classes(model: nn.Module, classes: Sequence[type], argument: str) -> lis
 def _not_blocks(blocks: object, argument: str) -> ConfigurationError:
     return ConfigurationError(
         f"{argument}={blocks!r} says no blocks.",
-        do="pass a list of names or of classes, a size in bytes or as text, or None for the layers that repeat",
+        do='pass a list of names (["layers.*"]) or of classes ([Block]), a size as "100MiB" or in bytes, or None for '
+        "the layers that repeat",
     )

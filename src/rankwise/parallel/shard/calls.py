@@ -15,21 +15,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from rankwise.agreement import all_ranks_succeed
-from rankwise.collectives import gather_json
-from rankwise.errors import ConfigurationError, fold_values
+from rankwise.errors import ConfigurationError
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, warn
 from rankwise.parallel.batchnorm import unsynchronised_batchnorms
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
+from rankwise.parallel.from_meta import FromMeta, check_same_meta
+from rankwise.parallel.same_forward import SameForward
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.same_options import check_same_options
 from rankwise.parallel.shard.blocks import Blocks, block_names, grouped
 from rankwise.parallel.shard.recompute import recompute_block
 from rankwise.parallel.shard.waits import WatchedAllGather, WatchedReduceScatter
 from rankwise.parallel.shard.weights import AfterForward, BeforeForward, ShardSync
-from rankwise.parallel.trained import check_no_optimizer_holds, check_untrained, note_trained
+from rankwise.parallel.trained import (
+    check_callable,
+    check_no_optimizer_holds,
+    check_split,
+    check_untrained,
+    note_trained,
+)
 from rankwise.session import current
 
 if TYPE_CHECKING:
@@ -37,10 +46,12 @@ if TYPE_CHECKING:
 
     from rankwise.exchange.protocol import Exchange
     from rankwise.mesh import Axes
+    from rankwise.session import Session
     from rankwise.watch import Watch
 
 M = TypeVar("M", bound=nn.Module)
 
+_WEIGHTS = ("weights of sharded models",)
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -72,7 +83,7 @@ def shard(
     The loss must be a mean over the samples of this rank, as for :func:`rankwise.replicate`. Every rank runs the same
     blocks in the same order, and backward equally often, without samples too; within a block ranks may use different
     parameters. A model on the meta device is sharded without ever being whole: it comes back filled with NaN, to be
-    loaded with :func:`rankwise.load` before it is trained.
+    loaded with :func:`rankwise.load` before it is called.
 
     Args:
         model: on its device already, or on the meta device.
@@ -105,17 +116,31 @@ def shard(
     with all_ranks_succeed("rankwise.shard()"):
         _check_axes(axes)
         check_untrained(model, "shard")
+        check_split(model, axes, "shard")
+        check_callable(weight, "shard")
+        _check_flags(cpu_offload=cpu_offload, reshard_after_forward=reshard_after_forward)
         _check_trainable(model)
         policy = _precision(model, mixed_precision)
         names = block_names(model, blocks, "blocks")
         recomputed = _recomputed(model, names, recompute)
         groups = grouped(model, names)
-        _check_dtypes(model, [name for group in groups for name in group])
+        _check_dtypes(model, groups)
     if session.exchange is not None:
+        check_same_options(
+            "shard",
+            {
+                "blocks": groups,
+                "recompute": recomputed,
+                "mixed_precision": policy,
+                "cpu_offload": cpu_offload,
+                "reshard_after_forward": reshard_after_forward,
+            },
+        )
         check_same_model(model)
-        _check_same_meta(model)
+        check_same_meta(model, "shard")
         _start_equal(model, session.exchange)
     before = [ref(parameter) for parameter in model.parameters()]
+    name = type(model).__name__  # before torch names it anew
     _split(
         model,
         groups,
@@ -124,14 +149,15 @@ def shard(
         offloads=_offloads(cpu_offload, session.world.device),
         reshards=reshard_after_forward,
     )
-    for name in recomputed:
-        recompute_block(model.get_submodule(name))
+    for block in recomputed:
+        recompute_block(model.get_submodule(block))
     if session.exchange is not None and not session.world.device.startswith("cuda"):
         _watch_waits(model, session.exchange.watch, axes.ranks_along(session.world.rank, "dp_shard"))
-    was_meta = _fill_meta(model, session.world.device)
-    sync = ShardSync(model, None if session.exchange is None else _own_group(session.exchange))
-    note_trained(model, sync)
+    was_meta = FromMeta("shard", model, session.world.device)
+    sync = ShardSync(model, None if session.exchange is None else _own_group(session, session.exchange))
+    note_trained(model, ref(sync))
     session.stopping.unless(WeakMethod(sync.is_mid_step))
+    along = exchange_along("dp_shard")
     buffers = None
     if session.exchange is not None:
         if norms := unsynchronised_batchnorms(model):
@@ -142,28 +168,27 @@ def shard(
         buffers = BufferSync(model, session.exchange)
     # Before torch's own, which gathers the parameters: a broken backward is cleared away first.
     model.register_forward_pre_hook(
-        BeforeForward(sync, weight, _Prepare(buffers, before, was_meta)), with_kwargs=True, prepend=True
+        BeforeForward(sync, SameForward(along, f"sharded {name}"), weight, _Prepare(buffers, before, was_meta)),
+        with_kwargs=True,
+        prepend=True,
     )
     model.register_forward_hook(AfterForward(sync))
-    log(f"shard: {type(model).__name__} in {len(groups)} blocks over {axes}")
+    log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model
 
 
 class _Prepare:
-    """What happens before each forward that may be trained; some of it once."""
+    """What happens before each forward; some of it once."""
 
-    def __init__(
-        self, buffers: BufferSync | None, before: Sequence[ref[nn.Parameter]], was_meta: Sequence[str]
-    ) -> None:
+    def __init__(self, buffers: BufferSync | None, before: Sequence[ref[nn.Parameter]], was_meta: FromMeta) -> None:
         self._buffers = buffers
         self._before = list(before)
-        self._was_meta = list(was_meta)
+        self._was_meta = was_meta
 
     def __call__(self, model: nn.Module) -> None:
-        if self._was_meta:
-            with all_ranks_succeed("the first forward of a model from the meta device"):
-                _check_filled(model, self._was_meta)
-            self._was_meta.clear()
+        self._was_meta.check(model)
+        if not torch.is_grad_enabled():
+            return
         if self._before:
             check_no_optimizer_holds(self._before, "shard")
             self._before.clear()
@@ -172,18 +197,19 @@ class _Prepare:
 
 
 def _check_axes(axes: Axes) -> None:
+    tp = f", tp={axes.tp}" if axes.tp > 1 else ""
     if axes.pp > 1:
         raise ConfigurationError(
             f"shard() does not go with pp={axes.pp}.",
             evidence=f"the ranks are laid out as {axes}",
-            do=f"call rankwise.mesh(dp_shard={axes.dp_shard * axes.pp}) and shard(), or "
-            f"rankwise.mesh(pp={axes.pp}, dp_replicate={axes.data_world_size}) and pipeline()",
+            do=f"call rankwise.mesh(dp_shard={axes.data_world_size * axes.pp}{tp}) and shard(), or "
+            f"rankwise.mesh(pp={axes.pp}, dp_replicate={axes.data_world_size}{tp}) and pipeline()",
         )
     if axes.dp_shard == 1 and axes.dp_replicate > 1:
         raise ConfigurationError(
             "shard() has no rank to share parameters with: the axis dp_shard has one.",
             evidence=f"the ranks are laid out as {axes}",
-            do=f"call rankwise.replicate(model), or rankwise.mesh(dp_shard={axes.dp_replicate})",
+            do=f"call rankwise.replicate(model), or rankwise.mesh(dp_shard={axes.dp_replicate}{tp})",
         )
 
 
@@ -193,6 +219,17 @@ def _check_trainable(model: nn.Module) -> None:
             "The model has no parameter that needs a gradient.",
             do="shard the model you train; a frozen one needs no gradients to be exact",
         )
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise ConfigurationError(
+                f"Parameter {name}.weight has a sparse gradient.", do="build the layer with sparse=False"
+            )
+
+
+def _check_flags(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"shard() was given {name}={value!r}.", do=f"pass {name}=True or {name}=False")
 
 
 def _precision(model: nn.Module, wanted: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
@@ -200,7 +237,7 @@ def _precision(model: nn.Module, wanted: str | MixedPrecisionPolicy | None) -> M
         return MixedPrecisionPolicy()
     if isinstance(wanted, MixedPrecisionPolicy):
         return wanted
-    if wanted not in _PRECISIONS:
+    if not isinstance(wanted, str) or wanted not in _PRECISIONS:
         raise ConfigurationError(
             f"shard() knows no mixed_precision={wanted!r}.",
             do=f"use one of {', '.join(map(repr, _PRECISIONS))}, or a torch.distributed.fsdp.MixedPrecisionPolicy",
@@ -213,6 +250,8 @@ def _recomputed(model: nn.Module, names: list[str], wanted: bool | Blocks) -> li
     """Return the names of the modules that compute their activations again."""
     if wanted is False:
         return []
+    if wanted is None:
+        raise ConfigurationError("recompute=None says nothing.", do="pass True, False, or which modules")
     if wanted is not True:
         return block_names(model, wanted, "recompute")
     # A single layer keeps little but what comes in, which is kept anyway.
@@ -225,19 +264,20 @@ def _recomputed(model: nn.Module, names: list[str], wanted: bool | Blocks) -> li
     return composed
 
 
-def _check_dtypes(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise unless the trained parameters of each block have one dtype: they are reduced as one tensor."""
+def _check_dtypes(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Raise unless the trained parameters that are gathered together have one dtype: they are reduced as one tensor."""
     seen: set[int] = set()
     # Inner blocks take theirs first, and what is in none belongs to the model.
-    for name in [*names, ""]:
+    for group in [*groups, [""]]:
         dtypes: dict[torch.dtype, str] = {}
-        for inner, parameter in model.get_submodule(name).named_parameters(prefix=name):
-            if id(parameter) not in seen and parameter.requires_grad:
-                seen.add(id(parameter))
-                dtypes.setdefault(parameter.dtype, inner)
+        for name in group:
+            for inner, parameter in model.get_submodule(name).named_parameters(prefix=name):
+                if id(parameter) not in seen and parameter.requires_grad:
+                    seen.add(id(parameter))
+                    dtypes.setdefault(parameter.dtype, inner)
         if len(dtypes) > 1:
             raise ConfigurationError(
-                f"The block {name or type(model).__name__} holds parameters of {len(dtypes)} dtypes.",
+                f"The block {' with '.join(group) or type(model).__name__} holds parameters of {len(dtypes)} dtypes.",
                 evidence="\n".join(f"{where} is {dtype}" for dtype, where in dtypes.items()),
                 do="bring the model to one dtype (model.float()), and use mixed_precision= to compute in another",
             )
@@ -255,13 +295,18 @@ def _start_equal(model: nn.Module, exchange: Exchange) -> None:
             broadcast_tensors(parts, along, what="parts of parameters of data rank 0")
 
 
-def _own_group(exchange: Exchange) -> TorchGroup:
-    """Return torch's group of all ranks, another one. Called by: every rank."""
+def _own_group(session: Session, exchange: Exchange) -> TorchGroup:
+    """Return torch's group of all ranks, another one, which all sharded models use. Called by: every rank."""
+    known = session.parts.get(_WEIGHTS)
+    if isinstance(known, TorchGroup):
+        return known
     group = dist.new_group()
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"torch.distributed.new_group() gave {group!r} for a group of all ranks")
     watch = exchange.watch
-    return TorchGroup(watch, exchange.rank, exchange.world_size, group, watch.record.open_channel())
+    own = TorchGroup(watch, exchange.rank, exchange.world_size, group, watch.record.open_channel())
+    session.parts[_WEIGHTS] = own
+    return own
 
 
 def _offloads(wanted: bool, device: str) -> OffloadPolicy:  # noqa: FBT001 - the caller's own argument
@@ -291,6 +336,8 @@ def _split(
         reduce_dtype=policy.reduce_dtype,
         cast_forward_inputs=policy.cast_forward_inputs,
     )
+    for name in {name for group in groups for name in group} | {""}:
+        model.get_submodule(name).register_forward_hook(_without_views)
     for group in groups:
         for block in fully_shard(
             [model.get_submodule(name) for name in group],
@@ -307,6 +354,17 @@ def _split(
     root.set_reduce_scatter_unused_params(True)
 
 
+def _without_views(_: nn.Module, __: object, output: object) -> object:
+    """Return an output that may be changed in place: torch's hooks are lost where a view of another tensor is."""
+    if not any(_is_followed_view(leaf) for leaf in pytree.tree_leaves(output)):
+        return None
+    return pytree.tree_map(lambda leaf: leaf.clone() if _is_followed_view(leaf) else leaf, output)
+
+
+def _is_followed_view(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and value._is_view()  # noqa: SLF001 - no public way
+
+
 def _watch_waits(model: nn.Module, watch: Watch, ranks: Sequence[int]) -> None:
     """Have the waits of every block end with a name when a peer fails. Called by: every rank."""
     channel = watch.record.open_channel(ranks)
@@ -315,57 +373,3 @@ def _watch_waits(model: nn.Module, watch: Watch, ranks: Sequence[int]) -> None:
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(WatchedAllGather(watch, channel, f"parameters of {name}"))
             module.set_custom_reduce_scatter(WatchedReduceScatter(watch, channel, f"gradients of {name}"))
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
-def _check_same_meta(model: nn.Module) -> None:
-    """Raise unless the same tensors are on the meta device of every rank. Called by: every rank."""
-    of_rank = gather_json([name for name, tensor in _tensors(model).items() if tensor.is_meta])
-    if any(names != of_rank[0] for names in of_rank):
-        raise ConfigurationError(
-            "Ranks have different parts of the model on the meta device.",
-            where=f"reported on {current().world}",
-            evidence=fold_values({rank: f"{len(names)} tensors" for rank, names in enumerate(of_rank)}),
-            do="build it under `with torch.device('meta'):` on every rank or on none, and rankwise.load() afterwards",
-        )
-
-
-def _fill_meta(model: nn.Module, device: str) -> list[str]:
-    """Give what is on the meta device memory, filled with NaN, so that it cannot pass for something loaded."""
-    names = [name for name, tensor in _tensors(model).items() if tensor.is_meta]
-    if not names:
-        return []
-    # Buffers may have been computed already.
-    kept = {name: _local(tensor).clone() for name, tensor in _tensors(model).items() if not tensor.is_meta}
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for name, tensor in _tensors(model).items():
-            local = _local(tensor)
-            if name in kept:
-                local.copy_(kept[name])
-            elif local.is_floating_point():
-                local.fill_(float("nan"))
-            else:
-                local.zero_()
-    return names
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _check_filled(model: nn.Module, names: Sequence[str]) -> None:
-    tensors = _tensors(model)
-    kept = model.state_dict().keys()
-    for name in names:
-        local = _local(tensors[name]) if name in tensors else torch.empty(0)
-        if local.numel() and bool(local.isnan().all()):
-            raise ConfigurationError(
-                f"{name} was on the meta device in shard(), and has not been filled since.",
-                do="rankwise.load() a checkpoint into the model before training it"
-                if name in kept
-                else "compute it: it is a buffer that checkpoints leave out (persistent=False)",
-            )

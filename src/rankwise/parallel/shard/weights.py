@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
+from rankwise.parallel.same_forward import in_backward
 from rankwise.parallel.trained import samples_of, tensors_with_grad
+from rankwise.parallel.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from rankwise.exchange.protocol import Lane
     from rankwise.exchange.torch_group import TorchGroup
+    from rankwise.parallel.same_forward import SameForward
 
 
 class Announced:
@@ -282,22 +285,27 @@ class BeforeForward:
     """The hook that runs before a sharded model's forward."""
 
     def __init__(
-        self, sync: ShardSync, weight: Callable[..., float | torch.Tensor] | None, prepare: Callable[[nn.Module], None]
+        self,
+        sync: ShardSync,
+        same: SameForward,
+        weight: Callable[..., float | torch.Tensor] | None,
+        prepare: Callable[[nn.Module], None],
     ) -> None:
         self._sync = sync
+        self._same = same
         self._weight = weight
         self._prepare = prepare
 
-    @torch._disable_dynamo  # noqa: SLF001 - torch.compiler.disable without importing the compiler now
+    @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tell the other ranks what the call stands for."""
-        if _in_backward():
+        if in_backward():
             return
+        self._same.meet(module)
         self._sync.forget_broken()
-        if not torch.is_grad_enabled():
-            return
         self._prepare(module)
-        self._sync.before_forward(samples_of(self._weight, args, kwargs))
+        if torch.is_grad_enabled():
+            self._sync.before_forward(samples_of(self._weight, args, kwargs))
 
 
 class AfterForward:
@@ -306,15 +314,11 @@ class AfterForward:
     def __init__(self, sync: ShardSync) -> None:
         self._sync = sync
 
-    @torch._disable_dynamo  # noqa: SLF001
+    @uncompiled
     def __call__(self, _: nn.Module, __: object, output: object) -> None:
         """Follow what the call returned, to where backward comes from."""
-        if torch.is_grad_enabled() and not _in_backward():
+        if torch.is_grad_enabled() and not in_backward():
             self._sync.after_forward(output)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - a block is being recomputed inside backward
 
 
 def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:

@@ -7,7 +7,6 @@ there; finding the plan is tensor_plan's.
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -15,18 +14,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
 from rankwise.agreement import all_ranks_succeed
-from rankwise.errors import ConfigurationError, fold_values
-from rankwise.exchange.bytes_of import bytes_of
+from rankwise.errors import ConfigurationError
 from rankwise.log import log
 from rankwise.parallel.blocks import has_forward, is_plain_container
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
+from rankwise.parallel.from_meta import FromMeta, check_same_meta
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.same_options import check_same_options
+from rankwise.parallel.tensor.alike import Alike
 from rankwise.parallel.tensor.plan import Plan, Style, check_tied, find_plan, given_plan, tied
-from rankwise.parallel.trained import check_no_optimizer_holds, check_untrained
+from rankwise.parallel.trained import check_untrained
 from rankwise.session import current
 
 if TYPE_CHECKING:
@@ -34,12 +33,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rankwise.exchange.protocol import Exchange
-
 M = TypeVar("M", bound=nn.Module)
-
-CHECKED_FORWARDS = 3
-"""How many of the first forwards compare their inputs between the ranks that must have the same."""
 
 _plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 
@@ -78,20 +72,32 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
     Source: torch.distributed.tensor.parallel.parallelize_module; Shoeybi et al., "Megatron-LM" (2019), section 3.
     """
     session = current()
-    tp = axes_for("tensor_parallel", "tp").tp
+    axes = axes_for("tensor_parallel", "tp")
+    tp = axes.tp
     with all_ranks_succeed("rankwise.tensor_parallel()"):
         _check_first(model)
         chosen = _choose(model, plan, tp)
     if session.exchange is not None:
+        check_same_options(
+            "tensor_parallel",
+            {
+                "plan": {
+                    name: style if isinstance(style, str) else type(style).__name__
+                    for name, style in chosen.styles.items()
+                }
+            },
+        )
         check_same_model(model)
+        check_same_meta(model, "tensor_parallel")
         tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
         with torch.no_grad():
             broadcast_tensors(tensors, session.exchange, what="parameters of rank 0")
     before = [ref(parameter) for parameter in model.parameters()]
     _split(model, chosen, submesh("tp"))
     _plans[model] = chosen
-    exchange = exchange_along("tp")
-    model.register_forward_pre_hook(_First(before, exchange), with_kwargs=True, prepend=True)
+    # What shard() cuts further is never whole, and gets its memory there.
+    was_meta = FromMeta("tensor_parallel", model, session.world.device if axes.dp_shard == 1 else None)
+    Alike(type(model).__name__, before, exchange_along("tp"), was_meta.check).follow(model)
     log(f"tensor_parallel: {len(chosen.styles)} layers of {type(model).__name__} over {tp} ranks" + _left(chosen))
     return model
 
@@ -213,7 +219,8 @@ def _give_out_copies(module: nn.Module, split: set[nn.Module]) -> None:
         _stand_in(module, list(module.modules()))
         return
     if has_forward(module):
-        _stand_in(module, [module])
+        # A ParameterList is read by who holds it.
+        _stand_in(module, [module, *(one for one in module.children() if not has_forward(one))])
     for child in module.children():
         _give_out_copies(child, split)
 
@@ -268,59 +275,3 @@ class _Plain:
         finally:
             for owner, name in self._places:
                 owner.__dict__.pop(name, None)
-
-
-class _First:
-    """What is compared before the first forwards: a difference would be wrong results, and no error."""
-
-    def __init__(self, before: list[ref[nn.Parameter]], exchange: Exchange | None) -> None:
-        self._before = before
-        self._exchange = exchange
-        self._num_left = CHECKED_FORWARDS
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._num_left <= 0:
-            return
-        self._num_left -= 1
-        if self._before:
-            check_no_optimizer_holds(self._before, "tensor_parallel")
-            self._before.clear()
-        if self._exchange is not None:
-            _check_alike(model, (args, kwargs), self._exchange)
-
-
-def _check_alike(model: nn.Module, values: object, exchange: Exchange) -> None:
-    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-    own = torch.tensor([_digest(tensors), _digest(_random_state(model))])
-    inputs, states = exchange.all_gather(own, what="inputs of a tensor parallel model").unbind(1)
-    if len(set(inputs.tolist())) > 1:
-        raise ConfigurationError(
-            "The ranks that share layers were given different inputs.",
-            where=f"reported on {current().world}",
-            evidence="checksums of the inputs, by rank along tp:\n" + fold_values(dict(enumerate(inputs.tolist()))),
-            do="take batches from rankwise.DataLoader, which gives ranks along tp the same; seed random inputs alike",
-        )
-    if len(set(states.tolist())) > 1:
-        raise ConfigurationError(
-            "The ranks that share layers would draw different dropout masks.",
-            where=f"reported on {current().world}",
-            evidence="checksums of the random states, by rank along tp:\n"
-            + fold_values(dict(enumerate(states.tolist()))),
-            do="call torch.manual_seed() with the same seed on ranks that differ along tp only",
-        )
-
-
-def _random_state(model: nn.Module) -> list[torch.Tensor]:
-    """Return the state that dropout masks are drawn from, where the model has dropout."""
-    if not any(isinstance(layer, _DropoutNd) and layer.p > 0 and layer.training for layer in model.modules()):
-        return []
-    device = current().world.device
-    return [torch.cuda.get_rng_state(device) if device.startswith("cuda") else torch.get_rng_state()]
-
-
-def _digest(tensors: list[torch.Tensor]) -> int:
-    digest = 0
-    for tensor in tensors:
-        plain = tensor.detach().to("cpu").contiguous()
-        digest = zlib.crc32(bytes_of(plain).numpy().tobytes(), zlib.crc32(str(plain.shape).encode(), digest))
-    return digest

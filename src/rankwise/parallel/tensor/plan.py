@@ -8,15 +8,16 @@ the second by its inputs ("row"). Only what is clear is split. Used by tensor_pa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.blocks import near
+from rankwise.parallel.blocks import has_forward, near
+from rankwise.parallel.names import matching
 from rankwise.parallel.tensor.attention_code import HeadsUse, forward_source, heads_use
+from rankwise.parallel.tensor.mlp_code import is_elementwise, is_linear, why_not_elementwise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -54,12 +55,6 @@ _ATTENTIONS = (
     (("q", "k", "v"), ("o", "out", "proj")),
 )
 _HEADS = {"lm_head", "head", "output", "embed_out", "unembed", "decoder", "out", "to_logits"}
-# Each works on single elements and holds nothing to train.
-_ELEMENTWISE = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign,
-    nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Dropout, nn.Identity,
-)  # fmt: skip
-_MIXING = (nn.Softmax, nn.LogSoftmax, nn.GLU, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 @dataclass
@@ -99,7 +94,8 @@ def find_plan(model: nn.Module, tp: int) -> Plan:
             _add_sequential(plan, name, module, tp)
         else:
             _add_attention(plan, name, module, tp)
-            _add_mlp(plan, name, module, tp)
+            _add_mlp(plan, model, name, module, tp)
+    _leave_siblings_whole(plan, model)
     _add_vocabulary(plan, model, tp)
     if not any(isinstance(style, ParallelStyle) or style != "replicate" for style in plan.styles.values()):
         raise ConfigurationError(
@@ -122,14 +118,19 @@ def given_plan(model: nn.Module, given: Mapping[str, Style], tp: int) -> Plan:
         ConfigurationError: a name that no module has, an unknown style, a style that a module cannot have, or a size
             that the ranks cannot share evenly.
     """
+    if not given:
+        raise ConfigurationError(
+            "tensor_parallel() was given a plan that splits nothing.",
+            do='say which layers are split: plan={"layers.*.up": "column", "layers.*.down": "row"}',
+        )
     modules = dict(model.named_modules())
     styles: dict[str, Style] = {}
     for pattern, style in given.items():
-        found = [n for n in modules if n.count(".") == pattern.count(".") and fnmatchcase(n, pattern)]
+        found = matching(pattern, modules) if isinstance(pattern, str) else []
         if not found:
             raise ConfigurationError(
                 f"The plan names {pattern!r}, and {type(model).__name__} has no such module.",
-                evidence=near(pattern, modules),
+                evidence=near(str(pattern), modules),
                 do="pass names as model.named_modules() gives them, with * for a part: layers.*.up",
             )
         for name in found:
@@ -193,7 +194,7 @@ def _check_style(name: str, module: nn.Module, style: object, tp: int) -> None:
         )
 
 
-def _add_mlp(plan: Plan, name: str, module: nn.Module, tp: int) -> None:
+def _add_mlp(plan: Plan, model: nn.Module, name: str, module: nn.Module, tp: int) -> None:
     children = dict(module.named_children())
     for firsts, last in _MLPS:
         column = [children[one] for one in firsts if one in children]
@@ -203,10 +204,8 @@ def _add_mlp(plan: Plan, name: str, module: nn.Module, tp: int) -> None:
         linear = [one for one in column if isinstance(one, nn.Linear)]
         if len(linear) < len(column) or any(one.out_features != row.in_features for one in linear):
             continue
-        others = {n: m for n, m in children.items() if n not in firsts and n != last}
-        why = _why_not_elementwise(module, others)
-        # A layer of an encoder holds norms and attention around its pair; in an MLP, they would be inside.
-        if why is not None and firsts != ("linear1",):
+        why = _why_no_mlp(model, name, firsts, last)
+        if why is not None:
             plan.whole.setdefault(name, why)
         elif row.in_features % tp:
             plan.whole.setdefault(_join(name, last), f"{row.in_features} inputs cannot be shared by {tp} ranks evenly")
@@ -215,20 +214,27 @@ def _add_mlp(plan: Plan, name: str, module: nn.Module, tp: int) -> None:
         return
 
 
-def _why_not_elementwise(module: nn.Module, others: Mapping[str, nn.Module]) -> str | None:
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    if own:
-        return f"its parameter {own[0]} may belong between the two layers"
-    for name, other in others.items():
-        if isinstance(other, _MIXING) or any(True for _ in other.parameters()):
-            return f"its {name} may work on what lies between the two layers, as a whole"
-    return None
+def _why_no_mlp(model: nn.Module, name: str, firsts: tuple[str, ...], last: str) -> str | None:
+    module = model.get_submodule(name)
+    if not all(is_linear(module.get_submodule(one)) for one in (*firsts, last)):
+        return "its layers do more than nn.Linear"
+    if has_forward(module):
+        return why_not_elementwise(module, [f"self.{one}" for one in firsts], f"self.{last}")
+    # A ModuleDict: whoever holds it calls its layers.
+    above, _, own = name.rpartition(".")
+    if not name or not own.isidentifier():
+        return "no code of its own calls its layers"
+    return why_not_elementwise(
+        model.get_submodule(above), [f"self.{own}['{one}']" for one in firsts], f"self.{own}['{last}']"
+    )
 
 
 def _add_sequential(plan: Plan, name: str, module: nn.Sequential, tp: int) -> None:
+    if type(module).forward is not nn.Sequential.forward:
+        return
     first: tuple[str, nn.Linear] | None = None
     for child, layer in module.named_children():
-        if isinstance(layer, nn.Linear) and type(layer) is nn.Linear:
+        if isinstance(layer, nn.Linear) and is_linear(layer):
             if first is not None and first[1].out_features == layer.in_features and layer.in_features % tp == 0:
                 plan.styles |= {_join(name, first[0]): "column", _join(name, child): "row"}
                 first = None
@@ -236,7 +242,7 @@ def _add_sequential(plan: Plan, name: str, module: nn.Sequential, tp: int) -> No
                 if first is not None:
                     plan.whole[_join(name, first[0])] = f"{first[1].out_features} outputs over {tp} ranks"
                 first = (child, layer)
-        elif not isinstance(layer, _ELEMENTWISE):
+        elif not is_elementwise(layer):
             first = None
 
 
@@ -247,8 +253,9 @@ def _add_attention(plan: Plan, name: str, module: nn.Module, tp: int) -> None:
         if out is None or not all(isinstance(children.get(one), nn.Linear) for one in projections):
             continue
         q, k, v, o = (children[one] for one in (*projections, out))
-        if not all(isinstance(one, nn.Linear) for one in (q, k, v, o)):
-            continue
+        if not all(is_linear(one) for one in (q, k, v, o)):
+            plan.whole[name] = "its layers do more than nn.Linear"
+            return
         trained = [n for n, _ in module.named_parameters(recurse=False)]
         trained += [
             n for n, m in children.items() if n not in {*projections, out} and any(True for _ in m.parameters())
@@ -265,6 +272,24 @@ def _add_attention(plan: Plan, name: str, module: nn.Module, tp: int) -> None:
         if use.counts:
             plan.heads[name] = {attribute: count // tp for attribute, count in use.counts.items()}
         return
+
+
+def _leave_siblings_whole(plan: Plan, model: nn.Module) -> None:
+    """Leave an attention whole where another of its class is: they may hand one another what is of heads."""
+    classes = {type(model.get_submodule(name)): name for name in plan.whole}
+    for name, module in model.named_modules():
+        split = [_join(name, child) for child, _ in module.named_children() if _join(name, child) in plan.styles]
+        other = classes.get(type(module))
+        if other is not None and name not in plan.whole and _is_attention(module) and split:
+            plan.whole[name] = f"{other} of the same class is whole"
+            plan.heads.pop(name, None)
+            for one in split:
+                del plan.styles[one]
+
+
+def _is_attention(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    return any(all(one in children for one in projections) for projections, _ in _ATTENTIONS)
 
 
 def _check_heads(name: str, module: nn.Module, use: HeadsUse, tp: int) -> None:
@@ -289,6 +314,7 @@ def _add_vocabulary(plan: Plan, model: nn.Module, tp: int) -> None:
         if not partners:
             continue
         why = next((why for one in partners if (why := _why_no_vocabulary(model, one, embeddings[one]))), None)
+        why = why or _why_not_tied(model, {name, *partners})
         if why is not None:
             plan.whole[partners[0]] = why
             continue
@@ -310,6 +336,17 @@ def _why_no_vocabulary(model: nn.Module, name: str, embedding: nn.Embedding) -> 
     for owner in {"", *above}:
         if f".{last}.weight" in forward_source(model.get_submodule(owner)):
             return f"the code of {type(model.get_submodule(owner)).__name__} uses its weight itself"
+    return None
+
+
+def _why_not_tied(model: nn.Module, names: set[str]) -> str | None:
+    """Return which parameter of these layers others share, that stay whole."""
+    name_of = {module: name for name, module in model.named_modules()}
+    for places in tied(model):
+        sharing = [name_of[module] for module, _ in places]
+        others = [one for one in sharing if one not in names]
+        if others and len(others) < len(sharing):
+            return f"{others[0] or 'the model itself'} shares a parameter with it"
     return None
 
 
