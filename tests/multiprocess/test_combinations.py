@@ -113,9 +113,9 @@ def _differing(world: World, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("blocks", "shard() was given different blocks="),
-        ("precision", "shard() was given different mixed_precision="),
-        ("plan", "tensor_parallel() was given different plan="),
+        ("blocks", "what shard() was given differs between ranks"),
+        ("precision", "what shard() was given differs between ranks"),
+        ("plan", "the plan of tensor_parallel() differs between ranks"),
         ("nobody averages", "call rankwise.replicate(model) after tensor_parallel()"),
         ("nobody splits", "tensor_parallel(model) first"),
     ],

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from rankwise.agreement import all_ranks_succeed
+from rankwise.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, warn
@@ -27,7 +27,6 @@ from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.from_meta import FromMeta, check_same_meta
 from rankwise.parallel.same_forward import SameForward
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
-from rankwise.parallel.same_options import check_same_options
 from rankwise.parallel.shard.blocks import Blocks, block_names, grouped
 from rankwise.parallel.shard.recompute import recompute_block
 from rankwise.parallel.shard.waits import WatchedAllGather, WatchedReduceScatter
@@ -126,15 +125,17 @@ def shard(
         groups = grouped(model, names)
         _check_dtypes(model, groups)
     if session.exchange is not None:
-        check_same_options(
-            "shard",
+        same_on_all_ranks(
+            "what shard() was given",
             {
                 "blocks": groups,
                 "recompute": recomputed,
-                "mixed_precision": policy,
+                "mixed_precision": str(policy),
                 "cpu_offload": cpu_offload,
                 "reshard_after_forward": reshard_after_forward,
             },
+            do="pass the same on every rank",
+            error=ConfigurationError,
         )
         check_same_model(model)
         check_same_meta(model, "shard")

@@ -15,14 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from rankwise.agreement import all_ranks_succeed
+from rankwise.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
 from rankwise.parallel.blocks import has_forward, is_plain_container
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.from_meta import FromMeta, check_same_meta
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
-from rankwise.parallel.same_options import check_same_options
 from rankwise.parallel.tensor.alike import Alike
 from rankwise.parallel.tensor.plan import Plan, Style, check_tied, find_plan, given_plan, tied
 from rankwise.parallel.trained import check_untrained
@@ -78,14 +77,11 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
         _check_first(model)
         chosen = _choose(model, plan, tp)
     if session.exchange is not None:
-        check_same_options(
-            "tensor_parallel",
-            {
-                "plan": {
-                    name: style if isinstance(style, str) else type(style).__name__
-                    for name, style in chosen.styles.items()
-                }
-            },
+        same_on_all_ranks(
+            "the plan of tensor_parallel()",
+            {name: style if isinstance(style, str) else type(style).__name__ for name, style in chosen.styles.items()},
+            do="pass the same plan on every rank",
+            error=ConfigurationError,
         )
         check_same_model(model)
         check_same_meta(model, "tensor_parallel")
