@@ -76,7 +76,7 @@ class Link:
         self._channel = 0 if watch is None else watch.record.open_channel(ranks)
         self._ticket: Any = None
         self._sent: list[tuple[Started, torch.Tensor]] = []
-        self._waiter = Waiter()
+        self._waiter: Waiter | None = None
 
     def begin(self, what: str) -> None:
         """Say what is sent from here on, for the error of a wait that does not end."""
@@ -115,13 +115,13 @@ class Link:
             for one in under_way:
                 one.work.wait()
             return
-        self._waiter.begin([one.work for one in under_way], self._watch.timeout_seconds)
+        ranks = sorted({one.rank for one in under_way})
+        if self._waiter is None:
+            self._waiter = Waiter(self._watch)
         try:
-            self._watch.wait(self._ticket, self._waiter.is_done)
-        except BaseException as error:
-            ranks = sorted({one.rank for one in under_way})
+            self._waiter.wait([one.work for one in under_way], self._ticket, partial(self._disconnect, ranks))
+        except Exception as error:
             error.add_note(f"waiting for {fold_ranks(ranks)}")
-            self._waiter.give_up(partial(self._disconnect, ranks))
             raise
 
     def _disconnect(self, ranks: Sequence[int]) -> None:
