@@ -61,7 +61,7 @@ def _refused_alone(world: World) -> str:
     replicated = rw.replicate(nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match="went through replicate") as caught:
         place(replicated, {"": "cpu"})
-    assert "replicate(place(model))" in str(caught.value)
+    assert "rankwise.replicate(rankwise.place(model))" in str(caught.value)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     try:
         place(model, {"": "cpu", "2" if world.rank else "1": "cpu"})
