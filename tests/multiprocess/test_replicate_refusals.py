@@ -75,6 +75,7 @@ def _wrong_calls(_: World) -> list[str]:
     rw.replicate(model)
     attempt(lambda: rw.replicate(model))
     attempt(negative)
+    attempt(lambda: rw.replicate(nn.Linear(2, 2, device="meta")))
     embedding = rw.replicate(nn.Embedding(4, 2, sparse=True))
     if rw.all_reduce(1) > 1:
         attempt(lambda: embedding(torch.tensor([1])).sum().backward())
@@ -89,8 +90,9 @@ def test_wrong_calls_say_what_to_do(world_size: int) -> None:
         assert "no parameter that needs a gradient" in errors[1]
         assert "already" in errors[2]
         assert "zero or more" in errors[3]
+        assert "model.to_empty(device=world.device)" in errors[4]
         if world_size > 1:
-            assert "sparse=False" in errors[4]
+            assert "sparse=False" in errors[5]
 
 
 def _change_after(world: World, how: str) -> str:

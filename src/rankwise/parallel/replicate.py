@@ -90,6 +90,12 @@ def replicate(
     check_untrained(model, "replicate")
     check_callable(weight, "replicate")
     names, parameters = _named_parameters(model)
+    meta = next((name for name, p in zip(names, parameters, strict=True) if p.is_meta), None)
+    if meta is not None:
+        raise ConfigurationError(
+            f"{meta} is on the meta device: the model has no values yet.",
+            do="call model.to_empty(device=world.device) and rankwise.load_weights(path, model) first",
+        )
     if not any(p.requires_grad for p in parameters):
         raise ConfigurationError(
             "The model has no parameter that needs a gradient.",
