@@ -17,6 +17,7 @@ from rankwise.log import warn
 from rankwise.parallel.batchnorm import synchronise_batchnorm, unsynchronised_batchnorms
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.gradient_sync import GradientSync
+from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.registrations import count_registrations
 from rankwise.parallel.same_model import broadcast_model, check_same_model
 from rankwise.parallel.trained import (
@@ -144,24 +145,7 @@ def _named_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
     return [name for name, _ in pairs], [parameter for _, parameter in pairs]
 
 
-class _Hook:
-    """A hook of a replicated model. A copy or pickle of the model gets one that does nothing."""
-
-    def __deepcopy__(self, memo: object) -> _NoHook:
-        return _NoHook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_NoHook, ())
-
-
-class _NoHook:
-    """What stands in a copied model where the replicated one had its hook."""
-
-    def __call__(self, *_: object, **__: object) -> None:
-        return None
-
-
-class _BeforeForward(_Hook):
+class _BeforeForward(OwnHook):
     """Gives every rank the buffers of rank zero that change while training."""
 
     def __init__(self, buffers: BufferSync) -> None:
@@ -173,7 +157,7 @@ class _BeforeForward(_Hook):
             self._buffers.before_forward()
 
 
-class _AfterForward(_Hook):
+class _AfterForward(OwnHook):
     """Notes how many samples a forward call stands for, and when backward reaches its output."""
 
     def __init__(self, sync: GradientSync, weight: Callable[..., float | torch.Tensor] | None) -> None:

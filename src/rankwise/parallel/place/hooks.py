@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.place.across_devices import Meeting, moved
 from rankwise.parallel.place.away import Away
 from rankwise.parallel.place.fetch import Fetching
@@ -204,24 +205,11 @@ class _Interruptible:
         return (type(None), ())
 
 
-class _Hook:
-    """A hook of a placed model. A copy or pickle of the model gets one that does nothing."""
+class _Hook(OwnHook):
+    """A hook of a placed model."""
 
     def __init__(self, calls: _Around) -> None:
         self._calls = calls
-
-    def __deepcopy__(self, memo: object) -> _NoHook:
-        return _NoHook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_NoHook, ())
-
-
-class _NoHook:
-    """What stands in a copied model where the placed one had its hook."""
-
-    def __call__(self, *_: object, **__: object) -> None:
-        return None
 
 
 class _Before(_Hook):
