@@ -98,9 +98,16 @@ class Plan:
     homes: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     """The stages of each parameter and buffer."""
     costs: dict[str, float] | None = None
-    _open: list[tuple[str, nn.Module]] | None = None
+    _modules: list[nn.Module] = field(init=False)
+    _open: list[tuple[str, nn.Module]] = field(init=False)
     """Modules whose forward is followed: those in no block."""
     _programs: OrderedDict[Any, tuple[Program, dict[int, BoundStage]]] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        # Looked at in every step.
+        self._modules = list(self.model.modules())
+        named = self.model.named_modules()
+        self._open = [(path, module) for path, module in named if block_of(path, self.blocks) is None]
 
     @property
     def num_stages(self) -> int:
@@ -250,16 +257,20 @@ class Plan:
         return (
             torch.is_grad_enabled(),
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-            tuple(module.training for module in self.model.modules()),
-            tuple((id(parameter), parameter.requires_grad) for parameter in self.model.parameters()),
+            tuple([module.training for module in self._modules]),
+            tuple(
+                [
+                    (id(parameter), parameter.requires_grad)
+                    for module in self._modules
+                    for parameter in module._parameters.values()  # noqa: SLF001 - parameters() takes ten times as long
+                    if parameter is not None
+                ]
+            ),
             self._plain_values(),
         )
 
     def _plain_values(self) -> tuple[tuple[str, object], ...]:
         """Return the numbers and words that forward may read between blocks: attributes of modules that are open."""
-        if self._open is None:
-            named = list(self.model.named_modules())
-            self._open = [(path, module) for path, module in named if block_of(path, self.blocks) is None]
         return tuple(
             (f"{path}.{key}", value)
             for path, module in self._open

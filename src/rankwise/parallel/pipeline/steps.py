@@ -76,6 +76,7 @@ class Pipeline:
         self._spans: list[tuple[str, int, int, float, float]] | None = None
         self._picture: Picture | None = None
         self._has_warned = False
+        self._looked_at: Program | None = None
         self._num_begun = 0
         self._broken: str | None = None
 
@@ -240,7 +241,8 @@ class Pipeline:
         shares = [weight / total if total else 0.0 for weight in weights]
         with torch.enable_grad():
             run, programs = self._prepared(arguments, sizes, targets, shares)
-        if count > 1 and not self._has_warned:
+        if count > 1 and programs[0] is not self._looked_at and not self._has_warned:
+            self._looked_at = programs[0]
             self._warn_of_states(programs[0])
         return run, training_order(plan.schedule.name, plan.num_ranks, count), total
 
