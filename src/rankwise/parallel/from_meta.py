@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models built on the meta device: given memory when they are spread, and not called before something is in it.
 
-Used by tensor_parallel and shard.
+Used by tensor_parallel, shard and pipeline.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from rankwise.agreement import all_ranks_succeed
 from rankwise.collectives import gather_json
 from rankwise.errors import ConfigurationError, fold_values
+from rankwise.parallel.buckets import own_part
 from rankwise.session import current
 
 if TYPE_CHECKING:
@@ -63,21 +63,29 @@ class FromMeta:
                     do="call rankwise.shard() next, where ranks lie along dp_shard, or build the model on a device",
                 )
             if self._is_unfilled(name, tensor):
-                raise ConfigurationError(
-                    f"{name} was on the meta device in {self._strategy}(), and has not been filled since.",
-                    do="rankwise.load() a checkpoint into the model before calling it"
-                    if name in kept
-                    else "compute it: it is a buffer that checkpoints leave out (persistent=False)",
-                )
+                raise unfilled(self._strategy, name, is_saved=name in kept)
 
     def _is_unfilled(self, name: str, tensor: torch.Tensor) -> bool:
-        local = _local(tensor)
-        if not local.numel():
-            return False
-        if _can_be_nan(local):
-            return bool(local.isnan().all())
+        if _can_be_nan(tensor):
+            return is_as_filled(tensor)
         seen = self._seen.get(name)
-        return seen is not None and seen[0] is tensor and seen[1] == tensor._version and _is_as_filled(local)  # noqa: SLF001
+        return seen is not None and seen[0] is tensor and seen[1] == tensor._version and is_as_filled(tensor)  # noqa: SLF001
+
+
+def unfilled(strategy: str, name: str, *, is_saved: bool) -> ConfigurationError:
+    """Return the error for a tensor that was on the meta device and holds nothing yet.
+
+    Args:
+        strategy: that gave it memory.
+        name: of the tensor.
+        is_saved: whether checkpoints have it.
+    """
+    return ConfigurationError(
+        f"{name} was on the meta device in {strategy}(), and has not been filled since.",
+        do="fill the model first: rankwise.load_weights(path, model), or restore a checkpoint"
+        if is_saved
+        else "compute it: it is a buffer that checkpoints leave out (persistent=False)",
+    )
 
 
 def check_same_meta(model: nn.Module, strategy: str) -> None:
@@ -107,7 +115,21 @@ def _fill(model: nn.Module, names: list[str], device: str) -> None:
             if name in kept:
                 _local(tensor).copy_(kept[name])
             elif name in names:
-                _local(tensor).fill_(_nothing(tensor.dtype))
+                fill(tensor)
+
+
+def fill(tensor: torch.Tensor) -> None:
+    """Write to memory what cannot pass for something loaded."""
+    with torch.no_grad():
+        _local(tensor).fill_(_nothing(tensor.dtype))
+
+
+def is_as_filled(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds what :func:`fill` wrote; one without elements does not."""
+    local = _local(tensor)
+    if not local.numel():
+        return False
+    return bool((local.isnan() if _can_be_nan(local) else local == _nothing(local.dtype)).all())
 
 
 def _nothing(dtype: torch.dtype) -> float:
@@ -121,9 +143,5 @@ def _can_be_nan(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _is_as_filled(tensor: torch.Tensor) -> bool:
-    return bool((tensor == _nothing(tensor.dtype)).all())
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return own_part(tensor).detach()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.errors import ConfigurationError, fold_values
-from rankwise.parallel.pipeline.keep import check_filled, refuse_empty
+from rankwise.parallel.from_meta import unfilled
+from rankwise.parallel.pipeline.keep import find_unfilled
 from rankwise.parallel.same_inputs import CHECKED_STEPS, digest_of
 from rankwise.parallel.trained import check_no_optimizer_holds
 from rankwise.session import current
@@ -53,17 +54,17 @@ class FirstSteps:
         if self._num_left <= 0:
             return
         self._num_left -= 1
-        unfilled = check_filled(model, self._empty) if self._empty else None
+        name = find_unfilled(model, self._empty) if self._empty else None
         if self._along is not None:
-            own = torch.tensor([digest_of(batch), int(unfilled is not None)])
+            own = torch.tensor([digest_of(batch), int(name is not None)])
             digests, flags = self._along.all_gather(own, what="values of the batch").unbind(1)
-            if unfilled is None and bool(flags.any()):
+            if name is None and bool(flags.any()):
                 places = [place for place, flag in enumerate(flags.tolist()) if flag]
                 raise _others_empty(places)
-            if unfilled is None:
+            if name is None:
                 _compare(digests.tolist())
-        if unfilled is not None:
-            raise refuse_empty(model, unfilled)
+        if name is not None:
+            raise unfilled("pipeline", name, is_saved=name in model.state_dict())
         self._empty.clear()
         check_no_optimizer_holds(self._replaced, "pipeline")
         self._replaced.clear()

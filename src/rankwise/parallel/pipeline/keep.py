@@ -13,6 +13,7 @@ from torch import nn
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.buckets import own_part
+from rankwise.parallel.from_meta import fill, is_as_filled
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -59,7 +60,7 @@ def keep_own(plan: Plan, place: int) -> list[tuple[str, torch.Tensor, int]]:
     return empty
 
 
-def check_filled(model: nn.Module, empty: list[tuple[str, torch.Tensor, int]]) -> str | None:
+def find_unfilled(model: nn.Module, empty: list[tuple[str, torch.Tensor, int]]) -> str | None:
     """Return the name of a tensor that nothing has been written to since, if there is one."""
     now = {name: tensor for name, _, _, tensor in _entries(model)}
     for name, tensor, version in empty:
@@ -67,21 +68,10 @@ def check_filled(model: nn.Module, empty: list[tuple[str, torch.Tensor, int]]) -
         if (
             now.get(name) is tensor
             and part._version == version  # noqa: SLF001 - autograd's own count
-            and part.numel()
-            and (not part.is_floating_point() or bool(part.detach().isnan().all()))
+            and is_as_filled(part)
         ):
             return name
     return None
-
-
-def refuse_empty(model: nn.Module, name: str) -> ConfigurationError:
-    """Return the error for a tensor that has not been filled."""
-    return ConfigurationError(
-        f"{name} was on the meta device in pipeline(), and has not been filled since.",
-        do="fill the model first: rankwise.load_weights(path, model), or restore a checkpoint"
-        if name in model.state_dict()
-        else "compute it: it is a buffer that checkpoints leave out (persistent=False)",
-    )
 
 
 def _entries(model: nn.Module) -> Generator[tuple[str, dict[str, Any], str, torch.Tensor]]:
@@ -94,13 +84,13 @@ def _entries(model: nn.Module) -> Generator[tuple[str, dict[str, Any], str, torc
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on another device; from the meta device filled with NaN, so that it cannot pass for loaded."""
+    """Return a tensor on another device; from the meta device so that it cannot pass for loaded."""
     part = own_part(tensor).detach()
     if device.type == "meta":
         part = torch.empty_like(part, device="meta")
     elif part.is_meta:
         part = torch.empty_like(part, device=device)
-        part.fill_(float("nan") if part.is_floating_point() else 0)
+        fill(part)
     else:
         part = part.to(device)
     if own_part(tensor) is not tensor:

@@ -7,6 +7,7 @@ wait there. Used by shard.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,13 +17,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from rankwise.exchange.torch_group import Pending
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rankwise.watch import Watch
 
 
-class WatchedAllGather(AllGather):
-    """torch's gathering of a block's parameters."""
+class _Watched:
+    """What both have: memory from torch's allocator, and a wait that the watch follows."""
 
     def __init__(self, watch: Watch, channel: int, what: str) -> None:
         self._watch = watch
@@ -30,8 +31,16 @@ class WatchedAllGather(AllGather):
         self._what = what
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for what is gathered."""
+        """Return memory for what comes out."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+    def _wait(self, tensor: torch.Tensor, start: Callable[[], dist.Work | None]) -> None:
+        ticket = self._watch.ticket(self._what, self._channel, tensor)
+        Pending(self._watch, ticket, start()).wait()
+
+
+class WatchedAllGather(_Watched, AllGather):
+    """torch's gathering of a block's parameters."""
 
     def __call__(
         self,
@@ -41,22 +50,12 @@ class WatchedAllGather(AllGather):
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002 - torch's signature; what runs next needs it
     ) -> None:
         """Gather, and wait."""
-        ticket = self._watch.ticket(self._what, self._channel, input_tensor)
-        work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
-        Pending(self._watch, ticket, work).wait()
+        gather = partial(dist.all_gather_single, group=group, async_op=True)
+        self._wait(input_tensor, lambda: gather(output_tensor, input_tensor))
 
 
-class WatchedReduceScatter(ReduceScatter):
+class WatchedReduceScatter(_Watched, ReduceScatter):
     """torch's reduction of a block's gradients."""
-
-    def __init__(self, watch: Watch, channel: int, what: str) -> None:
-        self._watch = watch
-        self._channel = channel
-        self._what = what
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for what is reduced."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - nothing is under way any more
         self,
@@ -67,6 +66,7 @@ class WatchedReduceScatter(ReduceScatter):
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
     ) -> None:
         """Reduce, and wait."""
-        ticket = self._watch.ticket(self._what, self._channel, input_tensor)
-        work = dist.reduce_scatter_single(output_tensor, input_tensor, cast("Any", op), group=group, async_op=True)
-        Pending(self._watch, ticket, work).wait()
+        start = partial(
+            dist.reduce_scatter_single, output_tensor, input_tensor, cast("Any", op), group=group, async_op=True
+        )
+        self._wait(input_tensor, start)
