@@ -68,8 +68,8 @@ def _difference(all_words: list[str]) -> tuple[str, str]:
         do = "convert to one dtype on every rank first; a Python int and a float differ too"
     elif not others and name == "all_gather":
         do = (
-            'pass remainder="drop" to rankwise.DataLoader, or use rankwise.all_gather_object(), '
-            "which takes values that differ in size"
+            'pass remainder="drop" to rankwise.DataLoader, or use rankwise.all_gather_uneven(), '
+            "which takes values that differ in shape"
         )
     elif not others:
         do = 'give it the same shapes on every rank; pass remainder="drop" to rankwise.DataLoader where batches differ'

@@ -37,7 +37,7 @@ class Session:
     device_mesh: object = None
     """torch's mesh of the same axes."""
     parts: dict[tuple[str, ...], Exchange] = field(default_factory=dict)
-    """The exchanges along some of the axes."""
+    """The exchanges of some of the ranks: along some of the axes, or of a group."""
     data_parts: str | None = None
     """What has divided samples among the ranks already, while these were not laid out along axes."""
     open_group: Callable[[], None] = lambda: None

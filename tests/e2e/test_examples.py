@@ -43,6 +43,16 @@ def test_digits_resumes(tmp_path: Path) -> None:
     assert len(losses[0]) == 3
 
 
+def test_jax_digits_learn_the_same_on_one_rank_and_on_three() -> None:
+    texts = [run(*RUN, "-n", ranks, str(EXAMPLES / "jax_digits.py"), "--epochs", "4") for ranks in ("1", "3")]
+    losses = [[float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in texts]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert len(losses[0]) == 4
+    accuracies = [re.findall(r"accuracy (\S+)", text) for text in texts]
+    assert accuracies[0] == accuracies[1]
+    assert float(accuracies[0][0]) > 0.9
+
+
 def test_fashion_mnist(tmp_path: Path) -> None:
     text = run(
         *RUN, "-n", "2", str(EXAMPLES / "fashion_mnist.py"), "--limit", "2000", "--epochs", "2",

@@ -114,6 +114,16 @@ class Exchange(Protocol):
         """Return the tensor of rank ``source``; ``tensor`` is of its shape and dtype."""
         ...
 
+    def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
+        """Return what every rank has for this one, in rank order.
+
+        Args:
+            tensor: [n], bytes: what this rank has for each, in rank order.
+            sizes: bytes from each rank (outer) to each; the same on every rank.
+            what: in words.
+        """
+        ...
+
     def twin(self) -> Exchange:
         """Return another exchange of the same ranks, whose collectives need no order towards this one's.
 

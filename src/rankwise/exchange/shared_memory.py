@@ -140,6 +140,15 @@ class SharedMemory:
         self._run(self._staging.broadcast(bytes_of(tensor), bytes_of(out), source, words), words, tensor)
         return out
 
+    def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
+        """Return what every rank has for this one, in rank order."""
+        if tensor.device.type != "cpu" or self._across is not None:
+            return self._torch_group.all_to_all(tensor, sizes, what=what)
+        out = self._results.empty((sum(row[self.rank] for row in sizes),), tensor)
+        words = self._words(what)
+        self._run(self._staging.all_to_all(tensor, out, sizes, words), words, None)
+        return out
+
     def twin(self) -> SharedMemory:
         """Return another exchange of the same ranks."""
         torch_group = self._torch_group if self._across is None else self._torch_group.twin()

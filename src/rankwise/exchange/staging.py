@@ -8,6 +8,7 @@ slot, the next is filled. Legend: L ranks of the host.
 from __future__ import annotations
 
 import zlib
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from rankwise.exchange.marks import Marks
 from rankwise.exchange.reducing import reduce_into
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from rankwise.exchange.across import Across
     from rankwise.exchange.engine import Awaited
@@ -133,6 +134,31 @@ class Staging:
 
         yield from self._in_pieces(tensor, take, what, fills=self._rank == source)
 
+    def all_to_all(
+        self, tensor: torch.Tensor, out: torch.Tensor, sizes: Sequence[Sequence[int]], what: str
+    ) -> Generator[Awaited]:
+        """Take from every rank's ``tensor``, bytes, the part that is for this rank, into ``out``.
+
+        Args:
+            tensor: what this rank gives, [sum of ``sizes[this rank]``], the first rank's part first.
+            out: [sum of ``sizes[every rank][this rank]``].
+            sizes: bytes from each rank (outer) to each.
+            what: see :meth:`meet`.
+        """
+        starts = [sum(row[: self._rank]) for row in sizes]
+        ends = [start + row[self._rank] for start, row in zip(starts, sizes, strict=True)]
+        places = list(accumulate((row[self._rank] for row in sizes), initial=0))
+
+        def take(round_: int, low: int, high: int) -> Generator[Awaited]:
+            for source, slot in enumerate(self._slots_of(torch.uint8, round_)):
+                first, last = max(starts[source], low), min(ends[source], high)
+                if first < last:
+                    place = places[source] + first - starts[source]
+                    out[place : place + last - first].copy_(slot[first - low : last - low])
+            yield from ()
+
+        yield from self._in_pieces(tensor, take, what, most=max(map(sum, sizes)))
+
     def _in_pieces(
         self,
         tensor: torch.Tensor,
@@ -140,15 +166,26 @@ class Staging:
         what: str,
         *,
         fills: bool = True,
+        most: int | None = None,
     ) -> Generator[Awaited]:
-        """Fill a slot per piece of ``tensor``, and take each when every rank has filled its own."""
+        """Fill a slot per piece of ``tensor``, and take each when every rank has filled its own.
+
+        Args:
+            tensor: [n] of this rank.
+            take: takes a piece in.
+            what: see :meth:`meet`.
+            fills: whether this rank has anything to give.
+            most: the largest n of any rank, where they differ.
+        """
         length = self.slot_bytes // tensor.element_size()
+        num_elements = tensor.numel() if most is None else most
         last: tuple[int, int, int] | None = None
-        for low in range(0, max(tensor.numel(), 1), length):
-            high = min(low + length, tensor.numel())
+        for low in range(0, max(num_elements, 1), length):
+            high = min(low + length, num_elements)
             round_ = yield from self._claim()
             if fills:
-                self._slots_of(tensor.dtype, round_)[self._rank][: high - low].copy_(tensor[low:high])
+                piece = tensor[low:high]
+                self._slots_of(tensor.dtype, round_)[self._rank][: piece.numel()].copy_(piece)
             if low == 0:
                 yield from self._publish_first(round_, what)
             else:

@@ -158,6 +158,16 @@ class TorchGroup:
         Pending(self.watch, ticket, work).wait()
         return result
 
+    def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
+        """Return what every rank has for this one, in rank order."""
+        ticket = self.watch.ticket(what, self.channel)
+        given, taken = list(sizes[self.rank]), [row[self.rank] for row in sizes]
+        out = tensor.new_empty(sum(taken))
+        if any(map(sum, sizes)):
+            work = dist.all_to_all_single(out, tensor, taken, given, group=self._group, async_op=True)
+            Pending(self.watch, ticket, work).wait()
+        return out
+
     def start_all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> Pending:
         """Start reducing ``tensor`` in place."""
         ticket = self.watch.ticket(what, self.channel, tensor)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of other libraries and plain numbers as tensors, and tensors back as what they were.
+
+NumPy arrays and scalars, Python numbers, and whatever exchanges memory by ``__dlpack__``: JAX, CuPy, TensorFlow.
+Nobody's library is imported here: who passes an array of it has done so.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankwise.errors import ConfigurationError
+
+
+def tensor_of(leaf: object, name: str, other: str) -> torch.Tensor:
+    """Return a leaf as a tensor on the device it lies on; a tensor as it is.
+
+    Args:
+        leaf: tensor, array or number.
+        name: of the call that it was given to, for the error.
+        other: the call that takes other objects.
+
+    Raises:
+        ConfigurationError: it is none of these, or torch has no such dtype.
+    """
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    if isinstance(leaf, np.ndarray | np.generic):
+        return _from_numpy(leaf, name)
+    if isinstance(leaf, bool | int):
+        return torch.tensor(int(leaf), dtype=torch.int64)
+    if isinstance(leaf, float):
+        return torch.tensor(leaf, dtype=torch.float64)
+    if hasattr(leaf, "__dlpack__"):
+        return _from_dlpack(leaf, name)
+    raise ConfigurationError(
+        f"{name} takes tensors, arrays and numbers, not {type(leaf).__name__}.",
+        do=f"use {other} for other objects",
+    )
+
+
+def back(leaf: object, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - the leaf's own type
+    """Return ``tensor``, which nobody else holds, as the kind of thing ``leaf`` is."""
+    if isinstance(leaf, torch.Tensor):
+        return tensor
+    if isinstance(leaf, np.generic):
+        return leaf.dtype.type(tensor.item())
+    if isinstance(leaf, np.ndarray):
+        return tensor.numpy()
+    if isinstance(leaf, bool | int | float):
+        return type(leaf)(tensor.item())
+    return _reader_of(leaf)(tensor.contiguous())
+
+
+def _from_numpy(leaf: np.ndarray[Any, Any] | np.generic, name: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.array(leaf))
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{name} cannot take a NumPy array of {leaf.dtype}: torch has no such dtype.",
+            do="convert it first, texts to bytes: np.frombuffer(text.encode(), np.uint8)",
+        ) from error
+
+
+def _from_dlpack(leaf: object, name: str) -> torch.Tensor:
+    _reader_of(leaf)
+    try:
+        # A copy: what lies there may not be written to, and what is sent must not change meanwhile.
+        return torch.from_dlpack(leaf).clone()
+    except (RuntimeError, BufferError, TypeError, ValueError) as error:
+        kind = type(leaf)
+        raise ConfigurationError(
+            f"{name} cannot take this {kind.__module__}.{kind.__qualname__}: torch cannot read its memory.",
+            evidence=str(error),
+            do="pass numpy.asarray(value), or a dtype and a device that torch has too",
+        ) from error
+
+
+def _reader_of(leaf: object) -> Any:  # noqa: ANN401 - another library's function
+    """Return the function of the leaf's own library that reads what ``__dlpack__`` offers."""
+    namespace = getattr(leaf, "__array_namespace__", None)
+    if namespace is not None:
+        return namespace().from_dlpack
+    package = type(leaf).__module__.partition(".")[0]
+    if package == "tensorflow":
+        return _tensorflow_reader
+    reader = getattr(sys.modules.get(package), "from_dlpack", None)
+    if reader is None:
+        raise ConfigurationError(
+            f"{package} has no from_dlpack() by which an array could come back as {type(leaf).__name__}.",
+            do="pass it as a NumPy array",
+        )
+    return reader
+
+
+def _tensorflow_reader(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - TensorFlow's tensor
+    return sys.modules["tensorflow"].experimental.dlpack.from_dlpack(tensor.__dlpack__())

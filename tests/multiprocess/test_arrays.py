@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of other libraries: the same kind comes back from every collective.
+
+JAX is the real one; what no library here does (no way back, memory torch cannot read) is said by stand-ins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import rankwise as rw
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from on_ranks import RunRanks
+
+    from rankwise.world import World
+
+
+def _jax_everywhere(world: World) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    own = jnp.arange(4.0) + world.rank
+    tree = {"w": own, "layers": (own * 2, [np.ones(2, np.float32), torch.ones(1)])}
+    reduced = rw.all_reduce(tree)
+    assert isinstance(reduced["w"], jax.Array)
+    assert isinstance(reduced["layers"][0], jax.Array)
+    assert isinstance(reduced["layers"][1][0], np.ndarray)
+    total = world.world_size * (world.world_size - 1) / 2
+    assert reduced["w"].tolist() == [world.world_size * i + total for i in range(4)]
+    assert reduced["w"].dtype == own.dtype
+    assert own.tolist() == [i + float(world.rank) for i in range(4)]
+    for given, exact in ((own, jnp.float32), (own.astype(jnp.bfloat16), jnp.bfloat16), (own > 1, jnp.bool_)):
+        gathered = rw.all_gather(given)
+        assert [part.dtype for part in gathered] == [exact] * world.world_size
+        assert gathered[world.rank].tolist() == given.tolist()
+    last = world.world_size - 1
+    assert rw.broadcast(own, source=last).tolist() == [i + float(last) for i in range(4)]
+    assert isinstance(rw.broadcast(jnp.float32(2.5)), jax.Array)
+    assert rw.reduce_scatter(own).tolist() == reduced["w"].tolist()[world.rank * 2 : world.rank * 2 + 2]
+    sent = rw.all_to_all([own[: to + 1] for to in range(world.world_size)])
+    assert [part.tolist() for part in sent] == [
+        [i + float(source) for i in range(world.rank + 1)] for source in range(world.world_size)
+    ]
+    assert [part.shape for part in rw.all_gather_uneven(own[: world.rank])] == [(r,) for r in range(world.world_size)]
+    strided = rw.all_reduce(jnp.ones((2, 3)).T)
+    assert strided.shape == (3, 2)
+
+
+def test_every_collective_takes_and_returns_jax_arrays(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_jax_everywhere, 2):
+        result.get()
+
+
+class _NoWayBack:
+    """Memory that torch can read, of a library without from_dlpack()."""
+
+    def __dlpack__(self, **options: Any) -> object:
+        return torch.ones(2).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+class _Unreadable(_NoWayBack):
+    """Memory of a device that torch does not know."""
+
+    def __array_namespace__(self) -> object:
+        return torch
+
+    def __dlpack__(self, **_: Any) -> object:
+        raise BufferError("it lies on a device of another kind")
+
+
+def test_what_cannot_be_read_or_given_back_is_refused() -> None:
+    with rw.join():
+        for value, words in (
+            (_NoWayBack(), "pass it as a NumPy array"),
+            (_Unreadable(), "it lies on a device of another kind"),
+            (np.array(["text"]), "torch has no such dtype"),
+            ("text", "not str"),
+        ):
+            with pytest.raises(ConfigurationError, match=words):
+                rw.all_gather(value)
