@@ -48,11 +48,28 @@ def _gradients(world: rw.World) -> list[torch.Tensor]:
     return found
 
 
+def _parts(world: rw.World) -> list[torch.Tensor]:
+    """What each rank has for each other, and groups within a host and across hosts."""
+    own = _of_rank(world.rank, torch.float64)
+    whole = torch.cat(rw.all_gather_uneven(rw.reduce_scatter(own)))
+    torch.testing.assert_close(whole, rw.all_reduce(own), rtol=1e-12, atol=1e-12)
+    sent = rw.all_to_all([own[: 1000 * to + world.rank] for to in range(world.world_size)])
+    for source, part in enumerate(sent):
+        assert torch.equal(part, _of_rank(source, torch.float64)[: 1000 * world.rank + source])
+    for ranks in ([0, world.world_size - 1], [0, 1]):
+        group = rw.new_group(ranks)
+        if group.rank is not None:
+            first, last = rw.all_gather(own, group=group)
+            torch.testing.assert_close(rw.all_reduce(own, group=group), first + last, rtol=1e-12, atol=1e-12)
+            assert torch.equal(first, _of_rank(ranks[0], torch.float64))
+    return [whole]
+
+
 def main() -> None:
     """Send everything, and say what came."""
     with rw.join() as world:
         digest = hashlib.sha256()
-        found = [*_reductions(world), *_gradients(world)]
+        found = [*_reductions(world), *_gradients(world), *_parts(world)]
         for tensor in found:
             digest.update(tensor.view(torch.uint8).numpy().tobytes())
         how = type(current().exchange).__name__

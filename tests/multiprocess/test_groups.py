@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import rankwise as rw
+from rankwise.collectives import exchange_of
 from rankwise.errors import CollectiveMismatch, ConfigurationError, NotJoined
 from rankwise.exchange.shared_memory import SLOT_BYTES
 
@@ -116,6 +117,22 @@ def _of_a_group(world: World) -> None:
 
 def test_a_group_is_a_world_of_its_own(run_ranks: RunRanks) -> None:
     for result in run_ranks(_of_a_group, 4):
+        result.get()
+
+
+def _some_are_in_more(world: World) -> None:
+    first = rw.new_group([0, 1])
+    if first.rank is not None:
+        exchange = exchange_of(first)
+        assert exchange is not None
+        assert exchange.twin().all_reduce(torch.ones(1), what="of a twin") == 2
+    later = rw.new_group([1, 2])
+    if later.rank is not None:
+        assert rw.all_reduce(world.rank, group=later) == 3
+
+
+def test_ranks_that_are_in_more_groups_than_others_can_be_in_another_with_them(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_some_are_in_more, 3):
         result.get()
 
 

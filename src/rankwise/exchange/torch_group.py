@@ -93,7 +93,7 @@ class TorchGroup:
         Called by: every rank, in the same order.
         """
         # Other parts of the world open theirs in their own time.
-        group = dist.new_group(self.world_ranks, use_local_synchronization=self._is_part)
+        group = self._open_locally(self.world_ranks) if self._is_part else dist.new_group(self.world_ranks)
         return self._of(group, self.world_ranks, self.watch.record.open_channel(self.world_ranks))
 
     def _of(self, group: object, world_ranks: Sequence[int], channel: int) -> TorchGroup:
@@ -109,8 +109,22 @@ class TorchGroup:
         """Return an exchange of the one of ``groups`` that this rank is in."""
         own = next(ranks for ranks in groups if self.rank in ranks)
         world_ranks = [self.world_ranks[rank] for rank in own]
-        group = dist.new_group(world_ranks, use_local_synchronization=True)
+        group = self._open_locally(world_ranks)
         return self._of(group, world_ranks, self.watch.record.open_channel(world_ranks))
+
+    def _open_locally(self, world_ranks: list[int]) -> object:
+        """Open a group of torch's that only its own ranks know of.
+
+        Called by: every rank of this exchange, each with the group that it is to be in.
+
+        Torch names such a group after its ranks and the number of groups that a rank is in; where that differs, ranks
+        would wait for one another under different names. So whoever is in fewer opens some of its own first.
+        """
+        own = torch.tensor([len(dist.distributed_c10d._world.pg_names)])  # noqa: SLF001 - there is no public count
+        numbers = self._all_gather(own, self.watch.ticket("how many groups each rank is in", self.channel))
+        for _ in range(int(numbers.max() - own)):
+            dist.new_group([self.world_ranks[self.rank]], use_local_synchronization=True)
+        return dist.new_group(world_ranks, use_local_synchronization=True)
 
     def compare_everything(self) -> None:
         """Have the ranks compare each collective before it begins, of every exchange of theirs, on this group.
