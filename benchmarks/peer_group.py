@@ -25,6 +25,7 @@ ANSWER_SECONDS = 120
 END_SECONDS = 30
 KILL_SECONDS = 5
 SETTLE_SECONDS = 0.5
+"""How long to wait for processes that were told to stop or go on: they do not answer."""
 LINES_OF_LOG = 30
 
 ENVIRONMENT = {

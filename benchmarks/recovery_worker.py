@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 STEP_SECONDS = 0.02
+"""The rest between steps: times to the next step are no finer than this, and steps do not fill the cores."""
 
 
 def steps(model: nn.Module, folder: Path, attempt: str, rank: int, world_size: int) -> None:

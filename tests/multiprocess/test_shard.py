@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from replicas import TOLERANCE, batches, built, largest_difference, part
+from sharded_models import Block, Deep
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,49 +20,12 @@ from rankwise import testing
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
 from rankwise.parallel.device_mesh import mesh, submesh
 from rankwise.parallel.shard.calls import shard
-from rankwise.parallel.tensor.calls import tensor_parallel
 from rankwise.parallel.trained import no_sync, weight
 
 if TYPE_CHECKING:
     from rankwise.world import World
 
 SIZES = (8, 7, 3, 2, 1)
-
-
-class Block(nn.Module):
-    """Odd sizes, a frozen layer, one that is never used and one that only some calls use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(7, 5)
-        self.down = nn.Linear(5, 7)
-        self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.never = nn.Linear(3, 3)
-        self.seldom = nn.Linear(7, 7)
-
-    def forward(self, x: torch.Tensor, seldom: bool) -> torch.Tensor:
-        y = x + self.down(torch.tanh(self.up(self.frozen(x))))
-        return y + self.seldom(x) if seldom else y
-
-
-class Deep(nn.Module):
-    """Three blocks, two of which share a parameter, and a parameter that does not lie in one piece."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 7)
-        self.layers = nn.ModuleList([Block() for _ in range(3)])
-        self.back = nn.Linear(7, 6)
-        self.last = nn.Linear(6, 3)
-        self.layers[2].up.weight = self.layers[0].up.weight
-        self.back.weight = nn.Parameter(self.first.weight.T.clone())
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, x: torch.Tensor, seldom: bool = False) -> torch.Tensor:
-        x = torch.tanh(self.first(x)) * self.scale
-        for layer in self.layers:
-            x = layer(x, seldom)
-        return self.last(self.back(x))
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -319,96 +283,6 @@ def test_a_model_from_the_meta_device_must_be_filled() -> None:
         message, found = result.get()
         assert "first.weight was on the meta device in shard(), and has not been filled" in message
         assert largest_difference(found, expected) <= TOLERANCE
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"blocks": nn.Linear}, "says no blocks"),
-    ({"blocks": 3.5}, "blocks=3.5 says no blocks"),
-    ({"blocks": {"layers.*": 1}}, "says no blocks"),
-    ({"blocks": "0"}, "blocks='0' says no blocks"),
-    ({"blocks": -5}, "blocks=-5 says no blocks"),
-    ({"mixed_precision": ["bf16"]}, "knows no mixed_precision=['bf16']"),
-    ({"recompute": None}, "recompute=None says nothing"),
-    ({"weight": 3}, "weight=3, which cannot be called"),
-    ({"cpu_offload": "no"}, "cpu_offload='no'"),
-]
-
-
-def refusals(world: World) -> list[str]:
-    said = []
-
-    def refused(action: Any) -> None:
-        try:
-            action()
-        except (ConfigurationError, PeerFailed) as error:
-            said.append(str(error))
-
-    refused(lambda: shard(built(Deep), blocks=["layer.*"]))
-    refused(lambda: shard(built(Deep), blocks=[nn.Conv2d]))
-    refused(lambda: shard(built(Deep), blocks="much"))
-    refused(lambda: shard(built(Deep), mixed_precision="bf8"))
-    for options, _ in WRONG:
-        refused(lambda options=options: shard(built(Deep), **options))
-    refused(lambda: shard(None))
-    refused(lambda: shard(nn.Sequential(nn.LazyLinear(3))))
-    refused(lambda: shard(nn.Embedding(3, 3, sparse=True)))
-    mixed = built(Deep)
-    mixed.layers[1].float()
-    mixed.layers[1].up.double()
-    refused(lambda: shard(mixed, blocks=["layers.*"]))
-    with torch.device("meta" if world.rank else "cpu"):
-        partly = Deep()
-    refused(lambda: shard(partly))
-    if world.rank == 1:
-        refused(lambda: shard(built(Deep).requires_grad_(False)))
-    else:
-        refused(lambda: shard(built(Deep)))
-    model = built(Deep)
-    early = torch.optim.SGD(model.parameters(), 0.1)
-    shard(model)
-    refused(lambda: shard(model))
-    refused(lambda: tensor_parallel(model))
-    refused(lambda: model(torch.zeros(1, 6).double()))
-    del early
-    return said
-
-
-def test_what_cannot_be_is_refused_on_all_ranks_before_anything_changed() -> None:
-    parts = [
-        "blocks names 'layer.*', and the model has no such module",
-        "blocks names the class Conv2d",
-        "blocks='much' is no size",
-        "shard() knows no mixed_precision='bf8'",
-        *(message for _, message in WRONG),
-        "shard() was given a NoneType, and takes a torch.nn.Module",
-        "Parameter 0.weight has no shape yet",
-        "has a sparse gradient",
-        "The block layers.1 holds parameters of 2 dtypes",
-        "Ranks have different parts of the model on the meta device",
-        "The model has no parameter that needs a gradient",
-        "This model went through shard() already",
-        "call tensor_parallel() first, then shard()",
-        "An optimizer (SGD) was built before shard()",
-    ]
-    for result in testing.run_ranks(refusals, 2):
-        said = result.get()
-        assert len(said) == len(parts)
-        for text, wanted in zip(said, parts, strict=True):
-            assert wanted in text
-
-
-def wrong_axes(_: World, sizes: dict[str, int]) -> str:
-    mesh(**sizes)
-    try:
-        shard(built(Deep))
-    except (ConfigurationError, PeerFailed) as error:
-        return str(error)
-    return ""
-
-
-def test_a_mesh_that_sharding_does_not_use_is_refused_with_the_nearest() -> None:
-    for result in testing.run_ranks(wrong_axes, 2, {"pp": 2}):
-        assert "rankwise.mesh(dp_shard=2) and shard()" in result.get()
 
 
 def fails_in_a_block(world: World) -> None:

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that fails under ``rankwise run``: what a person reads, what a shell gets, what is started again."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Command
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ending", "exit_code", "text"),
+    [
+        ("raise ValueError('boom')", 1, "ValueError: boom"),
+        ("sys.exit(3)", 3, "exit code 3"),
+        ("sys.exit('told')", 1, "told"),
+        ("os._exit(4)", 4, "exit code 4"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL, exit code 137"),
+        ("os.abort()", 134, "killed by SIGABRT"),
+        ("ctypes.string_at(0)", 139, "Segmentation fault"),
+        ("import bad", 1, "SyntaxError"),
+    ],
+)
+def test_the_exit_code_is_the_failing_ranks(
+    command: Command, num_ranks: int, ending: str, exit_code: int, text: str
+) -> None:
+    command.write("bad.py", "x = = 1")
+    command.write(
+        "train.py",
+        f"import ctypes, faulthandler, os, signal, sys\nfaulthandler.enable()\nprint('before')\n{ending}\n",
+    )
+    ended = command.run("-n", str(num_ranks), "train.py")
+    assert ended.returncode == exit_code
+    assert text in ended.stderr
+    assert ended.stdout == "before\n" * num_ranks
+
+
+def test_the_first_failure_is_shown_last_and_whole(command: Command) -> None:
+    path = command.write(
+        "train.py",
+        """
+        import os, torch, torch.distributed as dist
+
+        def step():
+            if dist.get_rank() == 1:
+                raise ValueError("bad sample 17\\nsecond line")
+            dist.all_reduce(torch.ones(1))
+
+        dist.init_process_group("gloo")
+        step()
+        """,
+    )
+    ended = command.run("-n", "3", "train.py")
+    assert ended.returncode == 1
+    name = os.uname().nodename
+    expected = (
+        f"[rankwise] [rank 1/3 on {name}] failed first: exit code 1\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{path}", line 10, in <module>\n'
+        "    step()\n"
+        f'  File "{path}", line 6, in step\n'
+        '    raise ValueError("bad sample 17\\nsecond line")\n'
+        "ValueError: bad sample 17\nsecond line\n"
+    )
+    assert ended.stderr.endswith(expected), ended.stderr
+    assert ended.stderr.count("Traceback") == 1
+    assert "[rankwise] ranks 0, 2 then failed too: RuntimeError\n" in ended.stderr
+
+
+def test_a_signal_is_shown_with_the_ranks_last_lines(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, signal, sys, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            print("allocating", file=sys.stderr)
+            os.write(2, b"no newline")
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 137
+    assert ended.stderr.endswith("[rankwise] the last lines it wrote to stderr:\n  allocating\n  no newline\n")
+    assert re.search(r"\[rank 1/2 on .*\] failed first: killed by SIGKILL, exit code 137", ended.stderr)
+
+
+def test_a_rank_that_ends_early_and_well_is_no_failure(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, select
+        if os.environ["RANK"] == "1":
+            raise SystemExit
+        select.select([], [], [], 0.5)
+        print("done")
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+def test_a_rank_that_cannot_end_does_not_keep_the_others(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, threading
+        if os.environ["RANK"] == "1":
+            threading.Thread(target=threading.Event().wait).start()
+            raise ValueError("first")
+        threading.Event().wait()
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("ValueError: first\n"), ended.stderr
+
+
+def test_a_process_the_script_forks_is_not_the_rank(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os
+        pid = os.fork()
+        if pid == 0:
+            raise ValueError("in the child")
+        print(os.waitpid(pid, 0)[1] >> 8)
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert (ended.returncode, ended.stdout) == (0, "1\n1\n"), ended.stderr
+    assert ended.stderr.count("ValueError: in the child") == 2
+
+
+def test_a_restart_shares_nothing_with_the_attempt_before(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, torch, torch.distributed as dist
+        attempt, rank = os.environ["RANKWISE_ATTEMPT"], os.environ["RANK"]
+        print(os.getppid(), flush=True)
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        seen = store.check(["rank-0"])
+        store.set(f"rank-{rank}", "here")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        if attempt == "0" and rank == "1":
+            raise ValueError("only once")
+        dist.all_reduce(total)
+        print("attempt", attempt, total.item(), seen if rank == "0" else False)
+        dist.destroy_process_group()
+        """,
+    )
+    ended = command.run("-n", "2", "--max-restarts", "2", "train.py")
+    lines = ended.stdout.splitlines()
+    parents = [line for line in lines if line.isdecimal()]
+    assert (ended.returncode, sorted(set(lines) - set(parents))) == (0, ["attempt 1 4.0 False"]), ended.stderr
+    # All ranks are forks of the one process that holds the imports.
+    assert (len(lines), len(parents), len(set(parents))) == (6, 4, 1)
+    assert ended.stderr.endswith("ValueError: only once\n[rankwise] restart 1 of 2\n")
+
+
+def test_restarts_come_to_an_end(command: Command) -> None:
+    command.write("train.py", "import os, sys; print(os.environ['RANKWISE_ATTEMPT']); sys.exit(6)")
+    ended = command.run("--max-restarts", "2", "train.py")
+    assert (ended.returncode, ended.stdout) == (6, "0\n1\n2\n")

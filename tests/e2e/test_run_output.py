@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks write under ``rankwise run``, and who reads it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shlex
+import subprocess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Command
+
+
+def test_lines_are_whole_and_stderr_has_the_rank(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, sys
+        rank = os.environ["RANK"]
+        for i in range(3000):
+            print(rank * 300)
+            print(rank * 30, file=sys.stderr)
+        os.write(1, b"last " + rank.encode())
+        os._exit(0)
+        """,
+    )
+    ended = command.run("-n", "3", "train.py")
+    assert ended.returncode == 0
+    lines = ended.stdout.splitlines()
+    for rank in "012":
+        assert lines.count(rank * 300) == 3000
+        assert lines.count(f"last {rank}") == 1
+        assert ended.stderr.splitlines().count(f"[rank {rank}/3] {rank * 30}") == 3000
+    assert len(lines) == 9003
+
+
+def test_with_one_rank_the_streams_are_untouched(command: Command) -> None:
+    command.write("train.py", "import sys; print(sys.stdin.read()); sys.stderr.write('\\r 10%\\r 20%')")
+    ended = subprocess.run(
+        command.words("train.py"),
+        cwd=command.folder,
+        env=command.environment(),
+        input=b"typed",
+        capture_output=True,
+        check=True,
+    )
+    assert ended.stdout == b"typed\n"
+    assert ended.stderr.endswith(b"\n\r 10%\r 20%")
+
+
+def test_rank_zero_writes_to_a_terminal_itself(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, sys
+        with open("tty-" + os.environ["RANK"], "w") as file:
+            file.write(repr((sys.stdout.isatty(), sys.stderr.isatty())))
+        """,
+    )
+    ours, theirs = pty.openpty()
+    subprocess.run(
+        command.words("-n", "2", "train.py"),
+        cwd=command.folder,
+        env=command.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        check=True,
+    )
+    os.close(ours)
+    os.close(theirs)
+    assert [(command.folder / f"tty-{rank}").read_text() for rank in (0, 1)] == [
+        "(True, True)",
+        "(False, False)",
+    ]
+
+
+def test_log_files_hold_everything_and_the_terminal_rank_zero(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, sys
+        print("out", os.environ["RANK"])
+        print("err", os.environ["RANK"], file=sys.stderr)
+        if os.environ["RANK"] == "1":
+            raise ValueError("boom")
+        """,
+    )
+    ended = command.run("-n", "2", "--log-dir", "deep/logs", "train.py")
+    logs = command.folder / "deep" / "logs"
+    assert ended.stdout == "out 0\n"
+    assert "err 0\n" in ended.stderr
+    assert "err 1" not in ended.stderr
+    assert (logs / "rank-0.out").read_text() == "out 0\n"
+    assert (logs / "rank-1.out").read_text() == "out 1\n"
+    assert (logs / "rank-0.err").read_text() == "err 0\n"
+    assert (logs / "rank-1.err").read_text().startswith("err 1\nTraceback")
+    assert "its stderr is in deep/logs/rank-1.err" in ended.stderr
+
+
+def test_a_reader_that_leaves_ends_the_ranks_as_it_would_one_program(command: Command) -> None:
+    command.write("train.py", "while True:\n    print('x' * 100)\n")
+    started = command.start("-n", "2", "train.py")
+    assert started.stdout is not None
+    assert started.stderr is not None
+    assert started.stdout.readline() == "x" * 100 + "\n"
+    started.stdout.close()
+    text = started.stderr.read()
+    started.stderr.close()
+    # Python's own exit code where the last flush of stdout fails.
+    assert started.wait() == 120
+    assert text.endswith("BrokenPipeError: [Errno 32] Broken pipe\n"), text
+
+
+def test_closed_streams_are_nowhere_and_not_other_files(command: Command) -> None:
+    command.write("train.py", "import os, sys; print('said'); os.fstat(0); sys.exit(3)")
+    words = " ".join(map(shlex.quote, command.words("-n", "2", "train.py")))
+    for closed in ("<&-", ">&-", "2>&-"):
+        ended = subprocess.run(
+            ["sh", "-c", f"{words} {closed}"], cwd=command.folder, env=command.environment(), check=False, timeout=50
+        )
+        assert ended.returncode == 3, closed

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a folder holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())

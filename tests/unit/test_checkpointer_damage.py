@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged checkpoints are passed over, and it is said."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from rankwise.checkpoint.checkpointer import Checkpointer
+from rankwise.checkpoint.load import load
+from rankwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+def _two(tmp_path: Path) -> tuple[Checkpointer, Path]:
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(extra={"n": 1, "t": torch.ones(5)})
+    return checkpoints, checkpoints.save(extra={"n": 2, "t": torch.ones(40)})
+
+
+def _expect_passed_over(checkpoints: Checkpointer, path: Path, caplog: pytest.LogCaptureFixture) -> str:
+    caplog.clear()
+    extra: dict[str, Any] = {}
+    assert checkpoints.restore(extra=extra) == path.with_name("checkpoint-000001")
+    assert extra["n"] == 1
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load(path, extra={})
+    assert f"{path} is passed over: " in caplog.text
+    return caplog.text
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "part-00000.safetensors"])
+def test_a_flipped_bit_anywhere_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    checkpoints, path = _two(tmp_path)
+    data = (path / name).read_bytes()
+    for place in [*range(0, len(data), 23), len(data) - 1]:
+        altered = bytearray(data)
+        altered[place] ^= 1 << place % 8
+        (path / name).write_bytes(altered)
+        assert name in _expect_passed_over(checkpoints, path, caplog)
+    (path / name).write_bytes(data)
+    assert Checkpointer(tmp_path).restore(extra={}) == path
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "part-00000.safetensors"])
+def test_a_truncated_file_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    checkpoints, path = _two(tmp_path)
+    data = (path / name).read_bytes()
+    for length in (0, 1, 8, 60, len(data) // 2, len(data) - 1):
+        (path / name).write_bytes(data[:length])
+        said = _expect_passed_over(checkpoints, path, caplog)
+        assert name in said
+        if name != "manifest.json":
+            assert f"{len(data)} bytes expected, {length} found" in said
+    (path / name).unlink()
+    assert f"{name} is missing" in _expect_passed_over(checkpoints, path, caplog)
+
+
+def test_with_nothing_good_left_it_starts_fresh_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints, path = _two(tmp_path)
+    for each in tmp_path.iterdir():
+        (each / "manifest.json").unlink()
+    extra = {"n": 0}
+    assert checkpoints.restore(extra=extra) is None
+    assert extra == {"n": 0}
+    assert checkpoints.latest() is None
+    assert "holds no good checkpoint" in caplog.text
+    assert checkpoints.save(extra=extra).name == "checkpoint-000003"
+    assert path.exists()
