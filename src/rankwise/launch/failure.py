@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import PeerFailed, PeerMissing, fold_ranks, rank_prefix
+from rankwise.launch.advice import advice_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -212,6 +213,9 @@ def report(failed: FailedAttempt) -> str:
     elif failed.stderr_tail:
         lines.append("[rankwise] the last lines it wrote to stderr:")
         lines.extend(f"  {line}" for line in failed.stderr_tail)
+    advice = advice_for(failed.first.message)
+    if advice is not None:
+        lines.append(f"[rankwise] what to write instead: {advice}")
     return "\n".join(lines) + "\n"
 
 

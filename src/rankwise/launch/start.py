@@ -192,7 +192,7 @@ def _take_part(job: _Job, target: Target, options: LaunchOptions, saying: Saying
             can_restart=options.max_restarts > 0,
             saves_on_terminate=SAVES_ON_TERMINATE in os.environ,
         )
-        saying.say(_decision(num_ranks) + meeting.words)
+        saying.say(_decision(num_ranks) + meeting.words + _told(target))
         if options.nodes[1] == 1:
             saying.say(unused_nodes())
         return agent.run(options.rendezvous_timeout_seconds)
@@ -263,6 +263,11 @@ def _decision(num_ranks: int) -> str:
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     each = f"{threads} CPU thread" if threads == 1 else f"{threads} CPU threads"
     return f"[rankwise] {ranks} on this machine, {each}{'' if num_ranks == 1 else ' each'}\n"
+
+
+def _told(target: Target) -> str:
+    option = getattr(target, "local_rank_option", None)
+    return "" if option is None else f"[rankwise] {target} takes {option}: each rank is passed its own\n"
 
 
 def _make_folder(log_dir: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import traceback
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from rankwise.errors import ConfigurationError, LaunchError
+from rankwise.launch import local_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +36,8 @@ class Script:
     """The file, compiled once for all ranks and restarts."""
     arguments: tuple[str, ...]
     """``sys.argv[1:]``."""
+    local_rank_option: str | None = None
+    """By which option each rank is told its local rank, before all others."""
 
     def __str__(self) -> str:
         """Return the words of the command."""
@@ -46,6 +50,8 @@ class Module:
 
     name: str
     arguments: tuple[str, ...]
+    local_rank_option: str | None = None
+    """As for a script."""
 
     def __str__(self) -> str:
         """Return the words of the command."""
@@ -83,7 +89,10 @@ def find_script(path: str, arguments: Sequence[str]) -> Script:
     except OSError as error:
         raise ConfigurationError(f"The script {path!r} cannot be read: {error.strerror}.") from error
     # Python itself names the absolute path, in tracebacks and in __file__.
-    return Script(path=path, code=_compile(source, str(Path(path).absolute())), arguments=tuple(arguments))
+    code = _compile(source, str(Path(path).absolute()))
+    return Script(
+        path=path, code=code, arguments=tuple(arguments), local_rank_option=_local_rank_option(source, arguments)
+    )
 
 
 def find_module(name: str, arguments: Sequence[str]) -> Module:
@@ -107,9 +116,12 @@ def find_module(name: str, arguments: Sequence[str]) -> Module:
             evidence=f"looked in the working directory {Path.cwd()} and among the packages",
             do="for a script use its path, without -m" if name.endswith(".py") else None,
         )
+    option = None
     if spec.origin is not None and spec.origin.endswith(".py"):
-        _compile(Path(spec.origin).read_bytes(), spec.origin)
-    return Module(name=name, arguments=tuple(arguments))
+        source = Path(spec.origin).read_bytes()
+        _compile(source, spec.origin)
+        option = _local_rank_option(source, arguments)
+    return Module(name=name, arguments=tuple(arguments), local_rank_option=option)
 
 
 def run_as_main(target: Target) -> None:
@@ -135,13 +147,17 @@ def without_launcher_frames(error: BaseException) -> None:
         error.__traceback__ = trace
 
 
-_OWN_FRAMES = (str(Path(__file__).parent), "<frozen importlib")
+_OWN_FRAMES = (
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[1] / "compat" / "horovod" / "__main__.py"),
+    "<frozen importlib",
+)
 
 
 def _run_script(target: Script) -> None:
     path = Path(target.path).absolute()
     loader = importlib.machinery.SourceFileLoader("__main__", str(path))
-    main = _fresh_main(target.arguments, argv0=target.path, first_path=str(path.resolve().parent))
+    main = _fresh_main(_arguments(target), argv0=target.path, first_path=str(path.resolve().parent))
     main.__file__ = str(path)
     main.__loader__ = loader
     main.__dict__["__cached__"] = None
@@ -149,7 +165,7 @@ def _run_script(target: Script) -> None:
 
 
 def _run_module(target: Module) -> None:
-    main = _fresh_main(target.arguments, argv0="-m", first_path=str(Path.cwd()))
+    main = _fresh_main(_arguments(target), argv0="-m", first_path=str(Path.cwd()))
     spec = importlib.util.find_spec(target.name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{target.name}.__main__")
@@ -165,6 +181,16 @@ def _run_module(target: Module) -> None:
         main.__file__ = spec.origin
         sys.argv[0] = spec.origin
     exec(code, main.__dict__)  # noqa: S102 - running the user's module is the purpose
+
+
+def _local_rank_option(source: bytes, arguments: Sequence[str]) -> str | None:
+    return None if local_rank.is_among(arguments) else local_rank.option_in(source)
+
+
+def _arguments(target: Script | Module) -> tuple[str, ...]:
+    option = target.local_rank_option
+    # First, as torch.distributed.launch has it: what follows a script's own positional arguments may be theirs.
+    return target.arguments if option is None else (f"{option}={os.environ['LOCAL_RANK']}", *target.arguments)
 
 
 def _fresh_main(arguments: Sequence[str], *, argv0: str, first_path: str) -> ModuleType:

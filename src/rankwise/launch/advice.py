@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to write instead, for the failures that scripts written for torch.distributed are known for.
+
+A table and its lookup: text in, text out. Imported by ``failure``, which shows it below the traceback.
+"""
+
+from __future__ import annotations
+
+_NO_NCCL = (
+    'NCCL is for GPUs, and this rank sees none: write init_process_group(backend="gloo"), leave the backend out '
+    "(torch takes the one that fits), or call rankwise.join(), which chooses by the device"
+)
+_NO_GPU = (
+    "this rank sees no GPU: call torch.cuda only where torch.cuda.is_available(), or use the device that "
+    "rankwise.join() decides: `world = rankwise.join(); model.to(world.device)`"
+)
+_NO_GROUP = (
+    "call torch.distributed.init_process_group() before this line; under `rankwise run` it needs no arguments. Or call "
+    "rankwise.join(), with rankwise.DataLoader in place of the sampler and rankwise.replicate(model) of the wrapper"
+)
+_TWICE = (
+    "call init_process_group() once per process, and guard a second call by torch.distributed.is_initialized(); "
+    "rankwise.join() has opened it already where the script calls that"
+)
+_UNUSED = (
+    "some parameters had no part in the loss: rankwise.replicate(model) needs no flag for that; with "
+    "DistributedDataParallel pass find_unused_parameters=True"
+)
+_PORT_TAKEN = (
+    "another process holds the port that the script names: leave init_method out, since `rankwise run` has a port of "
+    "its own that init_process_group() finds; where a script starts its own processes, set MASTER_PORT to a free port"
+)
+
+WHAT_TO_DO = (
+    # A torch without NCCL, then one with NCCL on a machine without GPUs.
+    ("Distributed package doesn't have NCCL built in", _NO_NCCL),
+    ("ProcessGroupNCCL is only supported with GPUs", _NO_NCCL),
+    # A torch without CUDA, by two calls; then one with CUDA, without a driver or a device.
+    ("has no attribute '_cuda_setDevice'", _NO_GPU),
+    ("Torch not compiled with CUDA enabled", _NO_GPU),
+    ("Found no NVIDIA driver on your system", _NO_GPU),
+    ("No CUDA GPUs are available", _NO_GPU),
+    (
+        "DistributedDataParallel device_ids and output_device arguments only work with",
+        "leave device_ids and output_device out for a model on the CPU; rankwise.replicate(model) takes neither",
+    ),
+    ("Default process group has not been initialized", _NO_GROUP),
+    ("trying to initialize the default process group twice", _TWICE),
+    ("Expected to have finished reduction in the prior iteration", _UNUSED),
+    ("EADDRINUSE", _PORT_TAKEN),
+)
+"""Words of torch's message, and what mends it; the first row that fits counts."""
+
+
+def advice_for(message: str) -> str | None:
+    """Return what to write instead, or ``None`` where the message is not a known one or says so itself.
+
+    Args:
+        message: of the exception that ended a rank.
+    """
+    if "\n  do  " in message:  # as rankwise's own errors end
+        return None
+    return next((advice for words, advice in WHAT_TO_DO if words in message), None)
