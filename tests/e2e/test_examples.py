@@ -53,6 +53,16 @@ def test_jax_digits_learn_the_same_on_one_rank_and_on_three() -> None:
     assert float(accuracies[0][0]) > 0.9
 
 
+@pytest.mark.parametrize("options", [[], ["--use-adasum"], ["--fp16-allreduce", "--batches-per-allreduce", "2"]])
+def test_a_script_for_horovod(options: list[str]) -> None:
+    text = run(
+        *RUN, "-n", "2", "-m", "rankwise.compat.horovod", str(EXAMPLES / "horovod_mnist.py"), "--epochs", "6", *options
+    )
+    accuracy = re.search(r"epoch  6 .*accuracy (\S+)", text)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.85
+
+
 def test_fashion_mnist(tmp_path: Path) -> None:
     text = run(
         *RUN, "-n", "2", str(EXAMPLES / "fashion_mnist.py"), "--limit", "2000", "--epochs", "2",
@@ -116,3 +126,20 @@ def test_resnet50_placed_and_pipelined(tmp_path: Path) -> None:
     assert len(differences) == 3
     assert max(differences) <= 1e-10
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(120)
+def test_megengine_s_data_parallel_tutorial() -> None:
+    text = run(sys.executable, str(EXAMPLES / "megengine_lenet.py"), "--ranks", "2", "--epochs", "4")
+    accuracies = re.search(r"accuracy (\S+), on one rank (\S+)", text)
+    assert accuracies is not None
+    assert float(accuracies[1]) >= 0.9
+    assert accuracies[1] == accuracies[2]
+    (difference,) = largest_differences(text)
+    assert difference <= 1e-10
+
+
+@pytest.mark.timeout(120)
+def test_megengine_s_model_parallel_tutorial() -> None:
+    (difference,) = largest_differences(run(sys.executable, str(EXAMPLES / "megengine_two_parts.py")))
+    assert difference <= 1e-10

@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rankwise.cli import doctor, env, run, stacks, submit
+from rankwise.cli import doctor, env, horovodrun, run, stacks, submit
 from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
@@ -46,4 +46,5 @@ def _parser() -> argparse.ArgumentParser:
     env.add_to(commands.add_parser)
     stacks.add_to(commands.add_parser)
     submit.add_to(commands.add_parser)
+    horovodrun.add_to(commands.add_parser)
     return parser

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rankwise horovodrun``: horovodrun's words, turned into those of ``rankwise run``. Starts nothing itself."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankwise.cli import run
+from rankwise.errors import ConfigurationError
+from rankwise.launch.target import find_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Slots = list[tuple[str, int]]
+
+DESCRIPTION = """\
+Run a Horovod script, unchanged, on several ranks: horovodrun's options, and `import horovod.torch` gives rankwise's.
+
+Says what the same is in the words of `rankwise run`."""
+
+EPILOG = """\
+examples:
+  rankwise horovodrun -np 4 python train.py --epochs 3
+  rankwise horovodrun -np 8 -H gpu-01:4,gpu-02:4 python train.py
+  rankwise horovodrun -np 8 --min-np 4 --reset-limit 3 -H gpu-01:4,gpu-02:4 python train.py"""
+
+HELP = "run a Horovod script, with horovodrun's options"
+RESTARTS = 3
+"""How often an elastic job starts anew where --reset-limit does not say."""
+COMPAT = "rankwise.compat.horovod"
+LOCAL = ("localhost", "127.0.0.1")
+
+NO_TUNING = "nothing is tuned here: tensors that are ready together travel together"
+NO_WARNINGS = "a rank that waits in vain names the missing ones and ends after 10 minutes"
+NOTED = {
+    "--gloo": "what carries tensors follows from where the ranks are",
+    "--mpi": "what carries tensors follows from where the ranks are; below mpirun: "
+    f"mpirun -n 4 python -m {COMPAT} train.py",
+    "--tcp": "what carries tensors follows from where the ranks are",
+    "--verbose": "rankwise says what it decides",
+    "--disable-cache": "no checks of hosts are kept",
+    "--hierarchical-allreduce": "within a machine ranks share memory already",
+    "--no-hierarchical-allreduce": NO_TUNING,
+    "--hierarchical-allgather": "within a machine ranks share memory already",
+    "--no-hierarchical-allgather": NO_TUNING,
+    "--torus-allreduce": NO_TUNING,
+    "--no-torus-allreduce": NO_TUNING,
+    "--autotune": NO_TUNING,
+    "--no-autotune": NO_TUNING,
+    "--no-timeline-mark-cycles": "no timeline is written",
+    "--no-stall-check": NO_WARNINGS,
+    "--stall-check": NO_WARNINGS,
+    "--mpi-threads-disable": "there is no MPI",
+    "--no-mpi-threads-disable": "there is no MPI",
+    "--log-with-timestamp": "rankwise's lines have no time",
+    "--log-without-timestamp": "rankwise's lines have no time",
+    "--log-hide-timestamp": "rankwise's lines have no time",
+    "--no-log-hide-timestamp": "rankwise's lines have no time",
+}
+"""Options without a value that change nothing here, and why."""
+NOTED_WITH_VALUE = {
+    "--fusion-threshold-mb": NO_TUNING,
+    "--cycle-time-ms": NO_TUNING,
+    "--cache-capacity": NO_TUNING,
+    "--autotune-log-file": NO_TUNING,
+    "--autotune-warmup-samples": NO_TUNING,
+    "--autotune-steps-per-sample": NO_TUNING,
+    "--autotune-bayes-opt-max-samples": NO_TUNING,
+    "--autotune-gaussian-process-noise": NO_TUNING,
+    "--stall-check-warning-time-seconds": NO_WARNINGS,
+    "--stall-check-shutdown-time-seconds": NO_WARNINGS,
+    "--num-nccl-streams": "torch chooses NCCL's streams",
+    "--thread-affinity": "there is no background thread",
+    "--gloo-timeout-seconds": NO_WARNINGS,
+    "--log-level": "set logging.getLogger('rankwise') in the script",
+    "--elastic-timeout": "lost machines are waited for 30 s",
+}
+"""The same of options with a value."""
+REFUSED = {
+    "--jsrun": (0, f"start the ranks yourself: jsrun -n 4 python -m {COMPAT} train.py"),
+    "--timeline-filename": (1, "use torch.profiler in the script; `rankwise stacks` shows where ranks are"),
+    "--timeline-mark-cycles": (0, "use torch.profiler in the script; `rankwise stacks` shows where ranks are"),
+    "--mpi-args": (1, f"give them to mpirun: mpirun ... python -m {COMPAT} train.py"),
+    "--binding-args": (1, f"give them to mpirun: mpirun ... python -m {COMPAT} train.py"),
+    "--config-file": (1, "write its options into the command"),
+    "--blacklist-cooldown-range": (2, "leave it out: a machine that comes back is taken in at once"),
+    "--prefix-output-with-timestamp": (0, "leave it out; --output-filename DIR keeps each rank's lines apart"),
+    "-prefix-timestamp": (0, "leave it out; --output-filename DIR keeps each rank's lines apart"),
+    "--check-build": (0, "type `rankwise doctor`: it says what is there on every machine"),
+    "-cb": (0, "type `rankwise doctor`: it says what is there on every machine"),
+}
+"""Options that are asked for in vain: how many values each has, and what to write instead."""
+
+
+def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``rankwise``."""
+    parser = add_parser(
+        "horovodrun",
+        help=HELP,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        usage="rankwise horovodrun -np N [options] python train.py [arguments]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-np", "--num-proc", dest="num_ranks", type=int, metavar="N", help="how many ranks in all")
+    parser.add_argument("--output-filename", dest="log_dir", metavar="DIR", help="write DIR/rank-0.out and so on")
+    hosts = parser.add_argument_group("several machines")
+    named = hosts.add_mutually_exclusive_group()
+    named.add_argument("-H", "--hosts", metavar="A:SLOTS,...", help="hosts, and how many ranks each has room for")
+    named.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same, a line for each: NAME slots=SLOTS")
+    named.add_argument("--host-discovery-script", metavar="SCRIPT", help="not taken: says what to write instead")
+    hosts.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="ssh's port on the hosts")
+    hosts.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="ssh's private key")
+    hosts.add_argument(
+        "--network-interface",
+        "--network-interfaces",
+        dest="interfaces",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="network interface for what ranks send",
+    )
+    hosts.add_argument("--start-timeout", type=int, metavar="SECONDS", help="how long machines wait for one another")
+    elastic = parser.add_argument_group("elastic jobs")
+    elastic.add_argument(
+        "--min-np", "--min-num-proc", dest="fewest", type=int, metavar="N", help="go on with no fewer ranks than N"
+    )
+    elastic.add_argument(
+        "--max-np", "--max-num-proc", dest="most", type=int, metavar="N", help="use no more ranks than N"
+    )
+    elastic.add_argument("--slots-per-host", type=int, metavar="N", help="for --host-discovery-script")
+    elastic.add_argument("--reset-limit", type=int, metavar="R", help="start anew at most R times (default: 3)")
+    for name in NOTED:
+        parser.add_argument(name, dest="noted", action="append_const", const=name, help=argparse.SUPPRESS)
+    for name in NOTED_WITH_VALUE:
+        parser.add_argument(name, dest=f"noted{name}", help=argparse.SUPPRESS)
+    for name, (num_values, _) in REFUSED.items():
+        parser.add_argument(name, dest="refused", action=_Refuse, nargs=num_values, help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="python train.py", help="what every rank runs")
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Say what the same is in rankwise's words, and run that."""
+    words = translate(options)
+    for text in [*notes(options), f"the same in rankwise's words: rankwise {shlex.join(words)}"]:
+        sys.stderr.write(f"[rankwise] {text}\n")
+    parser = argparse.ArgumentParser(prog="rankwise", allow_abbrev=False)
+    run.add_to(parser.add_subparsers().add_parser)
+    translated = parser.parse_args(words)
+    if translated.hosts is None and not translated.arguments[0].startswith("-"):
+        find_script(translated.arguments[0], ())  # a mistake in the script's name is told once, before ranks start
+    return translated.execute(translated)
+
+
+def translate(options: argparse.Namespace) -> list[str]:
+    """Return the words after ``rankwise`` that do what horovodrun's options ask for.
+
+    Raises:
+        ConfigurationError: there are too few slots, or an option has no counterpart.
+    """
+    command = _python_command(options.command)
+    slots = _slots(options)
+    if options.host_discovery_script is not None:
+        raise _no_discovery(options, command)
+    if options.slots_per_host is not None:
+        raise ConfigurationError(
+            "--slots-per-host is for a discovery script.", do="write the slots behind each host: -H a:4,b:4"
+        )
+    is_elastic = options.fewest is not None
+    num_ranks = _num_ranks(options, slots, is_elastic=is_elastic)
+    used = _filled(slots, num_ranks)
+    words = ["run"]
+    if _is_here(used):
+        words += ["-n", str(num_ranks)]
+    else:
+        words += ["--hosts", ",".join(f"{host}:{number}" for host, number in used), *_network_words(options)]
+        if is_elastic and (fewest := _fewest_hosts(used, options.fewest)) < len(used):
+            words += ["--nodes", f"{fewest}:{len(used)}"]
+    if is_elastic or options.reset_limit is not None:
+        words += ["--max-restarts", str(RESTARTS if options.reset_limit is None else options.reset_limit)]
+    if options.log_dir is not None:
+        words += ["--log-dir", options.log_dir]
+    return [*words, "-m", COMPAT, *command]
+
+
+def notes(options: argparse.Namespace) -> list[str]:
+    """Return a line for each option that changes nothing here, and for what is not quite the same."""
+    given = dict.fromkeys(options.noted or [])
+    said = [f"{name} does nothing here: {NOTED[name]}" for name in given]
+    for name, why in NOTED_WITH_VALUE.items():
+        if getattr(options, f"noted{name}") is not None:
+            said.append(f"{name} does nothing here: {why}")
+    if options.fewest is not None:
+        said.append("after a failure all ranks start anew, from the newest commit of hvd.elastic's state")
+    asked = shutil.which(str(options.command[0]))
+    # A virtual environment's interpreter is a link: where it lies says which packages it has.
+    if asked is not None and Path(asked).parent != Path(sys.executable).parent:
+        said.append(f"ranks run under the Python that runs rankwise: {sys.executable}, not {asked}")
+    return said
+
+
+def _python_command(command: Sequence[str]) -> list[str]:
+    """Return the script, or ``-m`` and the module, with the arguments."""
+    words = list(command[1:] if command[:1] == ["--"] else command)
+    example = "rankwise horovodrun -np 4 python train.py"
+    if not words:
+        raise ConfigurationError("There is no command to run.", do=example)
+    if re.fullmatch(r"python[0-9.]*", Path(words[0]).name) is None:
+        raise ConfigurationError(
+            f"The command begins with {words[0]!r}, and ranks are Python processes.",
+            do=f"begin it with python: {example}. Variables are set before: NAME=value {example}",
+        )
+    rest = words[1:]
+    # Ranks write line by line in any case.
+    while rest[:1] == ["-u"]:
+        rest = rest[1:]
+    if not rest:
+        raise ConfigurationError("The command names no script.", do=example)
+    if rest[0].startswith("-") and rest[0] != "-m":
+        raise ConfigurationError(
+            f"python's option {rest[0]} is not taken.",
+            do="name a script or -m MODULE; python's own options have variables: PYTHONWARNINGS, PYTHONOPTIMIZE, ...",
+        )
+    return rest
+
+
+def _slots(options: argparse.Namespace) -> Slots:
+    """Return the hosts and how many ranks each has room for; none where the command names none."""
+    if options.hostfile is not None:
+        return _from_file(options.hostfile)
+    if options.hosts is None:
+        return []
+    found: Slots = []
+    for word in options.hosts.split(","):
+        matched = re.fullmatch(r"([\w.-]+):([0-9]+)", word.strip())
+        if matched is None:
+            raise ConfigurationError(f"{word!r} in -H {options.hosts} is no host.", do="-H worker-0:2,worker-1:2")
+        found.append((matched[1], int(matched[2])))
+    return found
+
+
+def _from_file(path: str) -> Slots:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"The host file {path!r} cannot be read: {error.strerror}.") from error
+    found: Slots = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        matched = re.fullmatch(r"([\w.-]+)\s+slots\s*=\s*([0-9]+)", text)
+        if text and matched is None:
+            raise ConfigurationError(
+                f"Line {number} of {path} names no host and its slots.", evidence=line, do="write: worker-0 slots=2"
+            )
+        if matched is not None:
+            found.append((matched[1], int(matched[2])))
+    if not found:
+        raise ConfigurationError(f"The host file {path!r} names no host.", do="write a line for each: worker-0 slots=2")
+    return found
+
+
+def _num_ranks(options: argparse.Namespace, slots: Slots, *, is_elastic: bool) -> int:
+    """Return how many ranks the job starts with."""
+    room = sum(number for _, number in slots)
+    asked = options.num_ranks
+    for name, value in (("-np", asked), ("--min-np", options.fewest), ("--max-np", options.most)):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name} is {value}.", do=f"pass {name} 1 or more")
+    if asked is None and not slots:
+        raise ConfigurationError("Nothing says how many ranks to start.", do="pass -np 4, or -H worker-0:2,worker-1:2")
+    if slots and asked is not None and asked > room:
+        raise ConfigurationError(
+            f"-np {asked} asks for more ranks than there are slots: {room}.",
+            evidence=", ".join(f"{host}: {number}" for host, number in slots),
+            do=f"pass -np {room}, or more slots",
+        )
+    if options.most is not None and not is_elastic:
+        raise ConfigurationError("--max-np is for an elastic job.", do="pass --min-np too, or -np alone")
+    # An elastic job of Horovod's starts with what -np says, and takes all that there is as soon as it sees it.
+    number = min(options.most or room, room) if is_elastic and slots else asked or room
+    if is_elastic and not options.fewest <= number:
+        raise ConfigurationError(
+            f"--min-np {options.fewest} is more than the {number} ranks there can be.",
+            do="pass a smaller --min-np, or more slots",
+        )
+    return number
+
+
+def _filled(slots: Slots, num_ranks: int) -> Slots:
+    """Return the hosts that get ranks, filled one after another."""
+    used: Slots = []
+    left = num_ranks
+    for host, number in slots:
+        if left and number:
+            used.append((host, min(number, left)))
+            left -= used[-1][1]
+    return used
+
+
+def _is_here(used: Slots) -> bool:
+    return all(host in (*LOCAL, socket.gethostname()) for host, _ in used) and len(used) < 2  # noqa: PLR2004 - one host
+
+
+def _fewest_hosts(used: Slots, fewest: int) -> int:
+    """Return how many hosts, whichever they are, have room for ``fewest`` ranks."""
+    room = 0
+    for number, (_, slots) in enumerate(sorted(used, key=lambda one: one[1]), 1):
+        room += slots
+        if room >= fewest:
+            return number
+    return len(used)
+
+
+def _network_words(options: argparse.Namespace) -> list[str]:
+    words: list[str] = []
+    ssh = ["ssh"]
+    if options.ssh_port is not None:
+        ssh += ["-p", str(options.ssh_port)]
+    if options.ssh_identity_file is not None:
+        ssh += ["-i", options.ssh_identity_file]
+    if len(ssh) > 1:
+        words += ["--ssh", shlex.join(ssh)]
+    interfaces = [name for one in options.interfaces for name in one.split(",")]
+    if len(interfaces) > 1:
+        raise ConfigurationError(
+            f"{len(interfaces)} network interfaces were named, and ranks use one.",
+            do=f"pass --network-interface {interfaces[0]}",
+        )
+    if interfaces:
+        words += ["--interface", interfaces[0]]
+    if options.start_timeout is not None:
+        words += ["--rendezvous-timeout", str(options.start_timeout)]
+    return words
+
+
+def _no_discovery(options: argparse.Namespace, command: Sequence[str]) -> ConfigurationError:
+    own = ["-n", str(options.slots_per_host)] if options.slots_per_host else []
+    restarts = RESTARTS if options.reset_limit is None else options.reset_limit
+    words = [*own, "--max-restarts", str(restarts), "-m", COMPAT, *command]
+    return ConfigurationError(
+        "--host-discovery-script is not taken: machines come by themselves.",
+        do=f"on each machine: rankwise run --nodes 1:4 --rendezvous FIRST_HOST:29400 {shlex.join(words)}",
+    )
+
+
+class _Refuse(argparse.Action):
+    """Ends the reading of options at one that has no counterpart here."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,  # noqa: ARG002 - nothing is noted
+        values: str | Sequence[object] | None,  # noqa: ARG002 - nor read
+        option_string: str | None = None,
+    ) -> None:
+        """Say what to write instead."""
+        parser.error(f"{option_string} is not taken: {REFUSED[str(option_string)][1]}")

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Horovod's words for rankwise's calls: ``import rankwise.compat.horovod as hvd`` in place of ``horovod.torch``.
+
+The public surface of ``horovod.torch`` 0.28. Operations are matched between ranks by their names, as Horovod does,
+and travel when ranks wait: in ``synchronize``, in any call that is not ``_async``, in ``barrier``, ``join``, ``poll``.
+"""
+
+from rankwise.compat.horovod import elastic
+from rankwise.compat.horovod.alias import provide
+from rankwise.compat.horovod.compression import Compression, Compressor, FP16Compressor, NoneCompressor
+from rankwise.compat.horovod.errors import HorovodInternalError, NotOffered
+from rankwise.compat.horovod.objects import allgather_object, broadcast_object
+from rankwise.compat.horovod.ops import (
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    join,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+    synchronize,
+)
+from rankwise.compat.horovod.optimizer import DistributedOptimizer
+from rankwise.compat.horovod.parameters import broadcast_optimizer_state, broadcast_parameters
+from rankwise.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from rankwise.compat.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
+from rankwise.compat.horovod.sync_batch_norm import SyncBatchNorm
+from rankwise.compat.horovod.world import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "Compressor",
+    "DistributedOptimizer",
+    "FP16Compressor",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "NoneCompressor",
+    "NotOffered",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "provide",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]
+
+_NOT_OFFERED = {
+    "run": "start the ranks with `rankwise run -n 4 train.py`, or from Python with rankwise.launch(fn, ranks=4)",
+    "horovodrun": "type `rankwise horovodrun -np 4 python train.py`, or `rankwise run -n 4 train.py`",
+    "BroadcastGlobalVariablesHook": "that is TensorFlow's; use hvd.broadcast_parameters()",
+    "DistributedGradientTape": "that is TensorFlow's; use hvd.DistributedOptimizer()",
+    "DistributedTrainer": "that is MXNet's; use hvd.DistributedOptimizer()",
+    "PartialDistributedOptimizer": "that is TensorFlow's; give hvd.DistributedOptimizer() only some parameters",
+    "callbacks": "those are Keras's; average what you log with hvd.allreduce()",
+    "check_extension": "nothing is built here; leave it out",
+    "mpi_lib": "there is none; use the functions of this module",
+    "mpi_lib_v2": "there is none; use the functions of this module",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Say what takes the place of a name that is not here."""
+    if name in _NOT_OFFERED:
+        raise NotOffered(f"rankwise.compat.horovod does not offer {name!r}.", do=_NOT_OFFERED[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commits that outlive a rank's process: files in the launcher's temporary folder, written once per machine.
+
+The folder is this user's alone, and goes with the launcher, however that ends: so nothing is flushed to the disk, which
+would only help where the machine and the launcher with it are gone. Files are read without running code.
+"""
+
+from __future__ import annotations
+
+import _codecs
+import contextlib
+import io
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from rankwise import environments
+from rankwise.collectives import broadcast, gather_json
+from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.log import log, warn
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NUM_KEPT = 2
+"""The newest, and the one before it, should the newest be damaged."""
+_OF_NUMPY: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    *(type(np.dtype(code)) for code in "?bhilqBHILQefdgFDG"),
+    np.float64(0).__reduce__()[0],
+    np.empty(0).__reduce__()[0],
+    _codecs.encode,
+]
+"""What numbers and arrays of NumPy are read back by; none of it runs what a file says."""
+_NAME = re.compile(r"elastic-(\d+)-(\d+)-(\d+)\.pt")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Mark:
+    """Which commit of a state: a later attempt has the newer ones."""
+
+    attempt: int
+    number: int
+
+
+class Commits:
+    """The commits of one state, from its :func:`run` on.
+
+    Args:
+        folder: of this machine's part of the job.
+        run: number of the ``elastic.run`` in this process; every rank and every attempt counts alike.
+        attempt: of the job.
+        is_writer: whether this rank writes for its machine.
+    """
+
+    def __init__(self, folder: Path, *, run: int, attempt: int, is_writer: bool) -> None:
+        self._folder = folder
+        self._run = run
+        self._attempt = attempt
+        self._is_writer = is_writer
+        self._num_written = 0
+
+    @property
+    def is_later_attempt(self) -> bool:
+        """Whether ranks of this job have run before, and may have committed."""
+        return self._attempt > 0
+
+    def write(self, kept: dict[str, Any] | None) -> None:
+        """Write a commit, whole or not at all. Called by: every rank; one of each machine writes.
+
+        Raises:
+            ConfigurationError: it holds an object that cannot be read back without running code.
+            CheckpointError: the folder cannot be written to.
+        """
+        self._num_written += 1
+        if kept is None or not self._is_writer:
+            return
+        path = self._folder / f"elastic-{self._run}-{self._attempt}-{self._num_written}.pt"
+        part = path.with_suffix(".part")
+        try:
+            _save(kept, part, is_first=self._num_written == 1)
+            part.rename(path)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            if isinstance(error, OSError | RuntimeError):
+                raise CheckpointError(
+                    f"The elastic state cannot be committed to {self._folder}: {error}",
+                    do="make room there, or set TMPDIR to another folder before `rankwise run`",
+                ) from error
+            raise
+        for old in self._found()[NUM_KEPT:]:
+            self._path(old).unlink(missing_ok=True)
+
+    def take_newest(self) -> dict[str, Any] | None:
+        """Return the newest undamaged commit that any machine has; ``None`` where there is none.
+
+        Called by: every rank, at the start of an attempt that is not the first.
+
+        Raises:
+            PeerFailed, PeerMissing: as every collective.
+        """
+        own = next(self._readable(), None) if self._is_writer else None
+        told = gather_json(None if own is None else [own[0].attempt, own[0].number], what="hvd.elastic.run()")
+        marks = {rank: Mark(*one) for rank, one in enumerate(told) if one is not None}
+        if not marks:
+            return None
+        # Of several equal ones the lowest rank's.
+        source = max(marks, key=lambda rank: (marks[rank], -rank))
+        log(
+            f"elastic: commit {marks[source].number} of attempt {marks[source].attempt} is taken up, from rank {source}"
+        )
+        data = own[1] if own is not None and source == current().world.rank else b""
+        size = broadcast(len(data), source)
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
+        return _loaded(broadcast(sent, source).numpy().tobytes())
+
+    def _readable(self) -> Iterator[tuple[Mark, bytes]]:
+        """Yield this machine's undamaged commits, the newest first."""
+        for mark in self._found():
+            try:
+                data = self._path(mark).read_bytes()
+                _loaded(data)
+            except Exception as error:  # noqa: BLE001 - torch raises many kinds for a damaged file
+                warn(
+                    f"the elastic commit {self._path(mark)} is passed over: {str(error).partition(chr(10))[0]}",
+                    all_ranks=True,
+                )
+                continue
+            yield mark, data
+
+    def _found(self) -> list[Mark]:
+        """Return which commits of this run lie in the folder, the newest first."""
+        names = [_NAME.fullmatch(path.name) for path in self._folder.iterdir()]
+        marks = [Mark(int(name[2]), int(name[3])) for name in names if name and int(name[1]) == self._run]
+        return sorted(marks, reverse=True)
+
+    def _path(self, mark: Mark) -> Path:
+        return self._folder / f"elastic-{self._run}-{mark.attempt}-{mark.number}.pt"
+
+
+_num_runs = [0]
+
+
+def opened() -> Commits | None:
+    """Return where commits of the next ``elastic.run`` go; ``None`` where nothing would start this job anew.
+
+    Called by: every rank, once for each ``elastic.run``.
+    """
+    folder = _folder()
+    _num_runs[0] += 1
+    if folder is None:
+        return None
+    attempt = int(environments.read_process().attempt)
+    is_writer = current().world.local_rank == 0
+    return Commits(folder, run=_num_runs[0] - 1, attempt=attempt, is_writer=is_writer)
+
+
+def _folder() -> Path | None:
+    """Return the folder that the launcher of this machine keeps for its job."""
+    file = environments.stack_file()
+    return Path(file).parent if file else None
+
+
+def _loaded(data: bytes) -> dict[str, Any]:
+    # Where tensors belong is the business of who takes them: load_state_dict() copies to the model's device.
+    with safe_globals(_OF_NUMPY):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _save(kept: dict[str, Any], path: Path, *, is_first: bool) -> None:
+    """Write a commit that can be read back without running code.
+
+    Raises:
+        ConfigurationError: it could not be.
+        OSError, RuntimeError: the file cannot be written.
+    """
+    try:
+        torch.save(kept, path)
+        with safe_globals(_OF_NUMPY):
+            found = get_unsafe_globals_in_checkpoint(path)
+        if not found and is_first:
+            _loaded(path.read_bytes())  # once: later commits hold the same kinds of things
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        found = [str(error).partition("\n")[0]]
+    if found:
+        raise ConfigurationError(
+            "The elastic state holds what cannot be read back without running code.",
+            evidence="\n".join(sorted(found)),
+            do="keep tensors, arrays, numbers, texts, and lists, sets and dicts of them; for a class of your own what "
+            "makes it up, or allow it by torch.serialization.add_safe_globals([Class])",
+        )

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``elastic.run``: starts a training from the newest commit, and goes back to it when an operation fails."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from rankwise.compat.horovod.elastic import commits
+from rankwise.compat.horovod.elastic.state import State
+from rankwise.compat.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from rankwise.compat.horovod.queue import current_queue
+from rankwise.compat.horovod.world import rank
+from rankwise.errors import ConfigurationError, PeerFailed, PeerMissing
+from rankwise.log import warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.compat.horovod.elastic.commits import Commits
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=State)
+
+NUM_TRIES = 5
+"""How often in a row a training may fail in this process without a commit in between."""
+
+
+def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Have a training take up what an earlier attempt of the job has committed, and survive failed operations.
+
+    The function's first argument is its :class:`State`. When a rank fails, the launcher starts all ranks anew
+    (``rankwise run --max-restarts 3``, ``--nodes 1:4``): the whole script runs again, and this takes the newest commit
+    from whichever machine has it, calls the state's reset callbacks, gives every rank the same state, and calls the
+    function. ``HorovodInternalError`` in the function goes back to the last commit within the process,
+    ``HostsUpdatedInterrupt`` only synchronises.
+
+    Called by: every rank calls the function that is returned, equally often.
+
+    Raises:
+        PeerFailed, PeerMissing: another rank ended. The launcher starts all anew, where it may.
+        HorovodInternalError: five times in a row, without a commit in between.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not isinstance(state, State):
+            raise ConfigurationError(
+                f"The first argument of {func.__name__}() is a {type(state).__name__}, not an elastic state.",
+                do="pass hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)",
+            )
+        rank()  # says that hvd.init() is missing, where it is
+        where = commits.opened()
+        state.commit_to(where)
+        try:
+            _take_up(state, where)
+            return _run(func, state, *args, **kwargs)
+        finally:
+            state.commit_to(None)
+
+    return wrapper
+
+
+def _take_up(state: State, where: Commits | None) -> None:
+    kept = where.take_newest() if where is not None and where.is_later_attempt else None
+    if kept is not None:
+        state.take(kept)
+        # What comes from other ranks than these may need mending: a learning rate times the number of ranks.
+        state.on_reset()
+
+
+def _run(func: Callable[Concatenate[S, P], R], state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+    skip_sync = False
+    num_tries, num_commits = 0, state.num_commits
+    while True:
+        try:
+            if not skip_sync:
+                state.sync()
+            return func(state, *args, **kwargs)
+        except (PeerFailed, PeerMissing):
+            raise
+        except HorovodInternalError as error:
+            num_tries = num_tries + 1 if state.num_commits == num_commits else 1
+            num_commits = state.num_commits
+            if num_tries == NUM_TRIES:
+                raise
+            warn(f"elastic: back to the last commit, since an operation failed: {error}", all_ranks=True)
+            state.restore()
+            skip_sync = False
+        except HostsUpdatedInterrupt as interrupt:
+            skip_sync = interrupt.skip_sync
+        _forget_operations()
+        state.on_reset()
+
+
+def _forget_operations() -> None:
+    """Have this rank's operations begin anew, as Horovod's do: what others did not ask for would wait for ever."""
+    queue = current_queue()
+    for operation in queue.pending.values():
+        operation.error = HorovodInternalError(f"{operation.request.name!r} was given up for a reset.")
+        operation.is_done = True
+    queue.pending.clear()
+    queue.num_unnamed.clear()

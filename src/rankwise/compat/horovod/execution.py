@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carrying out what a round has decided: the requests' tensors travel, small reductions together.
+
+Every rank of the world calls with the same requests in the same order; those outside a process set pass over its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.collectives import all_gather, all_gather_uneven, all_reduce, all_to_all, broadcast, reduce_scatter
+from rankwise.compat.horovod.adasum import adasum
+from rankwise.compat.horovod.reduce_ops import ReduceOp
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.collectives import Group
+    from rankwise.compat.horovod.request import Request
+
+FUSED_BYTES = 2**20
+"""Reductions of at most this size travel together, in buffers of at most sixteen times as much."""
+
+_WORD_OF_OP = {
+    ReduceOp.AVERAGE: "sum",
+    ReduceOp.SUM: "sum",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.PRODUCT: "product",
+}
+
+
+@dataclass(kw_only=True)
+class Work:
+    """One request, and what this rank gives to it."""
+
+    request: Request
+    group: Group | None
+    """The members, ``None`` for the world."""
+    size: int
+    """How many they are."""
+    tensors: Sequence[torch.Tensor]
+    """What this rank sends; zeros, or no rows, where it has joined."""
+    splits: Sequence[int] = ()
+    """How many rows of an alltoall go to each member."""
+
+
+def stand_ins(request: Request, device: torch.device) -> list[torch.Tensor]:
+    """Return what a rank that has joined sends: zeros, or no rows where rows may differ."""
+    rows = (0,) if request.kind == "allgather" else ()
+    return [
+        torch.zeros(*rows, *shape, dtype=dtype_named(dtype), device=device)
+        for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+    ]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype of a name as requests write it."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"torch has no dtype {name!r}.", do="use the same torch on every rank")
+    return dtype
+
+
+def carry_out(works: Sequence[Work]) -> list[list[torch.Tensor]]:
+    """Return what each work comes to, one tensor per tensor; of an alltoall also the rows received from each member.
+
+    Called by: every rank of the world, with the same requests in the same order; members only pass the works of
+    their process sets.
+    """
+    reduced = iter(_reduced_together([work for work in works if work.request.kind == "allreduce"]))
+    return [next(reduced) if work.request.kind == "allreduce" else _carried_out(work) for work in works]
+
+
+def _carried_out(work: Work) -> list[torch.Tensor]:
+    kind = work.request.kind
+    if kind == "adasum":
+        return [_adasum(tensor, work) for tensor in work.tensors]
+    if kind == "broadcast":
+        return [broadcast(tensor, work.request.root, group=work.group) for tensor in work.tensors]
+    if kind == "allgather":
+        return [torch.cat(all_gather_uneven(tensor, group=work.group)) for tensor in work.tensors]
+    if kind == "reducescatter":
+        return [_reduce_scattered(tensor, work) for tensor in work.tensors]
+    if kind == "alltoall":
+        (tensor,) = work.tensors
+        parts = tensor[: sum(work.splits)].split(list(work.splits))
+        received = all_to_all([part.contiguous() for part in parts], group=work.group)
+        return [torch.cat(received), torch.tensor([part.shape[0] for part in received], dtype=torch.int32)]
+    return []
+
+
+def _reduced_together(works: Sequence[Work]) -> list[list[torch.Tensor]]:
+    """Return the reduced tensors of each work: small ones of one kind as one buffer."""
+    buffers: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    for number, work in enumerate(works):
+        request = work.request
+        for place, tensor in enumerate(work.tensors):
+            kind = (request.set_id, request.op, tensor.dtype, request.prescale, request.postscale, tensor.device)
+            alone = tensor.numel() * tensor.element_size() > FUSED_BYTES
+            buffers.setdefault((*kind, (number, place)) if alone else kind, []).append((number, place))
+    results: list[list[torch.Tensor]] = [list(work.tensors) for work in works]
+    for places in buffers.values():
+        for piece in _pieces(places, works):
+            work = works[piece[0][0]]
+            tensors = [works[number].tensors[place] for number, place in piece]
+            if len(tensors) == 1:
+                reduced = [_reduced(tensors[0], work)]
+            else:
+                flat = _reduced(torch.cat([tensor.reshape(-1) for tensor in tensors]), work)
+                # Clones: a view would keep, and save, the whole buffer.
+                reduced = [part.clone() for part in flat.split([tensor.numel() for tensor in tensors])]
+            for (number, place), result in zip(piece, reduced, strict=True):
+                results[number][place] = result.view(works[number].tensors[place].shape)
+    return results
+
+
+def _pieces(places: Sequence[tuple[int, int]], works: Sequence[Work]) -> list[list[tuple[int, int]]]:
+    """Return the places cut into buffers of at most sixteen times ``FUSED_BYTES``."""
+    pieces: list[list[tuple[int, int]]] = [[]]
+    num_bytes = 0
+    for number, place in places:
+        tensor = works[number].tensors[place]
+        num_bytes += tensor.numel() * tensor.element_size()
+        if num_bytes > 16 * FUSED_BYTES and pieces[-1]:
+            pieces.append([])
+            num_bytes = tensor.numel() * tensor.element_size()
+        pieces[-1].append((number, place))
+    return pieces
+
+
+def _reduced(tensor: torch.Tensor, work: Work) -> torch.Tensor:
+    request = work.request
+    op = ReduceOp(request.op)
+    result = all_reduce(_times(tensor, request.prescale), _WORD_OF_OP[op], group=work.group)
+    return _divided(_times(result, request.postscale), work.size if op == ReduceOp.AVERAGE else 1)
+
+
+def _reduce_scattered(tensor: torch.Tensor, work: Work) -> torch.Tensor:
+    request = work.request
+    result = reduce_scatter(_times(tensor, request.prescale), "sum", group=work.group)
+    return _divided(_times(result, request.postscale), work.size if request.op == ReduceOp.AVERAGE else 1)
+
+
+def _adasum(tensor: torch.Tensor, work: Work) -> torch.Tensor:
+    scaled = _times(tensor, work.request.prescale)
+    return _times(adasum(all_gather(scaled, group=work.group)), work.request.postscale)
+
+
+def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the product in the dtype of ``tensor``; that of integers is cut towards zero."""
+    if factor == 1.0:
+        return tensor
+    if tensor.dtype.is_floating_point:
+        return tensor * factor
+    return (tensor.double() * factor).to(tensor.dtype)
+
+
+def _divided(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the quotient in the dtype of ``tensor``; that of integers is cut towards zero."""
+    if size == 1:
+        return tensor
+    if tensor.dtype.is_floating_point:
+        return tensor / size
+    return torch.div(tensor, size, rounding_mode="trunc")

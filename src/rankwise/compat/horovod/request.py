@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank asks for under a name, and what all ranks' requests come to: values in, values out."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rankwise.compat.horovod.errors import HorovodInternalError
+from rankwise.compat.horovod.reduce_ops import ReduceOp
+from rankwise.errors import fold_ranks, fold_values
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+ANNOUNCED = "step"
+"""The kind of what sends nothing itself, and is done where it is announced."""
+ROWS_MAY_DIFFER = ("allgather", "alltoall")
+"""The kinds whose tensors need not have the same first dimension on all ranks."""
+LOST_WITHOUT_ALL = ("alltoall", "reducescatter")
+"""The kinds that would send rows to a rank that has joined, where nobody takes them."""
+
+POLLS, WAITS, LEAVES, HAS_JOINED = range(4)
+"""Why a rank comes to a round: only ``POLLS`` goes on by itself when nothing has happened."""
+
+Key = tuple[int, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One operation as other ranks have to know it."""
+
+    kind: str
+    name: str
+    set_id: int = 0
+    op: int = ReduceOp.SUM
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of each tensor; without the first dimension where that may differ between ranks."""
+    root: int = 0
+    prescale: float = 1.0
+    postscale: float = 1.0
+    device: str = "cpu"
+    joined_take_part: bool = True
+
+    @property
+    def key(self) -> Key:
+        """What requests of different ranks are matched by."""
+        return self.set_id, self.name
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """All of it as text, the same in every process."""
+        return repr(tuple(getattr(self, one.name) for one in fields(self)))
+
+    def __str__(self) -> str:
+        tensors = ", ".join(
+            f"{dtype}[{', '.join(['rows'] * (self.kind in ROWS_MAY_DIFFER) + [str(size) for size in shape])}]"
+            for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        )
+        words = [tensors] if tensors else []
+        if self.kind == "allreduce":
+            words.append(f"op={ReduceOp(self.op).name.title()}")
+        if self.kind == "broadcast":
+            words.append(f"root_rank={self.root}")
+        if (self.prescale, self.postscale) != (1.0, 1.0):
+            words.append(f"prescale_factor={self.prescale}, postscale_factor={self.postscale}")
+        if tensors:
+            words.append(f"on {self.device}")
+        return f"{self.kind}({', '.join(words)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """What one rank brings to a round."""
+
+    requests: tuple[Request, ...]
+    mode: int
+    waits: str = ""
+    """What it waits for, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What becomes of one name in a round."""
+
+    request: Request
+    error: HorovodInternalError | None = None
+
+
+def digest_of(requests: Sequence[Request]) -> int:
+    """Return a number of 63 bits that is equal for equal requests in equal order."""
+    text = "".join(request.fingerprint for request in requests)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+def to_json(state: RankState) -> dict[str, Any]:
+    """Return a state as JSON takes it."""
+    return asdict(state)
+
+
+def from_json(value: dict[str, Any]) -> RankState:
+    """Return the state that :func:`to_json` wrote."""
+    requests = tuple(_request(one) for one in value["requests"])
+    return RankState(requests=requests, mode=value["mode"], waits=value["waits"])
+
+
+def decide(states: Sequence[RankState], ranks_of_set: Mapping[int, Collection[int]]) -> list[Decision]:
+    """Return what can be carried out, in the order in which every rank does so.
+
+    Args:
+        states: of every rank of the world.
+        ranks_of_set: the members of each process set, by its number.
+    """
+    joined = {rank for rank, state in enumerate(states) if state.mode == HAS_JOINED}
+    held: dict[Key, dict[int, Request]] = {}
+    for rank, state in enumerate(states):
+        for request in state.requests:
+            held.setdefault(request.key, {})[rank] = request
+    decisions: list[Decision] = []
+    for request_of_rank in held.values():
+        first = next(iter(request_of_rank.values()))
+        missing = set(ranks_of_set[first.set_id]) - set(request_of_rank)
+        if not missing:
+            decisions.append(Decision(request=first, error=mismatch(request_of_rank)))
+        elif missing <= joined and first.joined_take_part:
+            error = mismatch(request_of_rank) or _lost_in_join(first, missing)
+            decisions.append(Decision(request=first, error=error))
+    return decisions
+
+
+def mismatch(request_of_rank: Mapping[int, Request]) -> HorovodInternalError | None:
+    """Return the error of ranks that ask for different things under one name, or ``None``."""
+    first, *others = request_of_rank.values()
+    differing = [
+        words
+        for words, names in (
+            ("numbers of tensors", ("num_tensors",)),
+            ("data types", ("dtypes",)),
+            ("operations", ("kind",)),
+            ("shapes", ("shapes",)),
+            ("prescale or postscale factors", ("prescale", "postscale")),
+            ("reduction ops", ("op",)),
+            ("root ranks", ("root",)),
+            ("devices, CPU and GPU", ("device",)),
+        )
+        if any(_field(other, field) != _field(first, field) for other in others for field in names)
+    ]
+    if differing:
+        return HorovodInternalError(
+            f"{first.name!r} was called with different {differing[0]}.",
+            evidence=fold_values(request_of_rank),
+            do="give every rank's call of this name the same, or calls that do not belong together different names",
+        )
+    return None
+
+
+def stalled(states: Sequence[RankState], ranks_of_set: Mapping[int, Collection[int]]) -> HorovodInternalError:
+    """Return the error of ranks that all wait, each for what another would have to ask for."""
+    missing: list[str] = []
+    seen: set[Key] = set()
+    for state in states:
+        for request in state.requests:
+            if request.key not in seen:
+                seen.add(request.key)
+                holders = {rank for rank, other in enumerate(states) if request.key in {r.key for r in other.requests}}
+                absent = sorted(set(ranks_of_set[request.set_id]) - holders)
+                missing.append(f"{request.name!r} was not called on {fold_ranks(absent)}")
+    return HorovodInternalError(
+        "Every rank waits for an operation that another rank would have to call: none can go on.",
+        evidence="\n".join([fold_values({rank: state.waits for rank, state in enumerate(states)}), *missing]),
+        do="call the same names on every rank; operations without a name are matched by how many came before them",
+    )
+
+
+def _request(value: dict[str, Any]) -> Request:
+    held: dict[str, Any] = dict(value)
+    held["dtypes"] = tuple(value["dtypes"])
+    held["shapes"] = tuple(tuple(shape) for shape in value["shapes"])
+    return Request(**held)
+
+
+def _field(request: Request, name: str) -> object:
+    return len(request.shapes) if name == "num_tensors" else getattr(request, name)
+
+
+def _lost_in_join(request: Request, missing: Collection[int]) -> HorovodInternalError | None:
+    if request.kind == "broadcast" and request.root in missing:
+        what = f"{request.name!r} takes from rank {request.root}, which has called join()."
+    elif request.kind in LOST_WITHOUT_ALL:
+        what = f"{request.name!r} would send rows to {fold_ranks(sorted(missing))}, which called join()."
+    else:
+        return None
+    return HorovodInternalError(what, do="call it before any rank calls hvd.join(), or use allreduce")

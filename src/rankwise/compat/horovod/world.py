@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entering and leaving the world in Horovod's words, and the facts about this process in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.collectives import gather_json
+from rankwise.compat.horovod.errors import NotOffered, not_initialized
+from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
+from rankwise.compat.horovod.queue import Members, Queue, Seat, current_queue, current_queue_or_none, set_current_queue
+from rankwise.errors import ConfigurationError
+from rankwise.process_group import join, leave
+from rankwise.session import current, current_or_none
+
+if TYPE_CHECKING:
+    from rankwise.compat.horovod.process_sets import ProcessSet
+    from rankwise.world import World
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - Horovod takes several kinds
+    """Join the world, unless that has been done, and make the process sets that are given.
+
+    Called by: every rank. A second call is no error.
+
+    Args:
+        comm: ``None``, or a list of all ranks.
+        process_sets: a list of :class:`ProcessSet`, the same on every rank; or ``"dynamic"``, which is always so here.
+
+    Raises:
+        ConfigurationError: ``comm`` is anything else; a process set comes twice, or has a rank that there is not.
+
+    Source: rankwise.join.
+    """
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ConfigurationError(f"process_sets={process_sets!r} is not known.", do='pass a list, or "dynamic"')
+        process_sets = None
+    given: list[ProcessSet] = list(process_sets or ())
+    if current_or_none() is None:
+        join()
+    _check_comm(comm)
+    if current_queue_or_none() is None:
+        _open_queue()
+    for number, process_set in enumerate(given):
+        if any(process_set.ranks == other.ranks for other in given[:number]):
+            raise ConfigurationError(f"Entry {number} of process_sets= comes twice: {process_set}.", do="leave it out")
+        if not bind_known(process_set):
+            add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Carry out what is pending on every rank, and leave the world.
+
+    Called by: every rank. Does nothing where there is none. The end of the process calls it, too.
+
+    Source: rankwise.leave.
+    """
+    leave()
+
+
+def is_initialized() -> bool:
+    """Return whether :func:`init` has been called, and the world has not been left since."""
+    return current_queue_or_none() is not None
+
+
+def rank() -> int:
+    """Return the number of this process."""
+    return _world().rank
+
+
+def size() -> int:
+    """Return the number of processes."""
+    return _world().world_size
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of its machine."""
+    return _world().local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this machine."""
+    return _world().local_world_size
+
+
+def cross_rank() -> int:
+    """Return the number of this process's machine among those that have a process of the same local rank."""
+    return current_queue().seat.cross_rank
+
+
+def cross_size() -> int:
+    """Return how many machines have a process of the same local rank."""
+    return current_queue().seat.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Return whether every machine has the same number of processes."""
+    return current_queue().seat.is_homogeneous
+
+
+def mpi_threads_supported() -> bool:
+    """Raise, as Horovod does where it has no MPI.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError("There is no MPI in rankwise.", do="ask hvd.mpi_enabled() first")
+
+
+def mpi_enabled() -> bool:
+    """Return False: mpirun may start the processes, and MPI carries nothing."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False, as :func:`mpi_enabled`."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return whether torch's Gloo is there."""
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+def gloo_built() -> bool:
+    """Return whether torch was built with Gloo."""
+    return gloo_enabled()
+
+
+def nccl_built() -> int:
+    """Return the version of torch's NCCL as one number, or 0."""
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]  # pyright: ignore[reportAttributeAccessIssue]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def ddl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether torch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether torch was built with ROCm."""
+    return torch.version.hip is not None
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's arguments
+    """Raise: there are no cycles of a background thread to draw.
+
+    Raises:
+        NotOffered: always; torch.profiler writes the trace of a rank.
+    """
+    raise NotOffered(
+        f"There is no timeline to write to {file_path!r} (mark_cycles={mark_cycles}).",
+        do="use torch.profiler.profile() and export_chrome_trace(); `rankwise stacks` shows what every rank is doing",
+    )
+
+
+def stop_timeline() -> None:
+    """Do nothing: no timeline can have been started.
+
+    Raises:
+        ConfigurationError: :func:`init` has not been called.
+    """
+    current_queue()
+
+
+def _world() -> World:
+    session = current_or_none()
+    if session is None or current_queue_or_none() is None:
+        raise not_initialized()
+    return session.world
+
+
+def _check_comm(comm: object) -> None:
+    num_ranks = current().world.world_size
+    if comm is None or (isinstance(comm, Iterable) and sorted(comm) in ([], list(range(num_ranks)))):
+        return
+    raise ConfigurationError(
+        f"comm={comm!r} is not all the ranks.",
+        evidence=f"the ranks are 0 to {num_ranks - 1}",
+        do="leave comm= out; for some of the ranks pass hvd.init(process_sets=[hvd.ProcessSet([...])]), and "
+        "process_set= to the operations",
+    )
+
+
+def _open_queue() -> None:
+    session = current()
+    world = session.world
+    own = (world.node_rank, world.local_rank, world.local_world_size)
+    seats = [tuple(seat) for seat in gather_json(own, what="hvd.init()")]
+    beside = sorted(node for node, local, _ in seats if local == world.local_rank)
+    seat = Seat(
+        cross_rank=beside.index(world.node_rank),
+        cross_size=len(beside),
+        is_homogeneous=len({num_ranks for _, _, num_ranks in seats}) == 1,
+    )
+    everyone = tuple(range(world.world_size))
+    queue = Queue(session=session, seat=seat, members={0: Members(ranks=everyone, group=None)})
+    session.on_leave(queue.flush)
+    set_current_queue(queue)
+    bind_global(everyone)

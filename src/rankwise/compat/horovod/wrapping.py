@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``DistributedOptimizer`` adds to an optimizer of any class, whatever it combines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from rankwise.compat.horovod.passes import GradientOrderError, Passes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+W = TypeVar("W", bound="WrappedOptimizer")
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """What wrapping adds to an optimizer: the first base of a class that is otherwise the optimizer's own."""
+
+    backward_passes_per_step: int
+    _names: dict[nn.Parameter, str]
+    _passes: Passes | None
+    """``None`` where there is nobody to combine with."""
+    _frozen: list[nn.Parameter]
+    _synchronized: bool
+    _should_synchronize: bool
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, and combine their gradients too."""
+        super().add_param_group(param_group)
+        known = {*map(id, self._names)}
+        index = len(self.param_groups) - 1
+        for number, parameter in enumerate(self.param_groups[index]["params"]):
+            if id(parameter) not in known:
+                self._names[parameter] = f"allreduce.noname.{index}.{number}"
+        self._follow(self.param_groups[index]["params"])
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Expect so many backward passes before each step, from now on."""
+        self.backward_passes_per_step = passes
+        if self._passes is not None:
+            self._passes.expect(passes)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state; gradients that were not combined yet are forgotten."""
+        self._synchronized = False
+        self._should_synchronize = True
+        self.forget_gradients()
+        super().load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
+        """Clear the gradients.
+
+        Raises:
+            GradientOrderError: there are some that no step has used. It is an ``AssertionError`` too.
+        """
+        if self._passes is not None and self._passes.is_pending:
+            raise GradientOrderError(
+                "zero_grad() was called after backward() and before step() or synchronize(): gradients would be lost "
+                "that are on their way already.",
+                do="call zero_grad() before the first backward() of a step, or after step()",
+            )
+        super().zero_grad(set_to_none)
+
+    def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Count the gradients of parameters; of a frozen one, when it is no more."""
+        if self._passes is not None:
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            self._passes.follow([self._names[parameter] for parameter in trained], trained)
+            self._frozen += [parameter for parameter in parameters if not parameter.requires_grad]
+
+    def _follow_unfrozen(self) -> None:
+        if any(parameter.requires_grad for parameter in self._frozen):
+            were_frozen, self._frozen = self._frozen, []
+            self._follow(were_frozen)
+
+    def forget_gradients(self) -> None:
+        """Forget gradients that were computed and not combined."""
+        if self._passes is not None:
+            self._passes.start_over()
+
+
+def wrapped(kind: type[W], optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], passes: int) -> W:
+    """Return an optimizer that is all ``optimizer`` is, and a ``kind`` too."""
+    own = type(optimizer)
+    result: Any = object.__new__(
+        type(own.__name__, (kind, own), {"__doc__": own.__doc__, "__module__": own.__module__})
+    )
+    vars(result).update(vars(optimizer))
+    # A scheduler may have put a step of the optimizer itself here.
+    vars(result).pop("step", None)
+    result.backward_passes_per_step = passes
+    result._names = names  # noqa: SLF001 - of this module
+    result._passes = None  # noqa: SLF001 - of this module
+    result._frozen = []  # noqa: SLF001 - of this module
+    result._synchronized = False  # noqa: SLF001 - of this module
+    result._should_synchronize = True  # noqa: SLF001 - of this module
+    return cast("W", result)

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MegEngine's GradManager on torch's autograd: which tensors get gradients, and what is done with each gradient."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self, cast
+
+import torch
+from torch import nn
+
+from rankwise.collectives import exchange_of
+from rankwise.compat.megengine.autodiff.over_ranks import OverRanks
+from rankwise.compat.megengine.distributed.gradients import AllreduceCallback
+from rankwise.compat.megengine.kept import Recording, recordings
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from rankwise.exchange.protocol import Exchange
+
+GradCallback = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class NotRecording(ConfigurationError, RuntimeError):
+    """A GradManager was asked for gradients of what it did not record, or told to record twice."""
+
+
+@dataclass(eq=False)
+class _Attached:
+    tensor: weakref.ref[torch.Tensor]
+    callbacks: list[GradCallback | AllreduceCallback] = field(default_factory=list)
+
+
+class GradManager:
+    """Computes gradients of the tensors attached to it, and adds them to their ``grad``.
+
+    One step of a data-parallel training::
+
+        gm = GradManager().attach(model.parameters(), callbacks=[dist.make_allreduce_cb("mean")])
+        for x, y in loader:
+            with gm:
+                loss = loss_fn(model(x), y)
+                gm.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch records in any case; what a GradManager records is what this rank sends to others and receives from them, so
+    that :meth:`backward` comes through it also where no loss of this rank depends on it. Only attached tensors get a
+    gradient.
+    """
+
+    def __init__(self) -> None:
+        self._attached: dict[int, _Attached] = {}
+        self._recording: Recording | None = None
+        self._over_ranks: dict[AllreduceCallback, tuple[Exchange, OverRanks]] = {}
+
+    def attached_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are attached and still there."""
+        return [tensor for tensor, _ in self._alive()]
+
+    def attach(
+        self,
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        callbacks: GradCallback | AllreduceCallback | Iterable[GradCallback | AllreduceCallback] | None = None,
+    ) -> Self:
+        """Have gradients computed for some tensors, until these are gone.
+
+        Args:
+            tensors: one or several, floating point, made by no operation. Held weakly.
+            callbacks: one or several, called with each tensor and its gradient, in the order in which they were
+                attached; what one returns is given to the next, and the last one's is added to ``grad``.
+                ``make_allreduce_cb(...)`` comes last.
+
+        Returns:
+            This GradManager.
+
+        Raises:
+            ConfigurationError: one of ``tensors`` is no tensor, not floating point, the result of an operation, or a
+                frozen parameter; or something stands behind ``make_allreduce_cb(...)``.
+        """
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if callbacks is None:
+            callbacks = []
+        added = [callbacks] if callable(callbacks) else list(callbacks)
+        for tensor in given:
+            _check_attachable(tensor)
+        for tensor in given:
+            attached = self._attached.get(id(tensor))
+            if attached is None:
+                attached = self._attached[id(tensor)] = _Attached(weakref.ref(tensor, self._forgetting(id(tensor))))
+            tensor.requires_grad_()
+            if added and any(
+                isinstance(callback, AllreduceCallback) for callback in [*attached.callbacks, *added][:-1]
+            ):
+                raise ConfigurationError(
+                    "A callback stands behind make_allreduce_cb(), whose results come when backward has run.",
+                    do="attach make_allreduce_cb() as the last callback of a tensor, and once",
+                )
+            attached.callbacks.extend(added)
+        return self
+
+    def record(self) -> None:
+        """Begin to record, for a :meth:`backward` to come.
+
+        Raises:
+            NotRecording: it records already.
+        """
+        if self._recording is not None:
+            raise NotRecording("This GradManager records already.", do="call backward() or release() before")
+        self._recording = Recording()
+        recordings.append(self._recording)
+
+    def release(self) -> None:
+        """End the recording. There is nothing for :meth:`backward` afterwards."""
+        if self._recording is not None:
+            recordings.remove(self._recording)
+            self._recording = None
+
+    def backward(
+        self,
+        y: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        dy: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Compute gradients for the attached tensors, add them to their ``grad``, and end the recording.
+
+        Called by: every rank of the groups that tensors are reduced over, or that collectives were called in.
+
+        Args:
+            y: one or several results; none where this rank only sends on.
+            dy: gradients of them, of their shapes; default: ones.
+
+        Raises:
+            NotRecording: nothing has been recorded.
+            ConfigurationError: ``dy`` does not go with ``y``, or a callback returned no gradient.
+            CollectiveMismatch: ranks attached different tensors.
+            PeerFailed, PeerMissing: a rank failed, left, or did not come in time.
+        """
+        recording = self._recording
+        if recording is None:
+            raise NotRecording(
+                "Nothing has been recorded for this backward().",
+                do="compute the loss within `with gm:`, or after gm.record(); one backward() for each",
+            )
+        try:
+            roots, gradients = _roots(y, dy)
+            ends = recording.ends
+            self._go_back(
+                [*roots, *ends],
+                [*gradients, *(torch.ones_like(end) for end in ends)],
+                recording.beginnings,
+            )
+        finally:
+            self.release()
+
+    def __enter__(self) -> Self:
+        self.record()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __or__(self, other: GradManager | GradManagers) -> GradManagers:
+        return GradManagers([self]) | other
+
+    def _go_back(
+        self, roots: list[torch.Tensor], gradients: list[torch.Tensor], beginnings: list[torch.Tensor]
+    ) -> None:
+        alive = [(tensor, callbacks) for tensor, callbacks in self._alive() if tensor.requires_grad]
+        ways = self._ways(alive)
+        way_of = {id(tensor): way for way in ways for tensor in way.tensors}
+        earlier = [(tensor, _set_aside(tensor, is_reduced=id(tensor) in way_of)) for tensor, _ in alive]
+        try:
+            inputs = [*(tensor for tensor, _ in alive), *beginnings]
+            if roots and inputs:
+                handles = [_hook(tensor, callbacks, way_of.get(id(tensor))) for tensor, callbacks in alive]
+                try:
+                    torch.autograd.backward(roots, gradients, inputs=inputs)
+                finally:
+                    for handle in handles:
+                        handle.remove()
+            for way in ways:
+                way.send_rest()
+            for way in ways:
+                way.finish()
+        except BaseException:
+            for way in ways:
+                way.abandon()
+            for tensor, gradient in earlier:
+                tensor.grad = gradient
+            raise
+        for tensor, gradient in earlier:
+            _add(tensor, gradient)
+
+    def _ways(self, alive: list[tuple[torch.Tensor, list[GradCallback | AllreduceCallback]]]) -> list[OverRanks]:
+        """Return the ways of what is reduced over ranks, opened anew where other tensors are attached by now."""
+        tensors_of: dict[AllreduceCallback, list[torch.Tensor]] = {}
+        for tensor, callbacks in alive:
+            if callbacks and isinstance(callbacks[-1], AllreduceCallback):
+                tensors_of.setdefault(callbacks[-1], []).append(tensor)
+        ways: list[OverRanks] = []
+        for callback, tensors in tensors_of.items():
+            exchange = exchange_of(callback.group.group)
+            if exchange is None:
+                continue
+            own, way = self._over_ranks.get(callback, (None, None))
+            if own is not exchange or way is None or list(map(id, way.tensors)) != list(map(id, tensors)):
+                # Of its own, so that it needs no order towards the collectives that backward runs.
+                way = OverRanks(tensors, exchange.twin(), callback.reduce_method)
+                self._over_ranks[callback] = (exchange, way)
+            ways.append(way)
+        return ways
+
+    def _alive(self) -> list[tuple[torch.Tensor, list[GradCallback | AllreduceCallback]]]:
+        found = [(attached.tensor(), attached.callbacks) for attached in self._attached.values()]
+        return [(tensor, callbacks) for tensor, callbacks in found if tensor is not None]
+
+    def _forgetting(self, key: int) -> Callable[[object], None]:
+        own = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            manager = own()
+            if manager is not None:
+                manager._attached.pop(key, None)  # noqa: SLF001 - its own
+
+        return forget
+
+
+class GradManagers:
+    """Several GradManagers that record together: ``with gm1 | gm2:``."""
+
+    def __init__(self, managers: Iterable[GradManager]) -> None:
+        self._managers = list(managers)
+
+    def __or__(self, other: GradManager | GradManagers) -> GradManagers:
+        return GradManagers([*self._managers, *(other._managers if isinstance(other, GradManagers) else [other])])
+
+    def __enter__(self) -> None:
+        for manager in self._managers:
+            manager.record()
+
+    def __exit__(self, *_: object) -> None:
+        for manager in self._managers:
+            manager.release()
+
+
+def _check_attachable(tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigurationError(
+            f"attach takes tensors, not {type(tensor).__name__}.", do="pass model.parameters(), or tensors"
+        )
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigurationError(
+            f"A tensor of {tensor.dtype} cannot have gradients.",
+            evidence=f"its shape is {list(tensor.shape)}",
+            do="attach tensors of floating point only",
+        )
+    if not tensor.is_leaf:
+        raise ConfigurationError(
+            "attach was given the result of an operation; what comes before an attached tensor gets no gradient.",
+            do="attach x = x.detach(), and compute with that",
+        )
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        raise ConfigurationError(
+            f"attach was given a frozen parameter, of shape {list(tensor.shape)}.",
+            do="leave it out: gm.attach(p for p in model.parameters() if p.requires_grad)",
+        )
+
+
+def _roots(
+    y: torch.Tensor | Sequence[torch.Tensor] | None, dy: torch.Tensor | Sequence[torch.Tensor] | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the results that have a gradient at all, and theirs."""
+    results = _listed(y)
+    gradients = [torch.ones_like(one) for one in results] if dy is None else _listed(dy)
+    if len(results) != len(gradients):
+        raise ConfigurationError(
+            f"backward was given {len(results)} results and {len(gradients)} gradients of them.",
+            do="pass one dy for each y, or leave dy out",
+        )
+    pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
+    return [result for result, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _listed(given: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+    if given is None:
+        return []
+    return [given] if isinstance(given, torch.Tensor) else list(given)
+
+
+def _hook(
+    tensor: torch.Tensor, callbacks: list[GradCallback | AllreduceCallback], way: OverRanks | None
+) -> RemovableHandle:
+    called = [callback for callback in callbacks if not isinstance(callback, AllreduceCallback)]
+
+    def arrived(there: torch.Tensor) -> None:
+        for callback in called:
+            gradient = callback(there, cast("torch.Tensor", there.grad))
+            if not isinstance(gradient, torch.Tensor):
+                raise ConfigurationError(
+                    f"The callback {callback!r} returned {gradient!r} for a gradient.",
+                    do="return the gradient, changed or not",
+                )
+            there.grad = gradient
+        if way is not None:
+            way.arrived(there)
+
+    return tensor.register_post_accumulate_grad_hook(arrived)
+
+
+def _set_aside(tensor: torch.Tensor, *, is_reduced: bool) -> torch.Tensor | None:
+    """Return the gradient so far, which callbacks do not see again."""
+    gradient, tensor.grad = tensor.grad, None
+    # Its memory may be that in which gradients travel.
+    return gradient.detach().clone() if is_reduced and gradient is not None else gradient
+
+
+@torch.no_grad()
+def _add(tensor: torch.Tensor, earlier: torch.Tensor | None) -> None:
+    if earlier is None:
+        return
+    if tensor.grad is None:
+        tensor.grad = earlier
+    else:
+        tensor.grad.add_(earlier)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients that one callback reduces over ranks, in buckets that travel while backward goes on.
+
+Imported by the GradManager. Nothing here weighs ranks: each counts as one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, lane_size, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from rankwise.exchange.protocol import Exchange
+
+
+class OverRanks:
+    """The way of some gradients over the ranks of an exchange, used again in every backward."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], exchange: Exchange, method: str) -> None:
+        """Open a lane per bucket.
+
+        Called by: every rank of ``exchange``, with tensors of the same shapes in the same order.
+
+        Args:
+            tensors: whose gradients are reduced.
+            exchange: the ranks.
+            method: ``"sum"`` or ``"mean"``.
+        """
+        self.tensors = list(tensors)
+        # What a mean divides by is what a sum is multiplied with: the bits are those of the plain sum.
+        self._share = float(exchange.world_size) if method == "sum" else 1.0
+        self._watch = exchange.watch
+        parameters = cast("list[nn.Parameter]", self.tensors)
+        limit_bytes = exchange.lane_bytes(self.tensors[0].device)
+        # The last layer's gradients come first.
+        members = plan(parameters, range(len(parameters) - 1, -1, -1), MEBIBYTE_BYTES, limit_bytes)
+        lanes = exchange.lanes([lane_size(numbers, parameters) for numbers in members], "gradients of a GradManager")
+        self._buckets = [Bucket(numbers, parameters, lane) for numbers, lane in zip(members, lanes, strict=True)]
+        self._bucket_of = {id(tensor): bucket for bucket in self._buckets for tensor in bucket.parameters}
+        self._num_sent = 0
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """Note that the gradient of a tensor is there, and send what is full."""
+        if tensor.grad is not None and tensor.grad.layout is not torch.strided:
+            raise ConfigurationError(
+                "A gradient is sparse, and cannot be reduced over ranks.", do="build the layer with sparse=False"
+            )
+        bucket = self._bucket_of[id(tensor)]
+        bucket.num_missing -= 1
+        if bucket.num_missing < 0:
+            raise ConfigurationError(
+                "A parameter received a gradient again after it was on its way to the other ranks.",
+                evidence="a part of the model runs backward several times within one backward()",
+                do="use torch.utils.checkpoint with use_reentrant=False",
+            )
+        while self._num_sent < len(self._buckets):
+            following = self._buckets[self._num_sent]
+            # To wait here could be for ever: another rank may wait for this one elsewhere in its backward.
+            if following.num_missing > 0 or not following.lane.can_claim():
+                return
+            self._send(following)
+
+    def send_rest(self) -> None:
+        """Send the buckets whose gradients did not all come."""
+        while self._num_sent < len(self._buckets):
+            self._send(self._buckets[self._num_sent])
+
+    def finish(self) -> None:
+        """Wait for the results, which become the gradients."""
+        for bucket in self._buckets:
+            bucket.take_back()
+        self._num_sent = 0
+        self._watch.record.step += 1
+
+    def abandon(self) -> None:
+        """Begin anew after an error broke a backward."""
+        for bucket in self._buckets:
+            bucket.num_missing = len(bucket.parameters)
+        self._num_sent = 0
+
+    def _send(self, bucket: Bucket) -> None:
+        bucket.send(self._share, 1.0)
+        self._num_sent += 1

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers that give each rank its part of a dataset, in MegEngine's order: for torch's ``batch_sampler=``.
+
+Every rank gets equally many samples: where these do not divide, the first ones of the order come twice.
+``rankwise.DataLoader`` gives every sample once instead.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rankwise.compat.megengine.distributed.groups import get_rank, get_world_size
+from rankwise.errors import ConfigurationError
+
+
+class Sized(Protocol):
+    """What has a length."""
+
+    def __len__(self) -> int: ...
+
+
+class Sampler(ABC):
+    """What yields batches of indices."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[list[Any]]: ...
+
+
+class MapSampler(Sampler):
+    """Batches of indices for a dataset with a length; :meth:`sample` says in which order.
+
+    Args:
+        dataset: only its length counts.
+        batch_size: samples of one batch, on each rank.
+        drop_last: whether a last batch that is not full is left out.
+        num_samples: of one epoch, over all ranks; default: the dataset's.
+        world_size: default: of the joined world, or 1.
+        rank: default: in the joined world, or 0.
+        seed: of the order, the same on every rank; default: 0 on several ranks, drawn anew on one. A sampler gives
+            another order each time it is run through.
+
+    Raises:
+        ConfigurationError: a number means nothing, or there is less than a batch for each rank.
+    """
+
+    def __init__(  # noqa: PLR0917 - as MegEngine has it
+        self,
+        dataset: Sized,
+        batch_size: int = 1,
+        drop_last: bool = False,  # noqa: FBT001, FBT002 - as MegEngine has it
+        num_samples: int | None = None,
+        world_size: int | None = None,
+        rank: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _check_positive("batch_size", batch_size)
+        if not isinstance(drop_last, bool):
+            raise ConfigurationError(f"drop_last={drop_last!r} means nothing.", do="pass True or False")
+        if num_samples is not None:
+            _check_positive("num_samples", num_samples)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.world_size = get_world_size() if world_size is None else world_size
+        self.rank = get_rank() if rank is None else rank
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(f"There is no rank {self.rank} of {self.world_size}.", do="pass both, or neither")
+        total = len(dataset) if num_samples is None else num_samples
+        self.num_samples = math.ceil(total / self.world_size)
+        if self.num_samples < batch_size:
+            raise ConfigurationError(
+                f"{total} samples on {self.world_size} ranks are less than a batch of {batch_size} for each.",
+                do="pass a smaller batch_size",
+            )
+        if seed is None and self.world_size > 1:
+            seed = 0
+        # Of NumPy's generators the one that MegEngine has: a seed gives the same order.
+        self.rng = np.random.RandomState(seed)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.batch()
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        return whole + bool(rest and not self.drop_last)
+
+    def sample(self) -> Iterable[Any]:
+        """Return the indices of an epoch, of all ranks."""
+        raise NotImplementedError
+
+    def scatter(self, indices: list[Any]) -> list[Any]:
+        """Return this rank's part: every ``world_size``-th index, from ``rank`` on.
+
+        Raises:
+            ConfigurationError: there are not as many indices as the dataset has samples.
+        """
+        total = self.num_samples * self.world_size
+        whole = [*indices, *indices[: max(total - len(indices), 0)]]
+        if len(whole) != total:
+            raise ConfigurationError(
+                f"{len(indices)} indices cannot be divided as {total} samples.",
+                evidence=f"the dataset has {len(self.dataset)}",
+                do="sample a torch.utils.data.Subset(dataset, indices) in place of indices=",
+            )
+        return whole[self.rank :: self.world_size]
+
+    def batch(self) -> Iterator[list[Any]]:
+        """Yield this rank's batches of one epoch."""
+        indices = list(self.sample())
+        if self.world_size > 1:
+            indices = self.scatter(indices)
+        for start in range(0, len(indices), self.batch_size):
+            batch = indices[start : start + self.batch_size]
+            if len(batch) == self.batch_size or not self.drop_last:
+                yield batch
+
+
+class SequentialSampler(MapSampler):
+    """The samples in their own order. Arguments as for :class:`MapSampler`.
+
+    Args:
+        dataset: see there, like all but ``indices``.
+        batch_size: see there.
+        drop_last: see there.
+        indices: what to yield, in place of 0 to the length of the dataset; on several ranks as many.
+        world_size: see there.
+        rank: see there.
+    """
+
+    def __init__(  # noqa: PLR0917 - as MegEngine has it
+        self,
+        dataset: Sized,
+        batch_size: int = 1,
+        drop_last: bool = False,  # noqa: FBT001, FBT002 - as MegEngine has it
+        indices: Sequence[Any] | None = None,
+        world_size: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(dataset, batch_size, drop_last, None, world_size, rank)
+        self.indices = _checked_indices(indices)
+
+    def sample(self) -> Iterable[Any]:
+        """Return the indices of an epoch, of all ranks."""
+        return range(len(self.dataset)) if self.indices is None else self.indices
+
+
+class RandomSampler(MapSampler):
+    """The samples in a new order in each epoch. Arguments as for :class:`SequentialSampler`, and ``seed``."""
+
+    def __init__(  # noqa: PLR0917 - as MegEngine has it
+        self,
+        dataset: Sized,
+        batch_size: int = 1,
+        drop_last: bool = False,  # noqa: FBT001, FBT002 - as MegEngine has it
+        indices: Sequence[Any] | None = None,
+        world_size: int | None = None,
+        rank: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(dataset, batch_size, drop_last, None, world_size, rank, seed)
+        self.indices = _checked_indices(indices)
+
+    def sample(self) -> Iterable[Any]:
+        """Return the indices of an epoch, of all ranks."""
+        # A length and a list are shuffled differently, so that neither stands for the other.
+        chosen = len(self.dataset) if self.indices is None else self.indices
+        return self.rng.permutation(chosen).tolist()
+
+
+class ReplacementSampler(MapSampler):
+    """Samples drawn at random, each as often as it comes. Arguments as for :class:`MapSampler`, and ``weights``.
+
+    Args:
+        dataset: see there, like all but ``weights``.
+        batch_size: see there.
+        drop_last: see there.
+        num_samples: see there.
+        weights: how often each sample is drawn, towards the others; default: all alike.
+        world_size: see there.
+        rank: see there.
+        seed: see there.
+    """
+
+    def __init__(  # noqa: PLR0917 - as MegEngine has it
+        self,
+        dataset: Sized,
+        batch_size: int = 1,
+        drop_last: bool = False,  # noqa: FBT001, FBT002 - as MegEngine has it
+        num_samples: int | None = None,
+        weights: Sequence[float] | None = None,
+        world_size: int | None = None,
+        rank: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(dataset, batch_size, drop_last, num_samples, world_size, rank, seed)
+        if weights is not None and len(weights) != len(dataset):
+            raise ConfigurationError(
+                f"There are {len(weights)} weights for {len(dataset)} samples.", do="pass one weight for each sample"
+            )
+        self.weights = None if weights is None else np.asarray(weights, dtype=float) / sum(weights)
+
+    def sample(self) -> Iterable[Any]:
+        """Return the indices of an epoch, of all ranks."""
+        size = self.num_samples * self.world_size
+        return self.rng.choice(len(self.dataset), size=size, replace=True, p=self.weights).tolist()
+
+
+class Infinite(Sampler):
+    """Batches of another sampler, epoch after epoch without end."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self._batches = iter(sampler)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self
+
+    def __next__(self) -> list[Any]:
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = iter(self.sampler)
+            batch = next(self._batches)
+        return batch
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigurationError(f"{name}={value!r} means nothing.", do=f"pass {name}=1 or more")
+
+
+def _checked_indices(indices: object) -> Sequence[Any] | None:
+    if indices is not None and not isinstance(indices, Sequence):
+        raise ConfigurationError(
+            f"indices is a list, not {type(indices).__name__}.", do="pass a list: list(indices), indices.tolist()"
+        )
+    return indices

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many devices there are here, in MegEngine's words. Imported by users and by ``distributed``."""
+
+from __future__ import annotations
+
+import torch
+
+from rankwise.errors import ConfigurationError
+
+GPU_TYPES = ("cuda", "gpu", "rocm")
+DEVICE_TYPES = ("xpu", "cpu", *GPU_TYPES)
+
+
+def get_device_count(device_type: str) -> int:
+    """Return the number of devices of a kind.
+
+    Args:
+        device_type: ``"gpu"``, ``"cuda"`` or ``"rocm"``: of GPUs; ``"cpu"``: 1; ``"xpu"``: of GPUs, or 1 where there
+            is none.
+
+    Raises:
+        ConfigurationError: there is no such kind.
+    """
+    check_device_type(device_type)
+    num_gpus = torch.cuda.device_count()
+    if device_type == "cpu":
+        return 1
+    return max(num_gpus, 1) if device_type == "xpu" else num_gpus
+
+
+def check_device_type(device_type: str) -> None:
+    """Raise unless there is such a kind of device."""
+    if device_type not in DEVICE_TYPES:
+        raise ConfigurationError(
+            f"There is no device_type={device_type!r} here.",
+            do="use one of " + ", ".join(DEVICE_TYPES) + "; xpu takes GPUs where there are some, else the CPU",
+        )

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megengine.distributed`` on rankwise: ``import rankwise.compat.megengine.distributed as dist``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rankwise.compat.megengine.distributed import functional
+from rankwise.compat.megengine.distributed import packing as helper
+from rankwise.compat.megengine.distributed.backends import override_backend
+from rankwise.compat.megengine.distributed.client import Client, get_client
+from rankwise.compat.megengine.distributed.gradients import AllreduceCallback, bcast_list_, make_allreduce_cb
+from rankwise.compat.megengine.distributed.groups import (
+    WORLD,
+    Group,
+    get_backend,
+    get_mm_server_addr,
+    get_py_server_addr,
+    get_rank,
+    get_world_size,
+    group_barrier,
+    is_distributed,
+    new_group,
+)
+from rankwise.compat.megengine.distributed.starting import Server, init_process_group, launcher
+from rankwise.compat.megengine.distributed.synchronizing import synchronized
+from rankwise.compat.megengine.not_offered import refused
+
+__all__ = [
+    "WORLD",
+    "AllreduceCallback",
+    "Client",
+    "Group",
+    "Server",
+    "bcast_list_",
+    "functional",
+    "get_backend",
+    "get_client",
+    "get_mm_server_addr",
+    "get_py_server_addr",
+    "get_rank",
+    "get_world_size",
+    "group_barrier",
+    "helper",
+    "init_process_group",
+    "is_distributed",
+    "launcher",
+    "make_allreduce_cb",
+    "new_group",
+    "override_backend",
+    "synchronized",
+]
+
+_NOT_OFFERED = {
+    "backend": "the argument backend= of dist.launcher; dist.get_backend() tells what is used",
+    "group_start": "one collective after another, or a list of tensors in rankwise.all_reduce()",
+    "group_end": "one collective after another, or a list of tensors in rankwise.all_reduce()",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
+    raise refused("megengine.distributed", name, _NOT_OFFERED, __all__)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that ranks leave for each other under a name, in the job's store. Imported by this room's front."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise import collectives
+from rankwise.errors import ConfigurationError, PeerMissing
+from rankwise.point_to_point.message import pack, sizes_of, unpack
+from rankwise.session import Session, current
+
+if TYPE_CHECKING:
+    from rankwise.store import Store
+
+PREFIX = "megengine/user"
+SLICE_SECONDS = 0.2
+"""How long a wait goes without a look at whether a rank has failed."""
+HEAD_BYTES = 8
+"""A value is the length of its head in so many bytes, the head as JSON, and the bytes of its tensors."""
+
+
+class Client:
+    """Sets and gets values that every rank sees."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._alone: dict[str, bytes] = {}
+
+    def user_set(self, key: str, val: object) -> bool:
+        """Leave a value under ``key``, in place of what was there.
+
+        Args:
+            key: any text.
+            val: tensor, NumPy array, number, text or ``None``, or a list, tuple or dict of them. Nothing is pickled.
+
+        Raises:
+            ConfigurationError: ``key`` is no text, or there is something else in ``val``.
+        """
+        content = _bytes_of(val)
+        store = self._store(key)
+        if store is None:
+            self._alone[key] = content
+        else:
+            store.set(key, content)
+        return True
+
+    def user_get(self, key: str) -> Any:  # noqa: ANN401 - whatever was set
+        """Return what was left under ``key``, waiting for a rank to do so. Tensors are on the CPU.
+
+        Raises:
+            PeerMissing: nobody did within ``join(timeout_seconds=...)``.
+            PeerFailed: a rank failed meanwhile.
+        """
+        return _value_of(self._content(key))
+
+    def user_pop(self, key: str) -> Any:  # noqa: ANN401 - whatever was set
+        """Return what was left under ``key``, as :meth:`user_get` does, and remove it.
+
+        Called by: one rank for each ``user_set``.
+        """
+        value = self.user_get(key)
+        store = self._store(key)
+        if store is None:
+            self._alone.pop(key, None)
+        else:
+            store.delete(key)
+        return value
+
+    def group_barrier(self, key: str, size: int) -> None:
+        """Return when every rank of a group has called it.
+
+        Called by: every rank of the group.
+
+        Args:
+            key: of the group: ``group.key``.
+            size: how many ranks it has.
+
+        Raises:
+            ConfigurationError: it is not the group of all ranks, whose name alone is not enough.
+        """
+        world_size = self._session.world.world_size
+        if size != world_size or key != ",".join(map(str, range(world_size))):
+            raise ConfigurationError(
+                f"The ranks {key} cannot be waited for by their key.", do="use dist.group_barrier(group)"
+            )
+        collectives.barrier()
+
+    def is_of(self, session: Session) -> bool:
+        """Return whether it belongs to ``session``."""
+        return self._session is session
+
+    def _content(self, key: str) -> bytes:
+        store, watch = self._store(key), self._session.watch
+        if store is None or watch is None:
+            if key not in self._alone:
+                raise self._in_vain(key, 0.0)
+            return self._alone[key]
+        end = time.monotonic() + watch.timeout_seconds
+        while True:
+            try:
+                return store.get(key, SLICE_SECONDS)
+            except TimeoutError:
+                if watch.error is not None:
+                    raise watch.error from None
+                if time.monotonic() > end:
+                    raise self._in_vain(key, watch.timeout_seconds) from None
+
+    def _in_vain(self, key: str, waited: float) -> PeerMissing:
+        world = self._session.world
+        others = [rank for rank in range(world.world_size) if rank != world.rank]
+        return PeerMissing(
+            f"user_get({key!r}) waited {waited:.0f} s in vain: no rank has set it.",
+            ranks=others,
+            where=str(world),
+            do=f"let one rank call dist.get_client().user_set({key!r}, ...) before; user_pop() takes it away again",
+        )
+
+    def _store(self, key: object) -> Store | None:
+        if current() is not self._session:
+            raise ConfigurationError(
+                "This client belongs to a world that has been left.", do="call dist.get_client() again"
+            )
+        if not isinstance(key, str) or not key:
+            raise ConfigurationError(f"A key is a text, not {key!r}.", do="pass str(key)")
+        return None if self._session.store is None else self._session.store.prefixed(PREFIX)
+
+
+_clients: list[Client] = []
+
+
+def get_client() -> Client:
+    """Return what sets and gets values for every rank to see.
+
+    Raises:
+        NotJoined: no world has been joined.
+    """
+    session = current()
+    if not _clients or not _clients[0].is_of(session):
+        _clients[:] = [Client(session)]
+    return _clients[0]
+
+
+def _bytes_of(value: object) -> bytes:
+    try:
+        with torch.no_grad():
+            packed = pack(value)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            error.what.replace("send cannot send", "user_set cannot set"),
+            do="set tensors, NumPy arrays, numbers and texts, in lists, tuples and dicts; "
+            "for other things there is rankwise.broadcast_object()",
+        ) from None
+    head = json.dumps(packed.tree).encode()
+    return b"".join([len(head).to_bytes(HEAD_BYTES, "big"), head, *packed.buffers])
+
+
+def _value_of(content: bytes) -> Any:  # noqa: ANN401 - whatever was set
+    body = HEAD_BYTES + int.from_bytes(content[:HEAD_BYTES], "big")
+    tree = json.loads(content[HEAD_BYTES:body])
+    buffers: list[torch.Tensor] = []
+    for size in sizes_of(tree):
+        data = bytearray(content[body : body + size])
+        buffers.append(torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8))
+        body += size
+    return unpack(tree, buffers, torch.device("cpu"))[0]

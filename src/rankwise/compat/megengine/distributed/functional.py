@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MegEngine's collectives with gradients: backward runs the opposite collective, on every rank of the group.
+
+Every rank's backward must therefore come through each of them, in one order. Imported by users, also as
+``megengine.functional.distributed``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from rankwise import collectives
+from rankwise.compat.megengine.distributed import moves
+from rankwise.compat.megengine.distributed.groups import WORLD, Group, checked
+from rankwise.compat.megengine.distributed.remote import remote_recv, remote_send
+from rankwise.compat.megengine.distributed.through import Crossing, checked_axis, refuse_device, through
+from rankwise.compat.megengine.kept import keep_beginning, keep_end
+from rankwise.errors import ConfigurationError
+from rankwise.session import current
+
+__all__ = [
+    "all_gather",
+    "all_reduce_max",
+    "all_reduce_min",
+    "all_reduce_sum",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "reduce_scatter_sum",
+    "reduce_sum",
+    "remote_recv",
+    "remote_send",
+    "scatter",
+]
+
+
+def reduce_sum(inp: torch.Tensor, group: Group = WORLD, device: str | None = None) -> torch.Tensor | None:
+    """Add up over ranks, for the root alone.
+
+    Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
+
+    Args:
+        inp: any shape.
+        group: whose first rank is the root.
+        device: nothing: results are on the device of ``inp``.
+
+    Returns:
+        The sum on the root, ``None`` elsewhere. Backward gives every rank the root's gradient. On the other ranks it is
+        a recording GradManager that runs it.
+
+    Raises:
+        CollectiveMismatch: shapes or dtypes differ.
+        PeerFailed, PeerMissing: a rank failed, left, or did not come in time.
+    """
+    group = _checked("reduce_sum", inp, group, device)
+    total = through(
+        inp,
+        Crossing(
+            there=lambda data: collectives.all_reduce(data, group=group.group),
+            back=lambda gradient: collectives.broadcast(gradient, group.root, group=group.group),
+        ),
+    )
+    return _for_the_root(total, group)
+
+
+def broadcast(inp: torch.Tensor | None, group: Group = WORLD, device: str | None = None) -> torch.Tensor:
+    """Give every rank what the root holds.
+
+    Called by: every rank of ``group``, in the same order.
+
+    Args:
+        inp: any shape; counts on the root only.
+        group: whose first rank is the root.
+        device: nothing.
+
+    Returns:
+        The root's tensor, on every rank. Backward adds the gradients up, for the root.
+
+    Raises:
+        PeerFailed, PeerMissing: as :func:`reduce_sum`.
+    """
+    group, data = _from_the_root("broadcast", inp, group, device)
+    return through(
+        data,
+        Crossing(
+            there=lambda given: collectives.broadcast(given, group.root, group=group.group),
+            back=lambda gradient: collectives.all_reduce(gradient, group=group.group),
+        ),
+    )
+
+
+def all_gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = None, axis: int = 0) -> torch.Tensor:
+    """Put the tensors of all ranks one after another.
+
+    Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
+
+    Args:
+        inp: one dimension or more.
+        group: in whose order they come.
+        device: nothing.
+        axis: the dimension that grows.
+
+    Returns:
+        Shape of ``inp``, ``axis`` times the number of ranks. Backward adds the gradients up, each rank its
+        part.
+
+    Raises:
+        ConfigurationError: ``inp`` has no such dimension.
+        CollectiveMismatch, PeerFailed, PeerMissing: as :func:`reduce_sum`.
+    """
+    group, axis = _checked("all_gather", inp, group, device), checked_axis("all_gather", inp, axis)
+    return through(
+        inp,
+        Crossing(
+            there=lambda data: torch.cat(moves.gathered(data, group), axis),
+            back=lambda gradient: moves.scattered_sum(gradient, group, axis),
+        ),
+    )
+
+
+def reduce_scatter_sum(
+    inp: torch.Tensor, group: Group = WORLD, device: str | None = None, axis: int = 0
+) -> torch.Tensor:
+    """Add up over ranks, and give each rank its part.
+
+    Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
+
+    Args:
+        inp: one dimension or more.
+        group: in whose order the parts go.
+        device: nothing.
+        axis: the dimension that is divided; the number of ranks must divide it.
+
+    Returns:
+        Shape of ``inp``, ``axis`` divided by the number of ranks. Backward puts the gradients one after another.
+
+    Raises:
+        ConfigurationError: ``axis`` cannot be divided, or is none of ``inp``.
+        CollectiveMismatch, PeerFailed, PeerMissing: as :func:`reduce_sum`.
+    """
+    group = _checked("reduce_scatter_sum", inp, group, device)
+    axis = checked_axis("reduce_scatter_sum", inp, axis, parts=group.size)
+    return through(
+        inp,
+        Crossing(
+            there=lambda data: moves.scattered_sum(data, group, axis),
+            back=lambda gradient: torch.cat(moves.gathered(gradient, group), axis),
+        ),
+    )
+
+
+def all_reduce_sum(inp: torch.Tensor, group: Group = WORLD, device: str | None = None) -> torch.Tensor:
+    """Add up over ranks, for all of them.
+
+    Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
+
+    Args:
+        inp: any shape.
+        group: the ranks.
+        device: nothing.
+
+    Returns:
+        The sum. Backward adds the gradients of all ranks up.
+
+    Raises:
+        CollectiveMismatch, PeerFailed, PeerMissing: as :func:`reduce_sum`.
+    """
+    group = _checked("all_reduce_sum", inp, group, device)
+
+    def total(data: torch.Tensor) -> torch.Tensor:
+        return collectives.all_reduce(data, group=group.group)
+
+    return through(inp, Crossing(there=total, back=total))
+
+
+def all_reduce_max(inp: torch.Tensor, group: Group = WORLD, device: str | None = None) -> torch.Tensor:
+    """Take the largest over ranks, element by element.
+
+    Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
+
+    Args:
+        inp: any shape.
+        group: the ranks.
+        device: nothing.
+
+    Returns:
+        The largest. Backward adds the gradients of all ranks up, and gives them to every rank that holds the largest.
+
+    Raises:
+        CollectiveMismatch, PeerFailed, PeerMissing: as :func:`reduce_sum`.
+    """
+    return _extreme("max", inp, _checked("all_reduce_max", inp, group, device))
+
+
+def all_reduce_min(inp: torch.Tensor, group: Group = WORLD, device: str | None = None) -> torch.Tensor:
+    """Take the smallest over ranks, element by element. Everything else as :func:`all_reduce_max`.
+
+    Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
+    """
+    return _extreme("min", inp, _checked("all_reduce_min", inp, group, device))
+
+
+def gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = None, axis: int = 0) -> torch.Tensor | None:
+    """Put the tensors of all ranks one after another, on the root alone.
+
+    Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
+
+    Args:
+        inp: one dimension or more.
+        group: in whose order they come; the first rank is the root.
+        device: nothing.
+        axis: the dimension that grows.
+
+    Returns:
+        As :func:`all_gather` on the root, ``None`` elsewhere. Backward gives each rank its part of the root's gradient;
+        on the other ranks it is a recording GradManager that runs it.
+
+    Raises:
+        ConfigurationError, PeerFailed, PeerMissing: as :func:`all_gather`.
+    """
+    group, axis = _checked("gather", inp, group, device), checked_axis("gather", inp, axis)
+    return _for_the_root(
+        through(
+            inp,
+            Crossing(
+                there=lambda data: moves.gathered_at_root(data, group, axis),
+                back=lambda gradient: moves.scattered_from_root(gradient, group, axis),
+            ),
+        ),
+        group,
+    )
+
+
+def scatter(inp: torch.Tensor | None, group: Group = WORLD, device: str | None = None, axis: int = 0) -> torch.Tensor:
+    """Give each rank its part of what the root holds.
+
+    Called by: every rank of ``group``, in the same order.
+
+    Args:
+        inp: one dimension or more; counts on the root only.
+        group: in whose order the parts go; the first rank is the root.
+        device: nothing.
+        axis: the dimension that is divided; the number of ranks must divide it.
+
+    Returns:
+        The part of this rank. Backward puts the gradients one after another, on the root.
+
+    Raises:
+        ConfigurationError: ``axis`` cannot be divided, or is none of the root's tensor; on every rank.
+        PeerFailed, PeerMissing: as :func:`reduce_sum`.
+    """
+    group, data = _from_the_root("scatter", inp, group, device)
+    axis = checked_axis("scatter", data, axis, parts=group.size)
+    return through(
+        data,
+        Crossing(
+            there=lambda given: moves.scattered_from_root(given, group, axis),
+            back=lambda gradient: moves.gathered_at_root(gradient, group, axis),
+        ),
+    )
+
+
+def all_to_all(
+    inp: torch.Tensor,
+    group: Group = WORLD,
+    device: str | None = None,
+    split_axis: int = 0,
+    concat_axis: int = 0,
+) -> torch.Tensor:
+    """Send each rank its part, and put what comes from each one after another.
+
+    Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
+
+    Args:
+        inp: one dimension or more.
+        group: in whose order parts go and come.
+        device: nothing.
+        split_axis: the dimension that is divided; the number of ranks must divide it.
+        concat_axis: the dimension that grows.
+
+    Returns:
+        Shape of ``inp``, ``split_axis`` divided by the number of ranks and ``concat_axis`` times it. Backward sends the
+        gradients where the values came from.
+
+    Raises:
+        ConfigurationError: ``split_axis`` cannot be divided, or a dimension is none of ``inp``.
+        CollectiveMismatch, PeerFailed, PeerMissing: as :func:`reduce_sum`.
+    """
+    group = _checked("all_to_all", inp, group, device)
+    split_axis = checked_axis("all_to_all", inp, split_axis, parts=group.size)
+    concat_axis = checked_axis("all_to_all", inp, concat_axis)
+    return through(
+        inp,
+        Crossing(
+            there=lambda data: moves.exchanged(data, group, split_axis, concat_axis),
+            back=lambda gradient: moves.exchanged(gradient, group, concat_axis, split_axis),
+        ),
+    )
+
+
+def _extreme(op: str, inp: torch.Tensor, group: Group) -> torch.Tensor:
+    kept: list[torch.Tensor] = []
+
+    def there(data: torch.Tensor) -> torch.Tensor:
+        extreme = collectives.all_reduce(data, op, group=group.group)
+        kept.append(data == extreme)
+        return extreme
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        total = collectives.all_reduce(gradient, group=group.group)
+        return total.where(kept[0], total.new_zeros(()))
+
+    return through(inp, Crossing(there=there, back=back))
+
+
+def _for_the_root(out: torch.Tensor, group: Group) -> torch.Tensor | None:
+    if out.requires_grad:
+        # Backward has to come here on every rank, also where nothing is made of the result.
+        keep_end((out if out.ndim else out.reshape(1)).narrow(0, 0, 0).sum())
+    return out if group.rank == 0 else None
+
+
+def _from_the_root(name: str, inp: torch.Tensor | None, group: Group, device: str | None) -> tuple[Group, torch.Tensor]:
+    """Return on every rank a tensor of the kind that the root holds; on the root, that one."""
+    group = checked(group)
+    is_root = group.rank == 0
+    refuse_device(name, device)
+    told: list[Any] | None = None
+    if is_root and isinstance(inp, torch.Tensor):
+        wants_gradient = inp.requires_grad and torch.is_grad_enabled()
+        told = [str(inp.dtype).removeprefix("torch."), list(inp.shape), wants_gradient]
+    kind = collectives.gather_json(told, what=f"{name}: kind", group=group.group)[group.places[0]]
+    if kind is None:
+        raise ConfigurationError(
+            f"{name} takes a tensor, and rank {group.root} gave none.", do=f"pass a tensor on rank {group.root}"
+        )
+    if is_root:
+        return group, cast("torch.Tensor", inp)
+    dtype, shape, wants_gradient = kind
+    data = torch.empty(shape, dtype=getattr(torch, dtype), device=current().world.device)
+    data.requires_grad_(bool(wants_gradient))
+    keep_beginning(data)
+    return group, data
+
+
+def _checked(name: str, inp: object, group: Group, device: str | None) -> Group:
+    if not isinstance(inp, torch.Tensor):
+        raise ConfigurationError(
+            f"{name} takes a tensor, not {type(inp).__name__}.",
+            do="pass a torch.Tensor; rankwise's own collectives take NumPy arrays and trees too",
+        )
+    refuse_device(name, device)
+    return checked(group)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same values, and the same gradients, on every rank: what data-parallel scripts call.
+
+Imported by users, and by the GradManager, which does what the callback asks for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise import collectives
+from rankwise.compat.megengine.distributed.backends import arguments_of
+from rankwise.compat.megengine.distributed.groups import WORLD, Group, checked
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+REDUCE_METHODS = ("sum", "mean")
+
+
+def bcast_list_(inps: Iterable[torch.Tensor], group: Group = WORLD) -> None:
+    """Give every rank the root's values of some tensors, in place: parameters before a training, for example.
+
+    Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
+
+    Args:
+        inps: tensors, as ``model.parameters()`` gives them.
+        group: whose first rank is the root.
+
+    Raises:
+        ConfigurationError: something in ``inps`` is no tensor.
+        CollectiveMismatch, PeerFailed, PeerMissing: as :func:`rankwise.broadcast`.
+    """
+    group = checked(group)
+    tensors = list(inps)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigurationError(
+                f"bcast_list_ takes tensors, not {type(tensor).__name__}.",
+                do="pass model.parameters() or model.buffers()",
+            )
+    received = collectives.broadcast([tensor.detach() for tensor in tensors], group.root, group=group.group)
+    with torch.no_grad():
+        for tensor, value in zip(tensors, received, strict=True):
+            tensor.copy_(value)
+
+
+class AllreduceCallback:
+    """Says to a GradManager that gradients are to be added up, or averaged, over ranks.
+
+    Every rank counts alike, however many samples it had. A parameter that a rank did not use counts as zero there; one
+    that no rank used keeps ``grad=None``. Gradients travel in buckets, while backward goes on.
+
+    Args:
+        reduce_method: ``"sum"`` or ``"mean"``.
+        group: the ranks.
+        backend: one of MegEngine's names, which changes nothing: see ``override_backend``.
+
+    Raises:
+        ConfigurationError: there is no such ``reduce_method`` or ``backend``.
+    """
+
+    def __init__(self, reduce_method: str, group: Group = WORLD, backend: str | None = None) -> None:
+        if reduce_method.lower() not in REDUCE_METHODS:
+            raise ConfigurationError(
+                f"There is no reduce_method {reduce_method!r}.", do="use one of " + ", ".join(REDUCE_METHODS)
+            )
+        if backend is not None:
+            arguments_of(backend)
+        self.reduce_method = reduce_method.lower()
+        self.group = checked(group)
+
+    def __call__(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - as callbacks are called
+        """Refuse: gradients do not go one by one.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "What make_allreduce_cb() returns is for a GradManager, which takes many gradients together.",
+            do="pass it to gm.attach(model.parameters(), callbacks=[...]); for one tensor there is all_reduce_sum()",
+        )
+
+
+make_allreduce_cb = AllreduceCallback

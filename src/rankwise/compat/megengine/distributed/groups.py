@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes part: groups of ranks in MegEngine's words, and what this process is in the world."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rankwise import collectives
+from rankwise.errors import ConfigurationError
+from rankwise.session import current, current_or_none
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Group:
+    """Some ranks, whose first one is their root.
+
+    Called by: every rank of the world, with the same ranks, also those that are not among them. MegEngine had only
+    the members call; here the others help to open the group, and must not use it.
+
+    Args:
+        proc_ranks: of the world, each once, in any order; the first one is the root.
+
+    Raises:
+        ConfigurationError: no ranks, one that there is not or that comes twice; or ranks gave different ones.
+
+    Source: rankwise.new_group.
+    """
+
+    def __init__(self, proc_ranks: Sequence[int]) -> None:
+        self._proc_ranks = tuple(int(rank) for rank in proc_ranks)
+        self._group: collectives.Group | None = collectives.new_group(self._proc_ranks)
+
+    @property
+    def proc_ranks(self) -> list[int]:
+        """The ranks, in the order given."""
+        return list(self._proc_ranks)
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.proc_ranks)
+
+    @property
+    def key(self) -> str:
+        """The ranks as text, ``"0,2"``."""
+        return ",".join(map(str, self.proc_ranks))
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the order given.
+
+        Raises:
+            ConfigurationError: it is not in the group.
+        """
+        own = current().world.rank
+        if own not in self.proc_ranks:
+            raise ConfigurationError(
+                f"Rank {own} is not in the group {self.proc_ranks}.",
+                do="use a group on its ranks only: `if dist.get_rank() in group.proc_ranks:`",
+            )
+        return self.proc_ranks.index(own)
+
+    @property
+    def root(self) -> int:
+        """The first rank, by its number in the world."""
+        return self.proc_ranks[0]
+
+    @property
+    def comp_node(self) -> str:
+        """The device that this rank computes on."""
+        return current().world.device
+
+    @property
+    def is_single_machine(self) -> bool:
+        """Whether all its ranks are on this rank's machine."""
+        world = current().world
+        first = world.rank - world.local_rank
+        return all(first <= rank < first + world.local_world_size for rank in self.proc_ranks)
+
+    @property
+    def group(self) -> collectives.Group | None:
+        """The same, for ``group=`` of rankwise's collectives."""
+        return self._group
+
+    @property
+    def places(self) -> list[int]:
+        """For each of its ranks, in the order given, the place in rankwise's order, which ascends."""
+        ascending = sorted(self.proc_ranks)
+        return [ascending.index(rank) for rank in self.proc_ranks]
+
+    def __repr__(self) -> str:
+        return f"Group({self.proc_ranks})"
+
+
+class _World(Group):
+    """All ranks of whatever world is joined."""
+
+    def __init__(self) -> None:
+        self._proc_ranks = ()
+        self._group = None
+
+    @property
+    def proc_ranks(self) -> list[int]:
+        return list(range(current().world.world_size))
+
+    def __repr__(self) -> str:
+        return "WORLD"
+
+
+WORLD: Group = _World()
+"""All ranks: the default of every ``group``."""
+
+
+def checked(group: object) -> Group:
+    """Return ``group``, which a caller gave.
+
+    Raises:
+        ConfigurationError: it is no group.
+    """
+    if not isinstance(group, Group):
+        raise ConfigurationError(
+            f"A group is needed, and {group!r} was given.",
+            do="make one with dist.new_group([...]), or leave group out: it is WORLD then",
+        )
+    return group
+
+
+def new_group(proc_ranks: Sequence[int]) -> Group:
+    """Return a group of some ranks. See :class:`Group`.
+
+    Called by: every rank of the world, with the same ranks.
+    """
+    return Group(proc_ranks)
+
+
+def is_distributed() -> bool:
+    """Return whether a world has been joined; also one of a single rank."""
+    return current_or_none() is not None
+
+
+def get_rank() -> int:
+    """Return this process's rank; 0 where no world has been joined."""
+    session = current_or_none()
+    return 0 if session is None else session.world.rank
+
+
+def get_world_size() -> int:
+    """Return the number of ranks; 1 where no world has been joined."""
+    session = current_or_none()
+    return 1 if session is None else session.world.world_size
+
+
+def get_backend() -> str:
+    """Return what carries tensors between ranks: ``"nccl"`` or ``"gloo"``; ``"none"`` in a world of one.
+
+    Raises:
+        NotJoined: no world has been joined.
+    """
+    return current().world.backend
+
+
+def get_py_server_addr() -> tuple[str, int]:
+    """Refuse: ranks find each other through the job's store, which has an address of its own.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError(
+        "There is no server whose address could be told: the ranks share a store that asks for a secret.",
+        do="use dist.get_client() for values of your own: user_set(), user_get(), user_pop()",
+    )
+
+
+def get_mm_server_addr() -> tuple[str, int]:
+    """Refuse, as :func:`get_py_server_addr` does."""
+    return get_py_server_addr()
+
+
+def group_barrier(group: Group = WORLD) -> None:
+    """Return when every rank of ``group`` has called it; at once where no world has been joined.
+
+    Called by: every rank of ``group``, in the same order.
+
+    Raises:
+        PeerFailed, PeerMissing: a rank failed, left, or did not come in time.
+    """
+    group = checked(group)
+    if is_distributed():
+        collectives.barrier(group=group.group)

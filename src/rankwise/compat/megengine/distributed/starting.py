@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MegEngine's ways into a world: a function on several ranks, or a process that says itself which rank it is."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, overload
+
+import torch
+
+from rankwise import collectives, environments
+from rankwise.compat.megengine.device import GPU_TYPES, check_device_type, get_device_count
+from rankwise.compat.megengine.distributed.backends import arguments_of
+from rankwise.errors import ConfigurationError
+from rankwise.launch.function import launcher as on_ranks_of_rankwise
+from rankwise.process_group import join
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@overload
+def launcher(
+    func: Callable[P, T],
+    n_gpus: int | None = None,
+    world_size: int | None = None,
+    rank_start: int = 0,
+    master_ip: str = "localhost",
+    port: int = 0,
+    device_type: str = "xpu",
+    backend: str = "auto",
+) -> Callable[P, list[T]]: ...
+@overload
+def launcher(
+    func: None = None,
+    n_gpus: int | None = None,
+    world_size: int | None = None,
+    rank_start: int = 0,
+    master_ip: str = "localhost",
+    port: int = 0,
+    device_type: str = "xpu",
+    backend: str = "auto",
+) -> Callable[[Callable[P, T]], Callable[P, list[T]]]: ...
+def launcher(  # noqa: PLR0917 - as MegEngine has it
+    func: Callable[P, T] | None = None,
+    n_gpus: int | None = None,
+    world_size: int | None = None,
+    rank_start: int = 0,
+    master_ip: str = "localhost",
+    port: int = 0,
+    device_type: str = "xpu",
+    backend: str = "auto",
+) -> Callable[P, list[T]] | Callable[[Callable[P, T]], Callable[P, list[T]]]:
+    """Make a function run on several ranks, in a world that they have joined.
+
+    ``@dist.launcher``, ``@dist.launcher(n_gpus=2)`` and ``dist.launcher(worker, n_gpus=2)(*args)`` all do. Several
+    machines each run the script, with their own ``rank_start``. In a script that ``rankwise run`` has started on
+    its ranks already, the function runs on these.
+
+    Args:
+        func: what every rank calls.
+        n_gpus: how many ranks on this machine, also without GPUs; default: one per GPU, or one where there is none.
+        world_size: how many ranks on all machines, ``n_gpus`` on each; default: ``n_gpus``.
+        rank_start: rank of the first one here: 0 on the first machine, ``n_gpus`` on the second, and so on.
+        master_ip: address of one of the machines, the same on all.
+        port: a free port there, where there are several machines.
+        device_type: ``"xpu"`` takes GPUs where there are some, else the CPU; ``"gpu"``, ``"cuda"``, ``"rocm"`` insist;
+            ``"cpu"`` hides the GPUs.
+        backend: ``"auto"``, ``"nccl"``, ``"rccl"``, ``"shm"`` or ``"gloo"``. (MegEngine's default was ``"nccl"``.)
+
+    Returns:
+        The function, which returns what this machine's ranks returned, in rank order; or a decorator.
+
+    Raises:
+        ConfigurationError: numbers do not go together, or there is no GPU; when the function is defined. When it is
+            called, and where it runs: as :func:`rankwise.launch`, which raises the exception of the first rank to fail,
+            with that rank's traceback as a note.
+
+    Source: rankwise.launcher.
+    """
+    device = _device_of(device_type)
+    num_here = get_device_count(device_type) if n_gpus is None else n_gpus
+    nodes = _nodes(num_here, world_size, rank_start, master_ip, port)
+    arguments: dict[str, Any] = {**arguments_of(backend), "device": "cpu" if device == "cpu" else None}
+
+    def decorate(inner: Callable[P, T]) -> Callable[P, list[T]]:
+        if not callable(inner):
+            raise ConfigurationError(
+                f"launcher was given {inner!r}, which is no function.",
+                do="write @dist.launcher, @dist.launcher(n_gpus=2), or dist.launcher(worker, n_gpus=2)()",
+            )
+
+        # By the name that wraps() copies, pickle finds what the decorator made.
+        @functools.wraps(inner)
+        def joined(*args: P.args, **kwargs: P.kwargs) -> T:
+            with join(**arguments):
+                return inner(*args, **kwargs)
+
+        if _is_rank_of_rankwise():
+            return _in_this_rank(inner, joined, arguments, n_gpus, world_size)
+        return on_ranks_of_rankwise(ranks=num_here, device=device, **nodes)(joined)
+
+    return decorate if func is None else decorate(func)
+
+
+def init_process_group(  # noqa: PLR0917 - as MegEngine has it
+    master_ip: str,
+    port: int,
+    world_size: int,
+    rank: int,
+    device: int,
+    backend: str = "auto",
+    device_type: str = "xpu",
+) -> None:
+    """Join the world that other processes join with the same address.
+
+    Called by: every rank, once. Rank 0 opens the port itself: there is no server to be started before.
+
+    Args:
+        master_ip: address of rank 0's machine.
+        port: a free port there.
+        world_size: number of processes; 1 will do.
+        rank: of this one.
+        device: number of its GPU; of no meaning where there are none.
+        backend: as for :func:`launcher`.
+        device_type: as for :func:`launcher`.
+
+    Raises:
+        ConfigurationError: an argument is bad, or this process has joined already.
+        PeerMissing: the others did not come.
+
+    Source: rankwise.join.
+    """
+    kinds: dict[str, tuple[object, type]] = {
+        "master_ip": (master_ip, str),
+        "port": (port, int),
+        "world_size": (world_size, int),
+        "rank": (rank, int),
+        "device": (device, int),
+    }
+    for name, (value, kind) in kinds.items():
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name} is of type {kind.__name__}, not {type(value).__name__}")
+    hides_gpus = _device_of(device_type) == "cpu" or not torch.cuda.is_available()
+    where = "cpu" if hides_gpus else f"cuda:{device}"
+    host = f"[{master_ip}]" if ":" in master_ip else master_ip
+    join(
+        device=where,
+        init_method=f"tcp://{host}:{port}",
+        rank=rank,
+        world_size=world_size,
+        **arguments_of(backend),
+    )
+
+
+class Server:
+    """Stands where a script starts MegEngine's server; rank 0 opens the port by itself.
+
+    Args:
+        port: that ``init_process_group`` is then given.
+
+    Raises:
+        ConfigurationError: no port was named.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        if not port:
+            raise ConfigurationError(
+                "Server was to choose a port, and there is no server here that could hold it.",
+                do="leave Server out and pass a free port to init_process_group(); dist.launcher needs none",
+            )
+        self.py_server_port = port
+
+
+def _is_rank_of_rankwise() -> bool:
+    with suppress(ConfigurationError):
+        return environments.read_process("rankwise").source == "rankwise"
+    return False
+
+
+def _in_this_rank(
+    inner: Callable[P, T], joined: Callable[P, T], arguments: dict[str, Any], n_gpus: int | None, world_size: int | None
+) -> Callable[P, list[T]]:
+    """Return what calls the function in this process, whose ranks are there, and collects what these return."""
+
+    @functools.wraps(joined)
+    def here(*args: P.args, **kwargs: P.kwargs) -> list[T]:
+        found = environments.read_process("rankwise")
+        for name, told, there in (
+            ("n_gpus", n_gpus, found.local_world_size),
+            ("world_size", world_size, found.world_size),
+        ):
+            if told is not None and told != there:
+                raise ConfigurationError(
+                    f"launcher was given {name}={told}, and `rankwise run` has started {there}.",
+                    do=f"leave {name} out, or start the script by `python`",
+                )
+        with join(**arguments) as world:
+            values = collectives.all_gather_object(inner(*args, **kwargs))
+            first = world.rank - world.local_rank
+            return values[first : first + world.local_world_size]
+
+    return here
+
+
+def _device_of(device_type: str) -> Literal["auto", "cpu"]:
+    check_device_type(device_type)
+    if device_type in GPU_TYPES and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"device_type={device_type!r}, and there is no GPU here that torch can use.",
+            do='leave device_type out, or pass device_type="cpu"',
+        )
+    return "cpu" if device_type == "cpu" else "auto"
+
+
+def _nodes(num_here: int, world_size: int | None, rank_start: int, master_ip: str, port: int) -> dict[str, Any]:
+    """Return what rankwise's launcher is told of several machines."""
+    if world_size is None or world_size == num_here:
+        if rank_start:
+            _refuse(num_here, world_size, rank_start, "pass world_size=, the ranks of all machines together")
+        return {}
+    if world_size < num_here:
+        _refuse(
+            num_here, world_size, rank_start, "pass world_size= n_gpus times the number of machines, or leave it out"
+        )
+    if not port:
+        _refuse(
+            num_here,
+            world_size,
+            rank_start,
+            f"on one machine pass n_gpus={world_size}; for several name port= too, the same on all",
+        )
+    if world_size % num_here or rank_start % num_here or rank_start >= world_size:
+        _refuse(
+            num_here,
+            world_size,
+            rank_start,
+            "start as many ranks on each machine, from rank_start= 0, n_gpus, 2 n_gpus; for machines that differ there "
+            "is `rankwise run -n ... --nodes ... --rendezvous host:port` on each",
+        )
+    host = f"[{master_ip}]" if ":" in master_ip else master_ip
+    return {
+        "num_nodes": world_size // num_here,
+        "node_rank": rank_start // num_here,
+        "rendezvous": f"{host}:{port}",
+    }
+
+
+def _refuse(num_here: int, world_size: int | None, rank_start: int, do: str) -> NoReturn:
+    raise ConfigurationError(
+        "launcher was given numbers that do not go together.",
+        evidence=f"n_gpus={num_here}, world_size={world_size}, rank_start={rank_start}",
+        do=do,
+    )

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rankwise horovodrun`` as a person of Horovod's uses it: the script is as it was."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+TRAIN = """
+    import sys
+    import torch
+    import torch.nn.functional as F
+    import horovod.torch as hvd
+    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data.distributed import DistributedSampler
+
+    def main():
+        hvd.init()
+        torch.manual_seed(hvd.rank())
+        x = torch.arange(24, dtype=torch.float64).reshape(12, 2) / 24
+        sampler = DistributedSampler(TensorDataset(x), num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False)
+        workers = {"num_workers": 1, "multiprocessing_context": "forkserver"} if "--workers" in sys.argv else {}
+        loader = DataLoader(TensorDataset(x), batch_size=3, sampler=sampler, **workers)
+        model = torch.nn.Linear(2, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        for (part,) in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(part), part.sum(1, keepdim=True)).backward()
+            optimizer.step()
+        weights = [hvd.allgather(weight.detach().reshape(1, -1)) for weight in model.parameters()]
+        print(hvd.rank(), hvd.size(), sys.argv[1:], all((one == one[0]).all().item() for one in weights), flush=True)
+        if "--fail" in sys.argv and hvd.rank() == 1:
+            raise ValueError("of rank 1")
+        hvd.barrier()
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def horovodrun(command: Command, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rankwise", "horovodrun", *words],
+        cwd=command.folder,
+        env=command.environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["--workers"]])
+def test_a_script_of_horovods_runs_as_it_is(command: Command, more: list[str]) -> None:
+    command.write("train.py", TRAIN)
+    ended = horovodrun(command, "-np", "2", "-H", "localhost:2", "--cycle-time-ms", "3", "python", "train.py", *more)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [f"{rank} 2 {more} True" for rank in range(2)]
+    assert "--cycle-time-ms does nothing here" in ended.stderr
+    told = re.search(r"the same in rankwise's words: rankwise (run .*)", ended.stderr)
+    assert told is not None
+    assert told[1] == " ".join(["run -n 2 -m rankwise.compat.horovod train.py", *more])
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed(command: Command) -> None:
+    command.write("train.py", TRAIN)
+    ended = horovodrun(command, "-np", "2", "python", "train.py", "--fail")
+    assert ended.returncode == 1, ended.stderr
+    assert "ValueError: of rank 1" in ended.stderr

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every block of Python in ``docs/from-*.md`` runs, and the two sides of a table give the same.
+
+What a page hides in comments before a table is run with it: ``<!-- setup ... -->`` before both sides (until the next
+one), ``<!-- check ... -->`` after both; ``<!-- ranks: 2 -->`` says how many ranks this table takes, else one. Where
+both sides have set ``check`` in the end, or print lines that start with RESULT, rank 0's are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from conftest import Command
+
+ELSEWHERE = "from-a-function.md"
+"""Starts its ranks itself, and has a test of its own."""
+PAGES = sorted(path for path in (Path(__file__).parents[2] / "docs").glob("from-*.md") if path.name != ELSEWHERE)
+LEFT = {"from-horovod.md": ("-m", "rankwise.compat.horovod")}
+"""What runs the left side, where that is not `rankwise run` alone."""
+PIECE = re.compile(
+    r"<!-- (?P<kind>setup|check)\n(?P<code>.*?)-->|<!-- ranks: (?P<ranks>\d+) -->|(?P<table><table>.*?</table>)"
+    r"|^```python\n(?P<alone>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+WARM = {"from-accelerate.md": "import accelerate"}
+"""What to import once for all snippets of a page."""
+RUNNER = """
+import atexit, os, runpy, sys, traceback
+WARM
+for number in NUMBERS:
+    child = os.fork()
+    if child == 0:
+        # Keys of the job's store are kept apart by attempt, so that snippets do not find those of one another.
+        os.environ["RANKWISE_ATTEMPT"] = str(number)
+        if os.environ["RANK"] == "0":
+            os.dup2(os.open(f"{number}.out", os.O_CREAT | os.O_WRONLY), 1)
+        code = 1
+        try:
+            os.chdir(str(number))
+            runpy.run_path("train.py", run_name="__main__")
+            atexit._run_exitfuncs()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    if os.waitpid(child, 0)[1] != 0:
+        sys.exit(f"snippet {number} failed")
+"""
+"""Runs snippets one after another, each in a process that is forked for it: libraries are imported once."""
+AFTERWARDS = """
+def _plain(value):
+    import torch
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return [_plain(one) for one in value.values()]
+    if hasattr(value, "__iter__") and not isinstance(value, str):
+        return [_plain(one) for one in value]
+    return value
+
+import json as _json, os as _os
+if "check" in globals() and _os.environ.get("RANK", "0") == "0":
+    print("RESULT", _json.dumps(_plain(check)), flush=True)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snippet:
+    """One table of a page, or one block outside of tables."""
+
+    page: str
+    number: int
+    setup: str
+    check: str
+    ranks: int
+    sides: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return what a failing test is named after."""
+        return f"{self.page}-{self.number}"
+
+
+def snippets_of(path: Path) -> Iterator[Snippet]:
+    """Return what a page has to run, in its order."""
+    setup, check, ranks, number = "", "", 1, 0
+    for piece in PIECE.finditer(path.read_text(encoding="utf-8")):
+        if piece["kind"] == "setup":
+            setup = piece["code"]
+        elif piece["kind"] == "check":
+            check = piece["code"]
+        elif piece["ranks"]:
+            ranks = int(piece["ranks"])
+        else:
+            number += 1
+            blocks = (piece["alone"],) if piece["table"] is None else tuple(BLOCK.findall(piece["table"]))
+            yield Snippet(page=path.name, number=number, setup=setup, check=check, ranks=ranks, sides=blocks)
+            check, ranks = "", 1
+
+
+GROUPS: dict[tuple[str, int, int], list[Snippet]] = {}
+"""The snippets that run one after another in the same ranks."""
+for one in (snippet for path in PAGES for snippet in snippets_of(path)):
+    GROUPS.setdefault((one.page, one.ranks, len(one.sides)), []).append(one)
+
+
+def started(command: Command, snippets: Sequence[Snippet], side: int) -> subprocess.Popen[str]:
+    """Start one side of snippets that take equally many ranks, each as a script in a folder of its own."""
+    first = snippets[0]
+    folder = folder_of(command, first, side)
+    for snippet in snippets:
+        place = folder / str(snippet.number)
+        place.mkdir(parents=True)
+        parts = (snippet.setup, textwrap.dedent(snippet.sides[side]), snippet.check, AFTERWARDS)
+        (place / "train.py").write_text("\n".join(parts), encoding="utf-8")
+    numbers = str([snippet.number for snippet in snippets])
+    runner = RUNNER.replace("NUMBERS", numbers).replace("WARM", WARM.get(first.page, ""))
+    (folder / "all.py").write_text(runner, encoding="utf-8")
+    before = LEFT.get(first.page, ()) if side == 0 and len(first.sides) > 1 else ()
+    return subprocess.Popen(
+        command.words("-n", str(first.ranks), *before, "all.py"),
+        cwd=folder,
+        env=command.environment(OMP_NUM_THREADS="1"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def folder_of(command: Command, snippet: Snippet, side: int) -> Path:
+    """Return where one side of the snippets runs that go with this one."""
+    return command.folder / f"{snippet.ranks}-{len(snippet.sides)}-{('left', 'right')[side]}"
+
+
+def results(said: str) -> list[Any]:
+    """Return what a side came to: each RESULT line as a value, or as text where it is none."""
+    found: list[Any] = []
+    for text in re.findall(r"^RESULT (.*)$", said, re.MULTILINE):
+        try:
+            found.append(list(_numbers(json.loads(text))))
+        except ValueError:
+            found.append(text.strip())
+    return found
+
+
+def _numbers(value: object) -> Iterator[object]:
+    if isinstance(value, list):
+        for one in value:
+            yield from _numbers(one)
+    else:
+        yield value
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(("page", "ranks", "num_sides"), GROUPS)
+def test_both_sides_run_and_give_the_same(command: Command, page: str, ranks: int, num_sides: int) -> None:
+    assert 1 <= num_sides <= 2, "a table has one block of Python per cell, and two cells"
+    snippets = GROUPS[page, ranks, num_sides]
+    running = [started(command, snippets, side) for side in range(num_sides)]
+    try:
+        said = [process.communicate(timeout=100) for process in running]
+    finally:
+        for process in running:
+            process.terminate()
+            process.communicate()
+    for process, (out, errors) in zip(running, said, strict=True):
+        assert process.returncode == 0, errors + out
+    for snippet in snippets:
+        came_to = [
+            results((folder_of(command, snippet, side) / f"{snippet.number}.out").read_text())
+            for side in range(num_sides)
+        ]
+        for other in came_to[1:]:
+            assert len(came_to[0]) == len(other), f"{snippet}: one side has a result, and the other has none"
+            for left, right in zip(came_to[0], other, strict=True):
+                expected = pytest.approx(right, rel=1e-5, abs=1e-6) if isinstance(right, list) else right
+                assert left == expected, str(snippet)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_block_is_left_out(path: Path) -> None:
+    shown = re.findall(r"^ *```(?:python|py)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sum(len(snippet.sides) for snippet in snippets_of(path)) == len(shown)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``import horovod.torch`` where a program has asked for rankwise to stand in, and where it has not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROVIDE = "from rankwise.compat.horovod.alias import provide; provide(); provide()\n"
+
+
+def run(program: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own, since the alias lasts as long as the process."""
+    path = folder / "program.py"
+    path.write_text(program)
+    return subprocess.run(
+        [sys.executable, "-W", "error", *words, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+    )
+
+
+def test_every_way_of_importing_leads_to_the_same_modules(tmp_path: Path) -> None:
+    program = """
+import importlib, sys
+import horovod
+import horovod.torch as hvd
+import horovod.torch.elastic
+import horovod.torch.mpi_ops as operations
+import horovod.torch.elastic.sampler as sampler
+from horovod.torch import elastic, DistributedOptimizer
+from horovod.torch.elastic.state import TorchState, get_handler_registry
+from horovod.torch.compression import Compression
+from horovod.torch.functions import broadcast_object
+from horovod.torch.optimizer import DistributedOptimizer as optimizer
+from horovod.common.process_sets import ProcessSet
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.elastic import State, ObjectState, run
+import rankwise.compat.horovod as ours
+
+assert hvd is horovod.torch is operations is ours and horovod.__version__ == "0.28.1"
+assert elastic is horovod.torch.elastic is ours.elastic and sampler.ElasticSampler is elastic.ElasticSampler
+assert DistributedOptimizer is optimizer is ours.DistributedOptimizer
+assert TorchState is elastic.TorchState and run is elastic.run and Compression is hvd.Compression
+assert HorovodInternalError is hvd.HorovodInternalError
+assert hvd.__spec__.name == hvd.__name__ == "rankwise.compat.horovod"
+own = [name for name in sys.modules if name.startswith("horovod.") and "rankwise" not in sys.modules[name].__name__]
+assert own == ["horovod.common"], own
+hvd.init()
+print(hvd.rank(), hvd.size())
+"""
+    ended = run(PROVIDE + program, tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "0 1\n"), ended.stderr
+
+
+def test_a_process_that_is_started_afresh_has_it_too(tmp_path: Path) -> None:
+    program = """
+import multiprocessing
+if __name__ == "__main__":
+    from rankwise.compat.horovod.alias import provide
+    provide()
+import horovod.torch as hvd
+
+def tell(pipe):
+    pipe.send(hvd.__name__)
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=tell, args=(theirs,))
+        process.start()
+        print(ours.recv())
+        process.join()
+"""
+    ended = run(program, tmp_path)
+    assert ended.stdout == "rankwise.compat.horovod\n" * 2, ended.stderr
+
+
+def test_nothing_happens_unless_it_is_asked_for(tmp_path: Path) -> None:
+    program = """
+import sys
+finders, path = list(sys.meta_path), list(sys.path)
+import rankwise.compat.horovod
+assert (sys.meta_path, sys.path) == (finders, path)
+import horovod
+"""
+    assert "ModuleNotFoundError: No module named 'horovod'" in run(program, tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("horovod.tensorflow", "arrays of other frameworks"),
+        ("horovod.tensorflow.keras", "arrays of other frameworks"),
+        ("horovod.keras", "arrays of other frameworks"),
+        ("horovod.mxnet", "arrays of other frameworks"),
+        ("horovod.spark.torch", "rankwise run --hosts"),
+        ("horovod.ray", "rankwise run --hosts"),
+        ("horovod.runner", "rankwise horovodrun"),
+        ("horovod.torch.queue", "it has horovod.torch"),
+    ],
+)
+def test_what_is_not_offered_names_what_is(tmp_path: Path, name: str, instead: str) -> None:
+    ended = run(PROVIDE + f"import {name}", tmp_path)
+    assert f"has no {name.removesuffix('.keras').removesuffix('spark.torch')}" in ended.stderr
+    assert instead in ended.stderr
+
+
+def test_a_real_horovod_is_not_hidden(tmp_path: Path) -> None:
+    (tmp_path / "horovod").mkdir()
+    assert run(PROVIDE + "import horovod.torch", tmp_path).returncode == 0, "a mere folder counts for nothing"
+    (tmp_path / "horovod" / "__init__.py").write_text("")
+    for before, found in (("", "it is installed: "), ("import horovod\n", "it has been imported from ")):
+        ended = run(before + PROVIDE, tmp_path)
+        assert f"{found}{tmp_path}/horovod/__init__.py" in ended.stderr
+        assert "import rankwise.compat.horovod as hvd" in ended.stderr
+
+
+def test_a_script_runs_as_under_python(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import sys, os, horovod.torch as hvd\n"
+        "print(sys.argv, __name__, os.path.basename(__file__), sys.path[0], hvd.__name__)\n"
+    )
+    for words in (["program.py"], ["-m", "program"]):
+        ended = subprocess.run(
+            [sys.executable, "-W", "error", "-m", "rankwise.compat.horovod", *words, "--lr", "-m"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+        argv0 = "program.py" if words[0] == "program.py" else str(tmp_path / "program.py")
+        expected = f"{[argv0, '--lr', '-m']} __main__ program.py {tmp_path} rankwise.compat.horovod\n"
+        assert ended.stdout == expected, ended.stderr
+
+
+def test_a_script_that_is_not_there_is_told_in_words(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "rankwise.compat.horovod", "nowhere.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("ConfigurationError: There is no script 'nowhere.py'.\n")

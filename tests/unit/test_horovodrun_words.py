@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rankwise horovodrun``: what horovodrun's options become, and what is said of those that become nothing."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankwise.cli import horovodrun, main
+from rankwise.cli.horovodrun import NOTED, NOTED_WITH_VALUE, REFUSED
+from rankwise.errors import ConfigurationError
+
+HELP = """\
+usage: rankwise horovodrun -np N [options] python train.py [arguments]
+
+Run a Horovod script, unchanged, on several ranks: horovodrun's options, and `import horovod.torch` gives rankwise's.
+
+Says what the same is in the words of `rankwise run`.
+
+positional arguments:
+  python train.py       what every rank runs
+
+options:
+  -h, --help            show this help message and exit
+  -np N, --num-proc N   how many ranks in all
+  --output-filename DIR
+                        write DIR/rank-0.out and so on
+
+several machines:
+  -H A:SLOTS,..., --hosts A:SLOTS,...
+                        hosts, and how many ranks each has room for
+  -hostfile FILE, --hostfile FILE
+                        the same, a line for each: NAME slots=SLOTS
+  --host-discovery-script SCRIPT
+                        not taken: says what to write instead
+  -p PORT, --ssh-port PORT
+                        ssh's port on the hosts
+  -i FILE, --ssh-identity-file FILE
+                        ssh's private key
+  --network-interface NAME, --network-interfaces NAME
+                        network interface for what ranks send
+  --start-timeout SECONDS
+                        how long machines wait for one another
+
+elastic jobs:
+  --min-np N, --min-num-proc N
+                        go on with no fewer ranks than N
+  --max-np N, --max-num-proc N
+                        use no more ranks than N
+  --slots-per-host N    for --host-discovery-script
+  --reset-limit R       start anew at most R times (default: 3)
+
+examples:
+  rankwise horovodrun -np 4 python train.py --epochs 3
+  rankwise horovodrun -np 8 -H gpu-01:4,gpu-02:4 python train.py
+  rankwise horovodrun -np 8 --min-np 4 --reset-limit 3 -H gpu-01:4,gpu-02:4 python train.py
+"""
+
+
+def parsed(line: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    horovodrun.add_to(parser.add_subparsers().add_parser)
+    return parser.parse_args(["horovodrun", *shlex.split(line)])
+
+
+def test_the_options_are_these(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(["horovodrun", "--help"])
+    assert capsys.readouterr().out == HELP
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "command"),
+    [
+        ("-np 4 python train.py --lr 1 -np 3", "-n 4", "train.py --lr 1 -np 3"),
+        ("-np 2 -H localhost:4 python3 -u -m pkg.train -m", "-n 2", "-m pkg.train -m"),
+        ("--num-proc 2 --output-filename logs -- /usr/bin/python3.11 t.py", "-n 2 --log-dir logs", "t.py"),
+        ("-np 2 --reset-limit 5 python t.py", "-n 2 --max-restarts 5", "t.py"),
+        ("-H a:2,b:3 python t.py", "--hosts a:2,b:3", "t.py"),
+        ("-np 3 -H a:2,b:0,c:2,d:2 python t.py", "--hosts a:2,c:1", "t.py"),
+        ("-np 2 -H a:2,b:2 python t.py", "--hosts a:2", "t.py"),
+        (
+            "-np 4 -H a:2,b:2 -p 2222 -i 'my key' --network-interface ib0 --start-timeout 60 python t.py",
+            "--hosts a:2,b:2 --ssh \"ssh -p 2222 -i 'my key'\" --interface ib0 --rendezvous-timeout 60",
+            "t.py",
+        ),
+        ("-np 4 --min-np 3 -H a:2,b:2 python t.py", "--hosts a:2,b:2 --max-restarts 3", "t.py"),
+        ("-np 2 --min-np 2 -H a:2,b:2 python t.py", "--hosts a:2,b:2 --nodes 1:2 --max-restarts 3", "t.py"),
+        (
+            "-np 2 --min-np 2 --max-np 5 --reset-limit 9 -H a:1,b:2,c:4 python t.py",
+            "--hosts a:1,b:2,c:2 --nodes 2:3 --max-restarts 9",
+            "t.py",
+        ),
+        ("-np 4 --min-np 2 python t.py", "-n 4 --max-restarts 3", "t.py"),
+    ],
+)
+def test_words_become_these(line: str, options: str, command: str) -> None:
+    words = horovodrun.translate(parsed(line))
+    assert words == ["run", *shlex.split(options), "-m", "rankwise.compat.horovod", *shlex.split(command)]
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "do"),
+    [
+        ("python t.py", "Nothing says how many ranks", "-np 4"),
+        ("-np 0 python t.py", "-np is 0", "1 or more"),
+        ("-np 5 -H a:2,b:2 python t.py", "-np 5 asks for more ranks than there are slots: 4", "-np 4"),
+        ("-np 2 -H a,b python t.py", "'a' in -H a,b is no host", "worker-0:2"),
+        ("-np 2 --hostfile nowhere python t.py", "'nowhere' cannot be read", None),
+        ("-np 2", "no command", "rankwise horovodrun -np 4 python train.py"),
+        ("-np 2 python", "names no script", "python train.py"),
+        ("-np 2 bash train.sh", "'bash'", "begin it with python"),
+        ("-np 2 python -O t.py", "option -O", "PYTHONOPTIMIZE"),
+        ("-np 2 --max-np 4 python t.py", "--max-np is for an elastic job", "--min-np"),
+        ("-np 4 --min-np 5 -H a:2,b:2 python t.py", "--min-np 5 is more than the 4 ranks", "smaller"),
+        ("-np 4 --network-interfaces eth0,eth1 -H a:2,b:2 python t.py", "2 network interfaces", "eth0"),
+        ("-np 4 --slots-per-host 2 python t.py", "discovery", "-H a:4,b:4"),
+        (
+            "-np 4 --min-np 2 --slots-per-host 2 --host-discovery-script f.sh python t.py --lr 1",
+            "machines come by themselves",
+            "-n 2 --max-restarts 3 -m rankwise.compat.horovod t.py --lr 1",
+        ),
+    ],
+)
+def test_what_cannot_be_is_told(line: str, what: str, do: str | None) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        horovodrun.translate(parsed(line))
+    assert what in str(error.value)
+    assert do is None or do in str(error.value.do)
+
+
+def test_a_host_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# ours\na slots=2\n\nb.example.org slots = 4  # new\n")
+    words = horovodrun.translate(parsed(f"-np 3 -hostfile {path} python t.py"))
+    assert words[:3] == ["run", "--hosts", "a:2,b.example.org:1"]
+    path.write_text("a 2\n")
+    with pytest.raises(ConfigurationError, match=r"Line 1 of .* names no host and its slots"):
+        horovodrun.translate(parsed(f"-np 3 -hostfile {path} python t.py"))
+
+
+def test_options_that_do_nothing_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    words = [*NOTED, *(f"{name}=1" for name in NOTED_WITH_VALUE)]
+    options = parsed(f"-np 2 {shlex.join(words)} python t.py")
+    assert horovodrun.translate(options)[:3] == ["run", "-n", "2"]
+    known = NOTED | NOTED_WITH_VALUE
+    assert horovodrun.notes(options) == [f"{name} does nothing here: {why}" for name, why in known.items()]
+
+
+def test_another_python_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "python"
+    path.touch(mode=0o755)
+    assert horovodrun.notes(parsed(f"-np 2 {path} t.py")) == [
+        f"ranks run under the Python that runs rankwise: {sys.executable}, not {path}"
+    ]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_without_a_counterpart_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    num_values, do = REFUSED[name]
+    with pytest.raises(SystemExit):
+        parsed(f"-np 2 {name} {'1 ' * num_values} python t.py")
+    assert f"{name} is not taken: {do}" in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("-np 2 --fusion-threshold 3 python t.py")
+    assert "--fusion-threshold" in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there_is_told_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["horovodrun", "-np", "2", "python", "nowhere.py"]) == 2
+    assert "There is no script 'nowhere.py'." in capsys.readouterr().err
