@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64")
+    parser.add_argument("--compress", choices=["bf16", "fp16", "int8", "powersgd", "top-k"], help="how gradients travel")
     parser.add_argument("--checkpoints", type=Path, help="folder to save to and resume from")
     parser.add_argument("--report", type=Path, help="folder for what compare_ranks.py reads")
     options = parser.parse_args()
@@ -76,7 +77,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     with rw.join() as world:
         train_set, test_set = digits(dtype)
-        model = rw.replicate(Net().to(world.device, dtype))
+        model = rw.replicate(Net().to(world.device, dtype), compress=options.compress)
         optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
         loader = rw.DataLoader(train_set, global_batch_size=options.global_batch_size, shuffle=True, seed=options.seed)
         checkpoints = rw.Checkpointer(options.checkpoints, keep=3) if options.checkpoints else None

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rankwise.data.shared import share
     from rankwise.launch.function import launch, launcher
     from rankwise.log import log
+    from rankwise.parallel.compress.methods import PowerSGD, TopK
     from rankwise.parallel.device_mesh import mesh
     from rankwise.parallel.pipeline.calls import pipeline
     from rankwise.parallel.place.calls import place, placement
@@ -52,7 +53,9 @@ __version__ = VERSION
 _ROOM_OF = {
     "Checkpointer": "checkpoint.checkpointer",
     "DataLoader": "data.loader",
+    "PowerSGD": "parallel.compress.methods",
     "ShardedSampler": "data.sampler",
+    "TopK": "parallel.compress.methods",
     "World": "world",
     "all_gather": "collectives",
     "all_gather_object": "collectives",
@@ -94,7 +97,9 @@ _ROOM_OF = {
 __all__ = [
     "Checkpointer",
     "DataLoader",
+    "PowerSGD",
     "ShardedSampler",
+    "TopK",
     "World",
     "all_gather",
     "all_gather_object",

@@ -43,6 +43,15 @@ def test_digits_resumes(tmp_path: Path) -> None:
     assert len(losses[0]) == 3
 
 
+@pytest.mark.parametrize("compress", ["bf16", "fp16", "int8", "powersgd", "top-k"])
+def test_digits_are_learned_from_compressed_gradients(compress: str) -> None:
+    text = run(*RUN, "-n", "2", str(EXAMPLES / "digits.py"), "--epochs", "10", "--compress", compress)
+    accuracy = re.search(r"accuracy (\S+)", text)
+    assert accuracy is not None
+    # 0.975 without; of top-k's hundredth of the gradients some are a hundred steps old.
+    assert float(accuracy[1]) > (0.92 if compress == "top-k" else 0.96)
+
+
 def test_jax_digits_learn_the_same_on_one_rank_and_on_three() -> None:
     texts = [run(*RUN, "-n", ranks, str(EXAMPLES / "jax_digits.py"), "--epochs", "4") for ranks in ("1", "3")]
     losses = [[float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in texts]

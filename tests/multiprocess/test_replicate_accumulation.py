@@ -43,6 +43,34 @@ def test_unequal_microsteps_give_the_gradient_of_the_whole_batch(run_ranks: RunR
         assert largest_difference(result.get(), whole) < TOLERANCE
 
 
+def _part_called_itself(world: World, micro: int) -> Parameters:
+    """Backwards that do not pass through the model's own output: a gradient that arrives begins them."""
+    layers = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 2)]).double()
+    for number, parameter in enumerate(layers.parameters()):
+        nn.init.constant_(parameter, 0.1 * number)
+    model = rw.replicate(layers)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(2):
+        x = part(torch.randn(13, 3, generator=generator, dtype=torch.float64), world.rank, world.world_size)
+        for index in range(micro):
+            mine = part(x, index, micro)
+            with rw.weight(model, len(mine)):
+                loss = layers[step](mine).square().mean() if len(mine) else layers[step](mine).sum()
+                if index < micro - 1:
+                    with rw.no_sync(model):
+                        loss.backward()
+                else:
+                    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_accumulation_is_exact_where_a_part_of_the_model_is_called(run_ranks: RunRanks, world_size: int) -> None:
+    whole = one_rank(_part_called_itself, 1)
+    for result in run_ranks(_part_called_itself, world_size, 3):
+        assert largest_difference(result.get(), whole) < TOLERANCE
+
+
 def _mixed_accumulation(world: World) -> Parameters:
     """A full backward, then an accumulated pair, without zero_grad in between."""
     model = rw.replicate(built(Net))

@@ -15,7 +15,9 @@ import rankwise
 PUBLIC = [
     "Checkpointer",
     "DataLoader",
+    "PowerSGD",
     "ShardedSampler",
+    "TopK",
     "World",
     "all_gather",
     "all_gather_object",

@@ -30,14 +30,33 @@ class Accumulation:
         self._parameters = parameters
         self._earlier: dict[int, torch.Tensor] = {}
         self._marks: dict[int, tuple[torch.Tensor, int]] = {}
-        self._scalers: list[torch.utils.hooks.RemovableHandle] = []
+        self._scalers: dict[int, torch.utils.hooks.RemovableHandle] = {}
+
+    def expect(self, numbers: Iterable[int], share: Callable[[], float]) -> None:
+        """Follow gradients before torch adds them up: the first of a backward may be what begins it.
+
+        Args:
+            numbers: of the parameters that get gradients.
+            share: what to multiply the gradients of the backward under way with; may begin it.
+        """
+
+        def scaled(gradient: torch.Tensor) -> torch.Tensor:
+            factor = share()
+            if not self.is_open:
+                return gradient
+            # Nothing of a microstep without samples counts, not even a NaN.
+            return gradient * factor if factor else torch.zeros_like(gradient)
+
+        for number in numbers:
+            if number not in self._scalers:
+                self._scalers[number] = self._parameters[number].register_hook(scaled)
 
     def begin(self, numbers: Iterable[int], share: Callable[[], float], *, continues: bool) -> None:
         """Prepare for a backward.
 
         Args:
             numbers: of the parameters that get gradients.
-            share: what to multiply the gradients of the backward under way with.
+            share: as for :meth:`expect`.
             continues: whether another microstep will follow.
 
         Raises:
@@ -48,13 +67,7 @@ class Accumulation:
         if continues and not self.is_open:
             self._put_earlier_gradients_aside()
             self.is_open = True
-
-            def scaled(gradient: torch.Tensor) -> torch.Tensor:
-                factor = share()
-                # Nothing of a microstep without samples counts, not even a NaN.
-                return gradient * factor if factor else torch.zeros_like(gradient)
-
-            self._scalers = [self._parameters[number].register_hook(scaled) for number in numbers]
+            self.expect(numbers, share)
 
     def add(self, share: float) -> None:
         """Note that a microstep has been added up."""
@@ -79,7 +92,7 @@ class Accumulation:
 
     def close(self) -> None:
         """Forget everything."""
-        for handle in self._scalers:
+        for handle in self._scalers.values():
             handle.remove()
         self._scalers.clear()
         self._earlier.clear()

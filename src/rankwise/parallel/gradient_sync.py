@@ -17,7 +17,8 @@ from torch.autograd import Variable
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.accumulation import Accumulation
-from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, lane_size, own_gradient, plan
+from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, lane_size, own_gradient, own_part, plan
+from rankwise.parallel.compress.opening import open_lanes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.exchange.protocol import Exchange
+    from rankwise.parallel.compress.methods import Method
 
 FIRST_BUCKET_BYTES = MEBIBYTE_BYTES
 
@@ -44,13 +46,14 @@ class GradientSync:
         parameters: Sequence[nn.Parameter],
         group: Exchange | None,
         model_name: str = "a model",
+        compress: Method | None = None,
     ) -> None:
         self.number = next(_numbers)
         """Ranks replicate their models in one order, so it is the same on each."""
         self.names = list(names)
         self.parameters = list(parameters)
         self._kind = (self.parameters[0].dtype, self.parameters[0].device)
-        self.is_accumulating = False
+        self._is_accumulating = False
         self.given_weight: float | None = None
         self.forward_weight: float | None = None
         """Weight of the latest forward pass, for a backward that does not pass through its output."""
@@ -63,6 +66,7 @@ class GradientSync:
         self._accumulation = Accumulation(self.names, self.parameters)
         self._in_backward = False
         self._has_gradients = False
+        self._compress = compress
         self._arrived: list[int] | None = []
         self._hooked: set[int] = set()
         self._unhooked = list(enumerate(self.parameters))
@@ -70,6 +74,17 @@ class GradientSync:
         self._num_sent = 0
         self._bucket_of: list[Bucket] = []
         self.hook_new_parameters()
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether a backward is one of several before the next exact gradient."""
+        return self._is_accumulating
+
+    @is_accumulating.setter
+    def is_accumulating(self, value: bool) -> None:
+        self._is_accumulating = value
+        if value:
+            self._accumulation.expect(sorted(self._hooked), self._share)
 
     def is_mid_step(self) -> bool:
         """Whether gradients of some microsteps wait, on every rank, for those of the last."""
@@ -93,7 +108,9 @@ class GradientSync:
     def _build(self, group: Exchange, order: Sequence[int]) -> None:
         limit_bytes = group.lane_bytes(self.parameters[order[0]].device)
         members = plan(self.parameters, order, FIRST_BUCKET_BYTES, limit_bytes)
-        lanes = group.lanes([lane_size(numbers, self.parameters) for numbers in members], self._what)
+        sizes = [lane_size(numbers, self.parameters) for numbers in members]
+        shapes = [[own_part(self.parameters[number]).shape for number in numbers] for numbers in members]
+        lanes = open_lanes(self._compress, group, sizes, shapes, self._what)
         self._buckets = [Bucket(numbers, self.parameters, lane) for numbers, lane in zip(members, lanes, strict=True)]
         nowhere = self._buckets[0]
         self._bucket_of = [nowhere] * len(self.parameters)
@@ -144,6 +161,8 @@ class GradientSync:
 
     def _share(self) -> float:
         """Return the weight of the backward under way, in units of what a rank's step weighs."""
+        if not self._in_backward:
+            self.begin(self.forward_weight)
         return self.weight / self._unit
 
     def _checked_weight(self, weight: float | None) -> float:
@@ -258,8 +277,10 @@ class GradientSync:
         self._num_synced += 1
         # Several models that are trained together make one step.
         group.watch.record.step = max(group.watch.record.step, self._num_synced)
-        if self._arrived is not None:
+        # Lanes that remember what they left out stay.
+        if self._arrived is not None and self._compress is None:
             self._rebuild_in_arrival_order(group, self._arrived)
+        self._arrived = None
 
     def _divide_alone(self) -> None:
         if not self._accumulation.is_open:
@@ -275,7 +296,6 @@ class GradientSync:
         seen = dict.fromkeys(arrived)
         order = [*seen, *(i for i in sorted(self._hooked, reverse=True) if i not in seen)]
         of_rank_zero = group.broadcast(torch.tensor(order), 0, what="order of gradients")
-        self._arrived = None
         self._build(group, of_rank_zero.tolist())
 
     def abandon(self) -> None:

@@ -12,10 +12,12 @@ from weakref import WeakMethod
 
 import torch
 
+from rankwise.agreement import same_on_all_ranks
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.parallel.batchnorm import synchronise_batchnorm, unsynchronised_batchnorms
 from rankwise.parallel.buffers import BufferSync
+from rankwise.parallel.compress.methods import method_of
 from rankwise.parallel.gradient_sync import GradientSync
 from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.registrations import count_registrations
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from rankwise.exchange.protocol import Exchange
     from rankwise.mesh import Axes
+    from rankwise.parallel.compress.methods import Method
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -47,6 +50,7 @@ def replicate(
     *,
     sync_batchnorm: bool = False,
     weight: Callable[..., float | torch.Tensor] | None = None,
+    compress: str | Method | None = None,
 ) -> M:
     """Train ``model`` data parallel, in place: after ``loss.backward()`` gradients are global means.
 
@@ -74,6 +78,10 @@ def replicate(
             each rank normalises by its own samples, and the result depends on the number of ranks.
         weight: called with the arguments of each forward call; returns what the loss is a mean over:
             the number of samples or tokens of this rank. At least zero.
+        compress: for slow networks: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, ``"top-k"``, or
+            :class:`rankwise.PowerSGD`, :class:`rankwise.TopK`. Gradients are then the same on all ranks, and no longer
+            what one rank would have: ``docs/slow-networks.md`` says how far from it. What a rank remembers of earlier
+            steps is not in checkpoints. The same on every rank.
 
     Returns:
         ``model`` itself.
@@ -88,6 +96,7 @@ def replicate(
         (VLDB 2020), section 3.2.
     """
     session = current()
+    method = method_of(compress)
     check_untrained(model, "replicate")
     check_callable(weight, "replicate")
     names, parameters = _named_parameters(model)
@@ -108,9 +117,11 @@ def replicate(
     group = None
     if exchange is not None:
         check_same_model(model)
+        words = "pass the same compress= on every rank"
+        same_on_all_ranks("compress", str(method), do=words, error=ConfigurationError)
         broadcast_model(model, exchange)
         group = exchange.twin()
-    sync = GradientSync(names, parameters, group, type(model).__name__)
+    sync = GradientSync(names, parameters, group, type(model).__name__, method)
     note_trained(model, sync)
     session.stopping.unless(WeakMethod(sync.is_mid_step))
     if exchange is not None:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways of compressing gradients, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rankwise.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """Gradients travel in a dtype of two bytes, ``"bf16"`` or ``"fp16"``, and are added up in float32 where they can.
+
+    What is rounded away is lost: bf16 keeps 8 bits of each number, fp16 keeps 11 and overflows above 65504.
+    """
+
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Gradients travel as integers of one byte, with a scale for every 256 of them: a quarter of float32.
+
+    Each rank remembers what was rounded away and adds it to its next gradients (error feedback): nothing is lost over
+    time.
+
+    Source: Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014), for the error feedback; sums travel
+        quantised in both directions.
+    """
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Matrices of gradients travel as two thin factors, of ``rank`` columns each; vectors travel as they are.
+
+    A matrix [n, m] takes (n + m) * rank numbers in place of n * m. Each rank remembers what the factors left out and
+    adds it to its next gradients.
+
+    Args:
+        rank: columns of the factors; 1 to 4 are usual.
+
+    Raises:
+        ConfigurationError: ``rank`` is less than one.
+
+    Source: Vogels et al., "PowerSGD" (arXiv:1905.13727), algorithms 1 and 2, with warm start.
+    """
+
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigurationError(f"PowerSGD has no rank {self.rank}.", do="pass rank=1 or more")
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Only the largest gradients of each bucket travel, with their places; the others are remembered for later.
+
+    Bytes grow with the number of ranks: each sends its own choice to every other.
+
+    Args:
+        share: of the gradients that travel, above 0 and at most 1.
+
+    Raises:
+        ConfigurationError: ``share`` is not.
+
+    Source: Stich et al., "Sparsified SGD with Memory" (arXiv:1809.07599), algorithm 1.
+    """
+
+    share: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share <= 1.0:
+            raise ConfigurationError(f"TopK cannot send a share of {self.share}.", do="pass share= above 0, up to 1")
+
+
+Method = Narrow | Int8 | PowerSGD | TopK
+
+NAMED: dict[str, Method] = {
+    "bf16": Narrow("bf16"),
+    "fp16": Narrow("fp16"),
+    "int8": Int8(),
+    "powersgd": PowerSGD(),
+    "top-k": TopK(),
+}
+
+
+def method_of(compress: object) -> Method | None:
+    """Return the way that ``compress=`` asks for.
+
+    Raises:
+        ConfigurationError: there is no such way; names those there are.
+    """
+    if compress is None or isinstance(compress, Narrow | Int8 | PowerSGD | TopK):
+        return compress
+    if isinstance(compress, str) and compress in NAMED:
+        return NAMED[compress]
+    raise ConfigurationError(
+        f"Gradients cannot be compressed by {compress!r}.",
+        do=f"pass compress= one of {', '.join(map(repr, NAMED))}, "
+        "rankwise.PowerSGD(rank=...) or rankwise.TopK(share=...)",
+    )

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the lanes of a model's buckets, each as its way of compressing wants it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rankwise.exchange.protocol import words_of_lanes
+from rankwise.parallel.compress.at_once import AtOnceLane
+from rankwise.parallel.compress.largest import Largest
+from rankwise.parallel.compress.low_rank import LowRankLane, Plan
+from rankwise.parallel.compress.methods import Narrow, PowerSGD, TopK
+from rankwise.parallel.compress.narrow import DTYPES, NarrowLane
+from rankwise.parallel.compress.quantised import Quantised
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from rankwise.exchange.protocol import Exchange, Lane, LaneSize
+    from rankwise.parallel.compress.methods import Method
+
+
+def open_lanes(
+    method: Method | None,
+    exchange: Exchange,
+    sizes: Sequence[LaneSize],
+    shapes: Sequence[Sequence[torch.Size]],
+    what: str,
+) -> list[Lane]:
+    """Return a lane for each size, to be started in this order.
+
+    Called by: every rank of ``exchange``, with the same arguments.
+
+    Args:
+        method: how what travels is compressed.
+        exchange: the ranks.
+        sizes: of the lanes, as they are used.
+        shapes: of the gradients in each, one behind the other.
+        what: travels, in words.
+    """
+    if method is None:
+        return exchange.lanes(sizes, what)
+    words = f"{what} by {method}"
+    if isinstance(method, Narrow):
+        return _narrow(method, exchange, sizes, words)
+    if isinstance(method, PowerSGD):
+        return _low_rank(method, exchange, sizes, shapes, words)
+    own = exchange.twin()
+    names = words_of_lanes(sizes, words)
+    exchange.meet("; ".join(names))
+    way = partial(Largest, share=method.share) if isinstance(method, TopK) else Quantised
+    return [
+        AtOnceLane(own, size, way(own, size.num_elements, what=name), name)
+        for size, name in zip(sizes, names, strict=True)
+    ]
+
+
+def _narrow(method: Narrow, exchange: Exchange, sizes: Sequence[LaneSize], what: str) -> list[Lane]:
+    dtype = DTYPES[method.dtype]
+    inner = [replace(size, dtype=dtype) if size.dtype.itemsize > dtype.itemsize else size for size in sizes]
+    return [
+        lane if small == size else NarrowLane(lane, size)
+        for lane, small, size in zip(exchange.lanes(inner, what), inner, sizes, strict=True)
+    ]
+
+
+def _low_rank(
+    method: PowerSGD,
+    exchange: Exchange,
+    sizes: Sequence[LaneSize],
+    shapes: Sequence[Sequence[torch.Size]],
+    what: str,
+) -> list[Lane]:
+    plans = [Plan(of_bucket, method.rank) for of_bucket in shapes]
+    first = exchange.lanes(
+        [replace(size, num_elements=plan.num_first) for size, plan in zip(sizes, plans, strict=True)], what
+    )
+    thin = [
+        replace(size, num_elements=plan.num_second, num_flags=0)
+        for size, plan in zip(sizes, plans, strict=True)
+        if plan.matrices
+    ]
+    second = iter(exchange.twin().lanes(thin, f"second factors of {what}") if thin else ())
+    return [
+        LowRankLane(plan, lane, next(second) if plan.matrices else None, size)
+        for plan, lane, size in zip(plans, first, sizes, strict=True)
+    ]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed gradients: equal on all ranks, nothing lost over time, harm that passes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import rankwise as rw
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.compress.low_rank import Plan
+
+if TYPE_CHECKING:
+    from on_ranks import RunRanks
+
+    from rankwise.parallel.compress.methods import Method
+    from rankwise.world import World
+
+REMEMBERING = ["int8", rw.PowerSGD(rank=2), rw.TopK(share=0.1)]
+METHODS = ["bf16", "fp16", *REMEMBERING]
+SHAPES = [(17, 9), (5,), (3, 4, 5), (), (600,)]
+
+
+class Linear(nn.Module):
+    """A loss that is linear in its parameters: their gradients are what is passed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES])
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        products = [(part * own).sum() for part, own in zip(self.parts, gradients, strict=True)]
+        return torch.stack(products).sum()
+
+
+def _gradients(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def _step(model: Linear, gradients: list[torch.Tensor], num_samples: int) -> None:
+    with rw.weight(model, num_samples):
+        model(gradients).backward()
+    with torch.no_grad():
+        for part in model.parts:
+            assert part.grad is not None
+            part.add_(part.grad)
+            part.grad = None
+
+
+def _drain(world: World, method: Method | str) -> None:
+    """Random steps with unequal weights, then steps that give nothing but what is remembered."""
+    model = rw.replicate(Linear(), compress=method)
+    total = sum(range(1, world.world_size + 1))
+    expected = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    for step in range(4):
+        _step(model, _gradients(10 * step + world.rank), num_samples=world.rank + 1)
+        for rank in range(world.world_size):
+            for mean, gradient in zip(expected, _gradients(10 * step + rank), strict=True):
+                mean.add_(gradient, alpha=(rank + 1) / total)
+    nothing = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    far = max(float((part - mean).abs().max()) for part, mean in zip(model.parts, expected, strict=True))
+    for _ in range(30):
+        _step(model, nothing, num_samples=world.rank + 1)
+    near = max(float((part - mean).abs().max()) for part, mean in zip(model.parts, expected, strict=True))
+    assert far > 1e-4, "it is compressed"
+    assert near < 1e-9, "nothing is lost"
+    for part in model.parts:
+        assert all(torch.equal(other, part) for other in rw.all_gather(part))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("method", REMEMBERING, ids=str)
+def test_what_is_left_out_comes_later(run_ranks: RunRanks, world_size: int, method: Method | str) -> None:
+    for result in run_ranks(_drain, world_size, method):
+        result.get()
+
+
+def _round(world: World, method: str, epsilon: float) -> None:
+    model = rw.replicate(Linear(), compress=method)
+    model(_gradients(world.rank)).backward()
+    everyone = [_gradients(rank) for rank in range(world.world_size)]
+    for number, part in enumerate(model.parts):
+        assert part.grad is not None
+        mean = torch.stack([gradients[number] for gradients in everyone]).mean(0)
+        sizes = torch.stack([gradients[number] for gradients in everyone]).abs().amax(0)
+        assert bool(((part.grad - mean).abs() <= epsilon * sizes * world.world_size + 1e-7).all())
+        assert not torch.equal(part.grad, mean)
+        assert all(torch.equal(other, part.grad) for other in rw.all_gather(part.grad))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("method", "epsilon"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
+def test_two_bytes_round_and_no_more(run_ranks: RunRanks, world_size: int, method: str, epsilon: float) -> None:
+    for result in run_ranks(_round, world_size, method, epsilon):
+        result.get()
+
+
+def _overflow(world: World, method: Method | str) -> None:
+    model = rw.replicate(Linear(), compress=method)
+    for step in range(4):
+        gradients = _gradients(10 * step + world.rank)
+        if step == 1 and world.rank == 1:
+            gradients[0][3, 2] = math.inf
+            gradients[4][7] = math.nan
+        model.zero_grad()
+        model(gradients).backward()
+        found = torch.cat([part.grad.flatten() for part in model.parts if part.grad is not None])
+        assert bool(found.isfinite().all()) == (step != 1), "said on every rank, in this step only"
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_an_overflow_is_seen_on_every_rank_and_is_not_remembered(run_ranks: RunRanks, method: Method | str) -> None:
+    for result in run_ranks(_overflow, 2, method):
+        result.get()
+
+
+def _partly_used(world: World, method: Method | str) -> None:
+    layers = nn.ModuleList([nn.Linear(20, 20) for _ in range(3)]).double()
+    model = rw.replicate(layers, compress=method)
+    x = torch.ones(2 * world.rank, 20, dtype=torch.float64)
+    for _ in range(2):
+        with rw.weight(model, len(x)), rw.no_sync(model):
+            layers[0](x).sum().backward()
+        with rw.weight(model, len(x)):
+            (layers[1] if world.rank == 1 else layers[0])(x).sum().backward()
+        assert layers[2].weight.grad is None
+        assert layers[1].weight.grad is not None
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(bool(grad.isfinite().all()) for grad in grads)
+        for grad in grads:
+            assert all(torch.equal(other, grad) for other in rw.all_gather(grad))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_unused_parameters_empty_ranks_and_accumulation(run_ranks: RunRanks, method: Method | str) -> None:
+    for result in run_ranks(_partly_used, 3, method):
+        result.get()
+
+
+def _wrong(world: World) -> None:
+    with pytest.raises(ConfigurationError, match=r"'int8'.*rankwise\.PowerSGD\(rank=\.\.\.\)"):
+        rw.replicate(nn.Linear(2, 2), compress="zip")
+    with pytest.raises(ConfigurationError, match="no rank 0"):
+        rw.PowerSGD(rank=0)
+    with pytest.raises(ConfigurationError, match="above 0"):
+        rw.TopK(share=1.5)
+    with pytest.raises(ConfigurationError, match=r"(?s)compress differs.*rank 0: \"PowerSGD.*rank 1: \"Int8"):
+        rw.replicate(nn.Linear(2, 2), compress="int8" if world.rank else "powersgd")
+
+
+def test_bad_and_different_ways_are_refused(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_wrong, 2):
+        result.get()
+
+
+def test_only_matrices_that_gain_by_it_are_factored() -> None:
+    plan = Plan([torch.Size([100, 50]), torch.Size([7]), torch.Size([3, 3]), torch.Size([8, 2, 3, 3])], rank=2)
+    assert plan.matrices == [(0, 100, 50, 2), (5016, 8, 18, 2)]
+    assert plan.rest == [slice(5000, 5007), slice(5007, 5016)]
+    assert (plan.num_first, plan.num_second) == (200 + 7 + 9 + 16, 100 + 36)
