@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from rankwise.compat.megengine.data import (
     SequentialSampler,
 )
 from rankwise.compat.megengine.functional.distributed import all_reduce_sum
-from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing
+from rankwise.errors import CollectiveMismatch, ConfigurationError, NotJoined, PeerFailed, PeerMissing
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks
@@ -180,8 +181,8 @@ def _manager_alone(_: World) -> None:
     other, z = GradManager(), torch.ones(2)
     with pytest.raises(ConfigurationError, match="as the last callback"):
         other.attach(z, [dist.make_allreduce_cb("mean"), lambda _, gradient: gradient])
-    other, third = GradManager().attach(z), GradManager()
-    with other | third:
+    other, third = GradManager().attach(z), GradManager().attach(z)
+    with other, third:
         other.backward(z * 3)
         third.backward()
     assert z.grad.tolist() == [3.0, 3.0]
@@ -193,6 +194,43 @@ def _manager_alone(_: World) -> None:
             wrong()
     with pytest.raises(ConfigurationError, match=r"gm\.attach"):
         dist.make_allreduce_cb("mean", backend="shm")(x, x)
+
+
+def _plain_backward(world: World) -> None:
+    """A backward that the GradManager does not hear of would leave every rank with gradients of its own."""
+    x, y = torch.ones(2), torch.ones(2)
+    reduced, own = GradManager().attach(x, dist.make_allreduce_cb("mean")), GradManager().attach(y)
+    with pytest.raises(ConfigurationError, match=r"gm\.backward\(loss\)"):
+        x.sum().backward()
+    y.sum().backward()
+    with pytest.raises(ConfigurationError, match=r"gm\.backward\(loss\)"), own:
+        y.sum().backward()
+    x.grad = None
+    with reduced, own:
+        own.backward(x.sum() + y.sum())
+        reduced.backward(x.sum() * world.rank)
+    assert (x.grad.tolist(), y.grad.tolist()) == ([0.5, 0.5], [3.0, 3.0])
+    del reduced
+    gc.collect()
+    x.sum().backward()
+    assert x.grad.tolist() == [1.5, 1.5]
+
+
+def test_a_plain_backward_is_refused() -> None:
+    for result in testing.run_ranks(_plain_backward, 2):
+        result.get()
+
+
+def _members_alone(world: World) -> None:
+    if world.rank != 1:
+        dist.new_group([0, 2])
+    dist.group_barrier()
+
+
+def test_a_group_that_only_its_members_open_is_refused() -> None:
+    for rank, result in enumerate(testing.run_ranks(_members_alone, 3)):
+        assert isinstance(result.error, CollectiveMismatch)
+        assert ("dist.new_group([0, 2]) on every rank of the world" in str(result.error)) == (rank != 1)
 
 
 def test_a_grad_manager_in_a_world_of_one() -> None:
@@ -213,7 +251,6 @@ def _values_by_name(world: World) -> list[Any]:
     for call, words in (
         (lambda: client.user_set("x", object()), "cannot set"),
         (lambda: client.user_get(3), "a key is a text"),
-        (dist.get_mm_server_addr, "dist.get_client"),
         (lambda: client.group_barrier("1", 1), "dist.group_barrier"),
     ):
         with pytest.raises(ConfigurationError, match=f"(?i){words}"):
@@ -281,11 +318,17 @@ def test_what_is_not_there_names_what_to_use() -> None:
         (mge.data, "DataLoader", "batch_sampler"),
         (mge.autodiff, "Function", r"torch\.autograd\.Function"),
         (mge.functional, "relu", r"torch\.nn\.functional"),
+        (dist, "get_mm_server_addr", "dist.get_client"),
         (dist, "group_start", "one collective after another"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             getattr(module, name)
-        assert not hasattr(module, "nothing")
+        assert module is mge.functional or not hasattr(module, "nothing")
+    for name, words in (("module", r"torch\.nn"), ("optimizer", r"torch\.optim")):
+        with pytest.raises(ConfigurationError, match=words):
+            importlib.import_module(f"rankwise.compat.megengine.{name}")
+    assert mge.functional.distributed.scatter is dist.functional.scatter
+    assert dist.helper.get_device_count_by_fork("cpu") == 1
     with pytest.raises(ConfigurationError, match="smaller batch_size"):
         RandomSampler(range(3), batch_size=3, world_size=2, rank=0)
     with pytest.raises(NotJoined):

@@ -168,6 +168,33 @@ def test_a_layer_on_each_rank(world_size: int) -> None:
             assert torch.allclose(parameter.grad, gradient, rtol=1e-13)
 
 
+def _sent_without_a_way_back(world: World) -> list[Any]:
+    """What is sent asks for a gradient that nothing on this rank would wait for."""
+    x, gm = torch.ones(2, requires_grad=True), GradManager()
+    if world.rank == 0:
+        with pytest.raises(ConfigurationError, match="within `with gm:`"):
+            F.remote_send(x, 1)
+        with torch.no_grad():
+            F.remote_send(x, 1)
+        F.remote_send(x.detach(), 1)
+        with pytest.raises(ConfigurationError, match="ended without"), gm:
+            F.remote_send(x, 1)
+        gm.record()
+        F.remote_send(x, 1)
+        gm.release()
+    received = [F.remote_recv(0).requires_grad for _ in range(4)] if world.rank == 1 else []
+    with pytest.raises(ConfigurationError, match="shape and dtype travel"):
+        F.remote_recv(0, (2,), "float32")
+    total = F.reduce_sum(x)
+    return [received, total is None or total.requires_grad]
+
+
+def test_a_gradient_that_nobody_would_wait_for() -> None:
+    first, second = testing.run_ranks(_sent_without_a_way_back, 2)
+    assert first.get() == [[], False]
+    assert second.get() == [[False, False, True, True], True]
+
+
 def _refused(world: World) -> list[str]:
     x = torch.ones(4, 5, requires_grad=True)
     errors: list[str] = []

@@ -30,7 +30,12 @@ _NOT_OFFERED = {
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
-    raise refused("megengine", name, _NOT_OFFERED, _ROOMS)
+    raise not_here(name)
+
+
+def not_here(name: str) -> Exception:
+    """Return what to raise where ``megengine.name`` is asked for, and is not here."""
+    return refused("megengine", name, _NOT_OFFERED, _ROOMS)
 
 
 def __dir__() -> list[str]:

@@ -28,6 +28,10 @@ def get_device_count(device_type: str) -> int:
     return max(num_gpus, 1) if device_type == "xpu" else num_gpus
 
 
+get_device_count_by_fork = get_device_count
+"""To count opens no device here, so that no process of its own is needed. What scripts ask ``dist.helper`` for."""
+
+
 def check_device_type(device_type: str) -> None:
     """Raise unless there is such a kind of device."""
     if device_type not in DEVICE_TYPES:

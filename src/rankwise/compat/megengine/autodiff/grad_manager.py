@@ -20,8 +20,6 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from rankwise.exchange.protocol import Exchange
-
 GradCallback = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -31,8 +29,16 @@ class NotRecording(ConfigurationError, RuntimeError):
 
 @dataclass(eq=False)
 class _Attached:
+    """A tensor of a GradManager, and what is done with its gradient."""
+
     tensor: weakref.ref[torch.Tensor]
-    callbacks: list[GradCallback | AllreduceCallback] = field(default_factory=list)
+    hook: RemovableHandle
+    callbacks: list[GradCallback] = field(default_factory=list)
+    over_ranks: AllreduceCallback | None = None
+
+
+_going_back: list[GradManager] = []
+"""Those whose backward is under way: hooks of the others have nothing to do then."""
 
 
 class GradManager:
@@ -56,7 +62,11 @@ class GradManager:
     def __init__(self) -> None:
         self._attached: dict[int, _Attached] = {}
         self._recording: Recording | None = None
-        self._over_ranks: dict[AllreduceCallback, tuple[Exchange, OverRanks]] = {}
+        self._ways: dict[AllreduceCallback, OverRanks] = {}
+
+    def __del__(self) -> None:
+        for attached in self._attached.values():
+            attached.hook.remove()
 
     def attached_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are attached and still there."""
@@ -65,7 +75,7 @@ class GradManager:
     def attach(
         self,
         tensors: torch.Tensor | Iterable[torch.Tensor],
-        callbacks: GradCallback | AllreduceCallback | Iterable[GradCallback | AllreduceCallback] | None = None,
+        callbacks: GradCallback | Iterable[GradCallback] | None = None,
     ) -> Self:
         """Have gradients computed for some tensors, until these are gone.
 
@@ -89,18 +99,17 @@ class GradManager:
         for tensor in given:
             _check_attachable(tensor)
         for tensor in given:
-            attached = self._attached.get(id(tensor))
-            if attached is None:
-                attached = self._attached[id(tensor)] = _Attached(weakref.ref(tensor, self._forgetting(id(tensor))))
-            tensor.requires_grad_()
-            if added and any(
-                isinstance(callback, AllreduceCallback) for callback in [*attached.callbacks, *added][:-1]
-            ):
-                raise ConfigurationError(
-                    "A callback stands behind make_allreduce_cb(), whose results come when backward has run.",
-                    do="attach make_allreduce_cb() as the last callback of a tensor, and once",
-                )
-            attached.callbacks.extend(added)
+            attached = self._attached.get(id(tensor)) or self._follow(tensor)
+            for callback in added:
+                if attached.over_ranks is not None:
+                    raise ConfigurationError(
+                        "A callback stands behind make_allreduce_cb(), whose results come when backward has run.",
+                        do="attach make_allreduce_cb() as the last callback of a tensor, and once",
+                    )
+                if isinstance(callback, AllreduceCallback):
+                    attached.over_ranks = callback
+                else:
+                    attached.callbacks.append(callback)
         return self
 
     def record(self) -> None:
@@ -160,28 +169,27 @@ class GradManager:
         self.record()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        awaited = self._recording is not None and bool(self._recording.ends)
         self.release()
-
-    def __or__(self, other: GradManager | GradManagers) -> GradManagers:
-        return GradManagers([self]) | other
+        if awaited and error is None:
+            raise ConfigurationError(
+                "`with gm:` ended without gm.backward(), and what this rank sent waits for its gradient.",
+                do="call gm.backward() on every rank, without a loss where there is none; "
+                "send x.detach() where no gradient is wanted",
+            )
 
     def _go_back(
         self, roots: list[torch.Tensor], gradients: list[torch.Tensor], beginnings: list[torch.Tensor]
     ) -> None:
-        alive = [(tensor, callbacks) for tensor, callbacks in self._alive() if tensor.requires_grad]
-        ways = self._ways(alive)
-        way_of = {id(tensor): way for way in ways for tensor in way.tensors}
-        earlier = [(tensor, _set_aside(tensor, is_reduced=id(tensor) in way_of)) for tensor, _ in alive]
+        alive = [(tensor, attached) for tensor, attached in self._alive() if tensor.requires_grad]
+        ways = self._open_ways(alive)
+        earlier = _set_aside(alive)
+        _going_back.append(self)
         try:
             inputs = [*(tensor for tensor, _ in alive), *beginnings]
             if roots and inputs:
-                handles = [_hook(tensor, callbacks, way_of.get(id(tensor))) for tensor, callbacks in alive]
-                try:
-                    torch.autograd.backward(roots, gradients, inputs=inputs)
-                finally:
-                    for handle in handles:
-                        handle.remove()
+                torch.autograd.backward(roots, gradients, inputs=inputs)
             for way in ways:
                 way.send_rest()
             for way in ways:
@@ -189,62 +197,80 @@ class GradManager:
         except BaseException:
             for way in ways:
                 way.abandon()
+            for tensor, _ in alive:
+                tensor.grad = None
             for tensor, gradient in earlier:
                 tensor.grad = gradient
             raise
-        for tensor, gradient in earlier:
-            _add(tensor, gradient)
+        finally:
+            _going_back.remove(self)
+        _add(earlier)
 
-    def _ways(self, alive: list[tuple[torch.Tensor, list[GradCallback | AllreduceCallback]]]) -> list[OverRanks]:
+    def _open_ways(self, alive: list[tuple[torch.Tensor, _Attached]]) -> list[OverRanks]:
         """Return the ways of what is reduced over ranks, opened anew where other tensors are attached by now."""
         tensors_of: dict[AllreduceCallback, list[torch.Tensor]] = {}
-        for tensor, callbacks in alive:
-            if callbacks and isinstance(callbacks[-1], AllreduceCallback):
-                tensors_of.setdefault(callbacks[-1], []).append(tensor)
+        for tensor, attached in alive:
+            if attached.over_ranks is not None:
+                tensors_of.setdefault(attached.over_ranks, []).append(tensor)
         ways: list[OverRanks] = []
         for callback, tensors in tensors_of.items():
             exchange = exchange_of(callback.group.group)
             if exchange is None:
+                self._ways.pop(callback, None)
                 continue
-            own, way = self._over_ranks.get(callback, (None, None))
-            if own is not exchange or way is None or list(map(id, way.tensors)) != list(map(id, tensors)):
-                # Of its own, so that it needs no order towards the collectives that backward runs.
-                way = OverRanks(tensors, exchange.twin(), callback.reduce_method)
-                self._over_ranks[callback] = (exchange, way)
+            way = self._ways.get(callback)
+            if way is None or not way.is_of(tensors, exchange):
+                way = self._ways[callback] = OverRanks(tensors, exchange, callback.reduce_method)
             ways.append(way)
         return ways
 
-    def _alive(self) -> list[tuple[torch.Tensor, list[GradCallback | AllreduceCallback]]]:
-        found = [(attached.tensor(), attached.callbacks) for attached in self._attached.values()]
-        return [(tensor, callbacks) for tensor, callbacks in found if tensor is not None]
+    def _arrived(self, tensor: torch.Tensor, attached: _Attached) -> None:
+        """Do what is to be done with the gradient of an attached tensor, which is there."""
+        if self not in _going_back:
+            if not _going_back and (self._recording is not None or attached.over_ranks is not None):
+                raise ConfigurationError(
+                    "A plain backward() came to a tensor that is attached to a GradManager, which did not hear of it.",
+                    evidence=f"its shape is {list(tensor.shape)}",
+                    do="write gm.backward(loss) in place of loss.backward(), within `with gm:`",
+                )
+            return
+        for callback in attached.callbacks:
+            gradient = callback(tensor, cast("torch.Tensor", tensor.grad))
+            if not isinstance(gradient, torch.Tensor):
+                raise ConfigurationError(
+                    f"The callback {callback!r} returned {gradient!r} for a gradient.",
+                    do="return the gradient, changed or not",
+                )
+            tensor.grad = gradient
+        if attached.over_ranks is not None:
+            way = self._ways.get(attached.over_ranks)
+            if way is not None:
+                way.arrived(tensor)
 
-    def _forgetting(self, key: int) -> Callable[[object], None]:
+    def _alive(self) -> list[tuple[torch.Tensor, _Attached]]:
+        found = [(attached.tensor(), attached) for attached in self._attached.values()]
+        return [(tensor, attached) for tensor, attached in found if tensor is not None]
+
+    def _follow(self, tensor: torch.Tensor) -> _Attached:
+        """Have gradients computed for a tensor, and note when they are."""
+        key = id(tensor)
+        # The tensor holds the hook, which must not hold the GradManager.
         own = weakref.ref(self)
+
+        def arrived(there: torch.Tensor) -> None:
+            manager = own()
+            if manager is not None:
+                manager._arrived(there, attached)  # noqa: SLF001 - its own
 
         def forget(_: object) -> None:
             manager = own()
             if manager is not None:
                 manager._attached.pop(key, None)  # noqa: SLF001 - its own
 
-        return forget
-
-
-class GradManagers:
-    """Several GradManagers that record together: ``with gm1 | gm2:``."""
-
-    def __init__(self, managers: Iterable[GradManager]) -> None:
-        self._managers = list(managers)
-
-    def __or__(self, other: GradManager | GradManagers) -> GradManagers:
-        return GradManagers([*self._managers, *(other._managers if isinstance(other, GradManagers) else [other])])
-
-    def __enter__(self) -> None:
-        for manager in self._managers:
-            manager.record()
-
-    def __exit__(self, *_: object) -> None:
-        for manager in self._managers:
-            manager.release()
+        tensor.requires_grad_()
+        hook = tensor.register_post_accumulate_grad_hook(arrived)
+        attached = self._attached[key] = _Attached(weakref.ref(tensor, forget), hook)
+        return attached
 
 
 def _check_attachable(tensor: object) -> None:
@@ -291,38 +317,22 @@ def _listed(given: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torch.T
     return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
-def _hook(
-    tensor: torch.Tensor, callbacks: list[GradCallback | AllreduceCallback], way: OverRanks | None
-) -> RemovableHandle:
-    called = [callback for callback in callbacks if not isinstance(callback, AllreduceCallback)]
-
-    def arrived(there: torch.Tensor) -> None:
-        for callback in called:
-            gradient = callback(there, cast("torch.Tensor", there.grad))
-            if not isinstance(gradient, torch.Tensor):
-                raise ConfigurationError(
-                    f"The callback {callback!r} returned {gradient!r} for a gradient.",
-                    do="return the gradient, changed or not",
-                )
-            there.grad = gradient
-        if way is not None:
-            way.arrived(there)
-
-    return tensor.register_post_accumulate_grad_hook(arrived)
-
-
-def _set_aside(tensor: torch.Tensor, *, is_reduced: bool) -> torch.Tensor | None:
-    """Return the gradient so far, which callbacks do not see again."""
-    gradient, tensor.grad = tensor.grad, None
-    # Its memory may be that in which gradients travel.
-    return gradient.detach().clone() if is_reduced and gradient is not None else gradient
+def _set_aside(alive: list[tuple[torch.Tensor, _Attached]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Take away the gradients so far, which callbacks do not see again, and return them."""
+    earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tensor, attached in alive:
+        gradient = tensor.grad
+        if gradient is not None:
+            # Its memory may be that in which gradients travel.
+            earlier.append((tensor, gradient if attached.over_ranks is None else gradient.detach().clone()))
+            tensor.grad = None
+    return earlier
 
 
 @torch.no_grad()
-def _add(tensor: torch.Tensor, earlier: torch.Tensor | None) -> None:
-    if earlier is None:
-        return
-    if tensor.grad is None:
-        tensor.grad = earlier
-    else:
-        tensor.grad.add_(earlier)
+def _add(earlier: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, gradient in earlier:
+        if tensor.grad is None:
+            tensor.grad = gradient
+        else:
+            tensor.grad.add_(gradient)

@@ -35,27 +35,37 @@ class OverRanks:
             method: ``"sum"`` or ``"mean"``.
         """
         self.tensors = list(tensors)
+        self._exchange = exchange
         # What a mean divides by is what a sum is multiplied with: the bits are those of the plain sum.
         self._share = float(exchange.world_size) if method == "sum" else 1.0
-        self._watch = exchange.watch
         parameters = cast("list[nn.Parameter]", self.tensors)
         limit_bytes = exchange.lane_bytes(self.tensors[0].device)
         # The last layer's gradients come first.
         members = plan(parameters, range(len(parameters) - 1, -1, -1), MEBIBYTE_BYTES, limit_bytes)
-        lanes = exchange.lanes([lane_size(numbers, parameters) for numbers in members], "gradients of a GradManager")
+        # Of its own, so that it needs no order towards the collectives that backward runs.
+        lanes = exchange.twin().lanes(
+            [lane_size(numbers, parameters) for numbers in members], "gradients of a GradManager"
+        )
         self._buckets = [Bucket(numbers, parameters, lane) for numbers, lane in zip(members, lanes, strict=True)]
         self._bucket_of = {id(tensor): bucket for bucket in self._buckets for tensor in bucket.parameters}
         self._num_sent = 0
+        self._is_new = True
+
+    def is_of(self, tensors: Sequence[torch.Tensor], exchange: Exchange) -> bool:
+        """Return whether it is the way of just these, over these ranks."""
+        return self._exchange is exchange and list(map(id, self.tensors)) == list(map(id, tensors))
 
     def arrived(self, tensor: torch.Tensor) -> None:
         """Note that the gradient of a tensor is there, and send what is full."""
-        if tensor.grad is not None and tensor.grad.layout is not torch.strided:
+        if self._is_new and tensor.grad is not None and tensor.grad.layout is not torch.strided:
             raise ConfigurationError(
                 "A gradient is sparse, and cannot be reduced over ranks.", do="build the layer with sparse=False"
             )
         bucket = self._bucket_of[id(tensor)]
-        bucket.num_missing -= 1
-        if bucket.num_missing < 0:
+        bucket.num_missing = missing = bucket.num_missing - 1
+        if missing > 0:
+            return
+        if missing < 0:
             raise ConfigurationError(
                 "A parameter received a gradient again after it was on its way to the other ranks.",
                 evidence="a part of the model runs backward several times within one backward()",
@@ -78,7 +88,8 @@ class OverRanks:
         for bucket in self._buckets:
             bucket.take_back()
         self._num_sent = 0
-        self._watch.record.step += 1
+        self._is_new = False
+        self._exchange.watch.record.step += 1
 
     def abandon(self) -> None:
         """Begin anew after an error broke a backward."""

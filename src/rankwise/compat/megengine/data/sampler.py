@@ -121,15 +121,9 @@ class MapSampler(Sampler):
 
 
 class SequentialSampler(MapSampler):
-    """The samples in their own order. Arguments as for :class:`MapSampler`.
+    """The samples in their own order. Arguments as for :class:`MapSampler`, and ``indices``.
 
-    Args:
-        dataset: see there, like all but ``indices``.
-        batch_size: see there.
-        drop_last: see there.
-        indices: what to yield, in place of 0 to the length of the dataset; on several ranks as many.
-        world_size: see there.
-        rank: see there.
+    ``indices`` says what to yield, in place of 0 to the length of the dataset; on several ranks as many.
     """
 
     def __init__(  # noqa: PLR0917 - as MegEngine has it
@@ -175,15 +169,7 @@ class RandomSampler(MapSampler):
 class ReplacementSampler(MapSampler):
     """Samples drawn at random, each as often as it comes. Arguments as for :class:`MapSampler`, and ``weights``.
 
-    Args:
-        dataset: see there, like all but ``weights``.
-        batch_size: see there.
-        drop_last: see there.
-        num_samples: see there.
-        weights: how often each sample is drawn, towards the others; default: all alike.
-        world_size: see there.
-        rank: see there.
-        seed: see there.
+    ``weights`` says how often each sample is drawn, towards the others; default: all alike.
     """
 
     def __init__(  # noqa: PLR0917 - as MegEngine has it

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rankwise.compat.megengine import device as helper
 from rankwise.compat.megengine.distributed import functional
-from rankwise.compat.megengine.distributed import packing as helper
 from rankwise.compat.megengine.distributed.backends import override_backend
 from rankwise.compat.megengine.distributed.client import Client, get_client
 from rankwise.compat.megengine.distributed.gradients import AllreduceCallback, bcast_list_, make_allreduce_cb
@@ -14,16 +14,14 @@ from rankwise.compat.megengine.distributed.groups import (
     WORLD,
     Group,
     get_backend,
-    get_mm_server_addr,
-    get_py_server_addr,
     get_rank,
     get_world_size,
     group_barrier,
     is_distributed,
     new_group,
+    synchronized,
 )
 from rankwise.compat.megengine.distributed.starting import Server, init_process_group, launcher
-from rankwise.compat.megengine.distributed.synchronizing import synchronized
 from rankwise.compat.megengine.not_offered import refused
 
 __all__ = [
@@ -36,8 +34,6 @@ __all__ = [
     "functional",
     "get_backend",
     "get_client",
-    "get_mm_server_addr",
-    "get_py_server_addr",
     "get_rank",
     "get_world_size",
     "group_barrier",
@@ -51,7 +47,10 @@ __all__ = [
     "synchronized",
 ]
 
+_ADDRESS = "dist.get_client() for values of your own: the store of the ranks has a secret, and no address to tell"
 _NOT_OFFERED = {
+    "get_mm_server_addr": _ADDRESS,
+    "get_py_server_addr": _ADDRESS,
     "backend": "the argument backend= of dist.launcher; dist.get_backend() tells what is used",
     "group_start": "one collective after another, or a list of tensors in rankwise.all_reduce()",
     "group_end": "one collective after another, or a list of tensors in rankwise.all_reduce()",

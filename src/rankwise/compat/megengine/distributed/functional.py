@@ -15,8 +15,8 @@ from rankwise import collectives
 from rankwise.compat.megengine.distributed import moves
 from rankwise.compat.megengine.distributed.groups import WORLD, Group, checked
 from rankwise.compat.megengine.distributed.remote import remote_recv, remote_send
-from rankwise.compat.megengine.distributed.through import Crossing, checked_axis, refuse_device, through
-from rankwise.compat.megengine.kept import keep_beginning, keep_end
+from rankwise.compat.megengine.distributed.through import checked_axis, refuse_device, through
+from rankwise.compat.megengine.kept import keep_beginning, keep_end, recordings
 from rankwise.errors import ConfigurationError
 from rankwise.session import current
 
@@ -47,8 +47,8 @@ def reduce_sum(inp: torch.Tensor, group: Group = WORLD, device: str | None = Non
         device: nothing: results are on the device of ``inp``.
 
     Returns:
-        The sum on the root, ``None`` elsewhere. Backward gives every rank the root's gradient. On the other ranks it is
-        a recording GradManager that runs it.
+        The sum on the root, ``None`` elsewhere. Backward of a recording GradManager gives every rank the root's
+        gradient; where none records, the sum has none.
 
     Raises:
         CollectiveMismatch: shapes or dtypes differ.
@@ -57,10 +57,8 @@ def reduce_sum(inp: torch.Tensor, group: Group = WORLD, device: str | None = Non
     group = _checked("reduce_sum", inp, group, device)
     total = through(
         inp,
-        Crossing(
-            there=lambda data: collectives.all_reduce(data, group=group.group),
-            back=lambda gradient: collectives.broadcast(gradient, group.root, group=group.group),
-        ),
+        there=lambda data: collectives.all_reduce(data, group=group.group),
+        back=lambda gradient: collectives.broadcast(gradient, group.root, group=group.group),
     )
     return _for_the_root(total, group)
 
@@ -84,10 +82,8 @@ def broadcast(inp: torch.Tensor | None, group: Group = WORLD, device: str | None
     group, data = _from_the_root("broadcast", inp, group, device)
     return through(
         data,
-        Crossing(
-            there=lambda given: collectives.broadcast(given, group.root, group=group.group),
-            back=lambda gradient: collectives.all_reduce(gradient, group=group.group),
-        ),
+        there=lambda given: collectives.broadcast(given, group.root, group=group.group),
+        back=lambda gradient: collectives.all_reduce(gradient, group=group.group),
     )
 
 
@@ -113,10 +109,8 @@ def all_gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = Non
     group, axis = _checked("all_gather", inp, group, device), checked_axis("all_gather", inp, axis)
     return through(
         inp,
-        Crossing(
-            there=lambda data: torch.cat(moves.gathered(data, group), axis),
-            back=lambda gradient: moves.scattered_sum(gradient, group, axis),
-        ),
+        there=lambda data: torch.cat(moves.gathered(data, group), axis),
+        back=lambda gradient: moves.scattered_sum(gradient, group, axis),
     )
 
 
@@ -144,10 +138,8 @@ def reduce_scatter_sum(
     axis = checked_axis("reduce_scatter_sum", inp, axis, parts=group.size)
     return through(
         inp,
-        Crossing(
-            there=lambda data: moves.scattered_sum(data, group, axis),
-            back=lambda gradient: torch.cat(moves.gathered(gradient, group), axis),
-        ),
+        there=lambda data: moves.scattered_sum(data, group, axis),
+        back=lambda gradient: torch.cat(moves.gathered(gradient, group), axis),
     )
 
 
@@ -172,7 +164,7 @@ def all_reduce_sum(inp: torch.Tensor, group: Group = WORLD, device: str | None =
     def total(data: torch.Tensor) -> torch.Tensor:
         return collectives.all_reduce(data, group=group.group)
 
-    return through(inp, Crossing(there=total, back=total))
+    return through(inp, there=total, back=total)
 
 
 def all_reduce_max(inp: torch.Tensor, group: Group = WORLD, device: str | None = None) -> torch.Tensor:
@@ -214,8 +206,8 @@ def gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = None, a
         axis: the dimension that grows.
 
     Returns:
-        As :func:`all_gather` on the root, ``None`` elsewhere. Backward gives each rank its part of the root's gradient;
-        on the other ranks it is a recording GradManager that runs it.
+        As :func:`all_gather` on the root, ``None`` elsewhere. Backward of a recording GradManager gives each rank its
+        part of the root's gradient; where none records, there is none.
 
     Raises:
         ConfigurationError, PeerFailed, PeerMissing: as :func:`all_gather`.
@@ -224,10 +216,8 @@ def gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = None, a
     return _for_the_root(
         through(
             inp,
-            Crossing(
-                there=lambda data: moves.gathered_at_root(data, group, axis),
-                back=lambda gradient: moves.scattered_from_root(gradient, group, axis),
-            ),
+            there=lambda data: moves.gathered_at_root(data, group, axis),
+            back=lambda gradient: moves.scattered_from_root(gradient, group, axis),
         ),
         group,
     )
@@ -255,10 +245,8 @@ def scatter(inp: torch.Tensor | None, group: Group = WORLD, device: str | None =
     axis = checked_axis("scatter", data, axis, parts=group.size)
     return through(
         data,
-        Crossing(
-            there=lambda given: moves.scattered_from_root(given, group, axis),
-            back=lambda gradient: moves.gathered_at_root(gradient, group, axis),
-        ),
+        there=lambda given: moves.scattered_from_root(given, group, axis),
+        back=lambda gradient: moves.gathered_at_root(gradient, group, axis),
     )
 
 
@@ -293,10 +281,8 @@ def all_to_all(
     concat_axis = checked_axis("all_to_all", inp, concat_axis)
     return through(
         inp,
-        Crossing(
-            there=lambda data: moves.exchanged(data, group, split_axis, concat_axis),
-            back=lambda gradient: moves.exchanged(gradient, group, concat_axis, split_axis),
-        ),
+        there=lambda data: moves.exchanged(data, group, split_axis, concat_axis),
+        back=lambda gradient: moves.exchanged(gradient, group, concat_axis, split_axis),
     )
 
 
@@ -312,13 +298,15 @@ def _extreme(op: str, inp: torch.Tensor, group: Group) -> torch.Tensor:
         total = collectives.all_reduce(gradient, group=group.group)
         return total.where(kept[0], total.new_zeros(()))
 
-    return through(inp, Crossing(there=there, back=back))
+    return through(inp, there=there, back=back)
 
 
 def _for_the_root(out: torch.Tensor, group: Group) -> torch.Tensor | None:
-    if out.requires_grad:
-        # Backward has to come here on every rank, also where nothing is made of the result.
+    # Backward has to come here on every rank, also where nothing is made of the result.
+    if recordings:
         keep_end((out if out.ndim else out.reshape(1)).narrow(0, 0, 0).sum())
+    else:
+        out = out.detach()
     return out if group.rank == 0 else None
 
 

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from rankwise import collectives
-from rankwise.errors import ConfigurationError
+from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerMissing
 from rankwise.session import current, current_or_none
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Group:
@@ -24,13 +28,21 @@ class Group:
 
     Raises:
         ConfigurationError: no ranks, one that there is not or that comes twice; or ranks gave different ones.
+        CollectiveMismatch, PeerMissing: some ranks called something else, or nothing.
 
     Source: rankwise.new_group.
     """
 
     def __init__(self, proc_ranks: Sequence[int]) -> None:
         self._proc_ranks = tuple(int(rank) for rank in proc_ranks)
-        self._group: collectives.Group | None = collectives.new_group(self._proc_ranks)
+        try:
+            self._group: collectives.Group | None = collectives.new_group(self._proc_ranks)
+        except (CollectiveMismatch, PeerMissing) as error:
+            error.do = (
+                f"call dist.new_group({list(self._proc_ranks)}) on every rank of the world, also on those outside: "
+                "MegEngine had the members alone call it"
+            )
+            raise
 
     @property
     def proc_ranks(self) -> list[int]:
@@ -161,23 +173,6 @@ def get_backend() -> str:
     return current().world.backend
 
 
-def get_py_server_addr() -> tuple[str, int]:
-    """Refuse: ranks find each other through the job's store, which has an address of its own.
-
-    Raises:
-        ConfigurationError: always.
-    """
-    raise ConfigurationError(
-        "There is no server whose address could be told: the ranks share a store that asks for a secret.",
-        do="use dist.get_client() for values of your own: user_set(), user_get(), user_pop()",
-    )
-
-
-def get_mm_server_addr() -> tuple[str, int]:
-    """Refuse, as :func:`get_py_server_addr` does."""
-    return get_py_server_addr()
-
-
 def group_barrier(group: Group = WORLD) -> None:
     """Return when every rank of ``group`` has called it; at once where no world has been joined.
 
@@ -189,3 +184,19 @@ def group_barrier(group: Group = WORLD) -> None:
     group = checked(group)
     if is_distributed():
         collectives.barrier(group=group.group)
+
+
+def synchronized(func: Callable[P, T]) -> Callable[P, T]:
+    """Have every call of ``func`` return when every rank has come to its end; decorator.
+
+    Called by: what it makes, every rank, in the same order. For one rank first, as for a download, there is
+    :func:`rankwise.rank_zero_first`.
+    """
+
+    @wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        result = func(*args, **kwargs)
+        group_barrier()
+        return result
+
+    return wrapper

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
 
 from rankwise.compat.megengine.distributed.through import refuse_device
-from rankwise.compat.megengine.kept import keep_beginning, keep_end
+from rankwise.compat.megengine.kept import keep_beginning, keep_end, recordings
+from rankwise.errors import ConfigurationError
 from rankwise.point_to_point.calls import recv, send
-
-if TYPE_CHECKING:
-    import torch
 
 
 def remote_send(inp: torch.Tensor, dest_rank: int) -> None:
@@ -19,16 +19,22 @@ def remote_send(inp: torch.Tensor, dest_rank: int) -> None:
     Called by: this rank, once for each ``remote_recv`` from it on ``dest_rank``, in the same order.
 
     Where ``inp`` requires a gradient, ``gm.backward()`` of the recording GradManager waits for the gradient of
-    ``dest_rank`` and goes on from here; it needs no loss on this rank. Without a GradManager there is
-    :func:`rankwise.send`, whose result has a ``backward()``.
+    ``dest_rank`` and goes on from here; it needs no loss on this rank.
 
     Args:
         inp: any shape and dtype, which travel with it.
         dest_rank: of the world.
 
     Raises:
+        ConfigurationError: ``inp`` requires a gradient, and no GradManager records.
         ConfigurationError, PeerFailed, PeerMissing: as :func:`rankwise.send`.
     """
+    if inp.requires_grad and torch.is_grad_enabled() and not recordings:
+        raise ConfigurationError(
+            "remote_send was given a tensor that requires a gradient, and no GradManager records.",
+            do="call it within `with gm:`, and gm.backward() behind it; send x.detach() where no gradient is wanted; "
+            "without a GradManager write rankwise.send(x, to=...).backward()",
+        )
     keep_end(send(inp, dest_rank))
 
 
@@ -48,6 +54,11 @@ def remote_recv(src_rank: int, device: str | None = None, inp: torch.Tensor | No
     Raises:
         ConfigurationError, PeerFailed, PeerMissing: as :func:`rankwise.recv`.
     """
+    if device is not None and not isinstance(device, str):
+        # Their first versions had the shape and the dtype there.
+        raise ConfigurationError(
+            f"remote_recv was given {device!r} for a device.", do="leave it out: shape and dtype travel with the tensor"
+        )
     refuse_device("remote_recv", device)
     _ = inp
     received = cast("torch.Tensor", recv(src_rank))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,33 +13,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """What is done between ranks with a value, and with its gradient."""
-
-    there: Callable[[torch.Tensor], torch.Tensor]
-    back: Callable[[torch.Tensor], torch.Tensor]
-
-
-def through(data: torch.Tensor, crossing: Crossing) -> torch.Tensor:
-    """Return what comes of ``data``; backward is the crossing's."""
-    return cast("torch.Tensor", _Through.apply(data, crossing))
+def through(
+    data: torch.Tensor,
+    *,
+    there: Callable[[torch.Tensor], torch.Tensor],
+    back: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return what ``there`` makes of ``data``; backward does with the gradient what ``back`` does."""
+    return cast("torch.Tensor", _Through.apply(data, there, back))
 
 
 class _Through(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, crossing: Crossing) -> torch.Tensor:  # noqa: ANN401 - torch's own class
-        ctx.back = crossing.back
-        return crossing.there(data.detach())
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's own class
+        data: torch.Tensor,
+        there: Callable[[torch.Tensor], torch.Tensor],
+        back: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.back = back
+        return there(data.detach())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401 - torch's own class
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401 - torch's own class
         if torch.is_grad_enabled():
             raise ConfigurationError(
                 "A collective has no second derivative: backward(create_graph=True) cannot go through it.",
                 do="leave create_graph=True out, or compute the second derivative on one rank",
             )
-        return ctx.back(gradients[0]), None
+        return ctx.back(gradients[0]), None, None
 
 
 def checked_axis(name: str, inp: torch.Tensor, axis: int, *, parts: int = 1) -> int:

@@ -10,13 +10,7 @@ from rankwise.compat.megengine.not_offered import refused
 
 __all__ = ["distributed"]
 
-_NOT_OFFERED = {
-    **dict.fromkeys(
-        ("conv2d", "dropout", "linear", "loss", "nn", "relu", "softmax", "max_pool2d"), "torch.nn.functional"
-    ),
-    **dict.fromkeys(("concat", "flatten", "mean", "ones_like", "reshape", "sum", "topk_accuracy"), "torch's own"),
-}
-
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    raise refused("megengine.functional", name, _NOT_OFFERED, __all__)
+    instead = {} if name.startswith("__") else {name: "torch.nn.functional, or torch itself"}
+    raise refused("megengine.functional", name, instead, __all__)
