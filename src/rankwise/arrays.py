@@ -25,16 +25,16 @@ def tensor_of(leaf: object, name: str, other: str) -> torch.Tensor:
         other: the call that takes other objects.
 
     Raises:
-        ConfigurationError: it is none of these, or torch has no such dtype.
+        ConfigurationError: it is none of these, or nothing that can be sent as it lies in memory.
     """
     if isinstance(leaf, torch.Tensor):
-        return leaf
+        return _with_memory(leaf, name)
     if isinstance(leaf, np.ndarray | np.generic):
         return _from_numpy(leaf, name)
     if isinstance(leaf, bool | int):
-        return torch.tensor(int(leaf), dtype=torch.int64)
-    if isinstance(leaf, float):
-        return torch.tensor(leaf, dtype=torch.float64)
+        return _from_int(leaf, name)
+    if isinstance(leaf, float | complex):
+        return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.complex128)
     if hasattr(leaf, "__dlpack__"):
         return _from_dlpack(leaf, name)
     raise ConfigurationError(
@@ -50,15 +50,38 @@ def back(leaf: object, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - the leaf'
     if isinstance(leaf, np.generic):
         return leaf.dtype.type(tensor.item())
     if isinstance(leaf, np.ndarray):
-        return tensor.numpy()
-    if isinstance(leaf, bool | int | float):
+        return tensor.numpy().astype(leaf.dtype, copy=False)
+    if isinstance(leaf, bool | int | float | complex):
         return type(leaf)(tensor.item())
     return _reader_of(leaf)(tensor.contiguous())
 
 
+def _with_memory(leaf: torch.Tensor, name: str) -> torch.Tensor:
+    for is_other, kind, do in (
+        (leaf.is_meta, "on the meta device", "give it values first: there is nothing to send"),
+        (hasattr(leaf, "full_tensor"), "of which each rank holds a part", "pass tensor.to_local() or full_tensor()"),
+        (leaf.layout != torch.strided, f"of layout {leaf.layout}", "pass tensor.to_dense(), or its parts"),
+        (leaf.is_quantized, "that is quantized", "pass tensor.int_repr() or dequantize()"),
+    ):
+        if is_other:
+            raise ConfigurationError(f"{name} cannot take a tensor {kind}.", do=do)
+    return leaf
+
+
+def _from_int(leaf: int, name: str) -> torch.Tensor:
+    if not -(2**63) <= leaf < 2**63:
+        raise ConfigurationError(f"{name} cannot take {leaf}: it does not fit into 64 bits.", do="pass a float")
+    return torch.tensor(int(leaf), dtype=torch.int64)
+
+
 def _from_numpy(leaf: np.ndarray[Any, Any] | np.generic, name: str) -> torch.Tensor:
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise ConfigurationError(
+            f"{name} cannot take a masked array: what is masked would count.",
+            do="pass array.filled(0), and where it counts as an array of its own: ~numpy.ma.getmaskarray(array)",
+        )
     try:
-        return torch.from_numpy(np.array(leaf))
+        return torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("=")))
     except TypeError as error:
         raise ConfigurationError(
             f"{name} cannot take a NumPy array of {leaf.dtype}: torch has no such dtype.",
@@ -71,6 +94,12 @@ def _from_dlpack(leaf: object, name: str) -> torch.Tensor:
     try:
         # A copy: what lies there may not be written to, and what is sent must not change meanwhile.
         return torch.from_dlpack(leaf).clone()
+    except AttributeError as error:
+        raise ConfigurationError(
+            f"{name} cannot take a {type(leaf).__qualname__}: it stands for an array, and has no memory.",
+            evidence=str(error),
+            do=f"call {name} on what comes out of jit, grad and vmap, not inside of them",
+        ) from error
     except (RuntimeError, BufferError, TypeError, ValueError) as error:
         kind = type(leaf)
         raise ConfigurationError(

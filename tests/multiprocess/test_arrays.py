@@ -57,6 +57,42 @@ def test_every_collective_takes_and_returns_jax_arrays(run_ranks: RunRanks) -> N
         result.get()
 
 
+def _inside_of_jit(_: World) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    for transformed in (jax.jit(rw.all_reduce), jax.grad(lambda x: rw.all_reduce(x).sum()), jax.vmap(rw.all_gather)):
+        with pytest.raises(ConfigurationError, match="not inside of them"):
+            transformed(jnp.ones(3))
+    assert rw.all_reduce(1) == 2
+
+
+def test_what_jax_only_traces_is_refused(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_inside_of_jit, 2):
+        result.get()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(4, dtype=">f8"),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(3)[::-1],
+        np.array(1.5),
+        np.complex64(1 + 2j),
+        1 + 2j,
+        True,
+    ],
+    ids=repr,
+)
+def test_arrays_and_numbers_come_back_as_they_were(value: Any) -> None:
+    with rw.join():
+        came = rw.all_gather(value)[0]
+    assert type(came) is type(value)
+    np.testing.assert_array_equal(came, value)
+    assert np.asarray(came).dtype == np.asarray(value).dtype
+
+
 class _NoWayBack:
     """Memory that torch can read, of a library without from_dlpack()."""
 
@@ -83,6 +119,10 @@ def test_what_cannot_be_read_or_given_back_is_refused() -> None:
             (_NoWayBack(), "pass it as a NumPy array"),
             (_Unreadable(), "it lies on a device of another kind"),
             (np.array(["text"]), "torch has no such dtype"),
+            (np.ma.array([1.0, 2.0], mask=[False, True]), r"array\.filled"),
+            (torch.ones(2, device="meta"), "meta device"),
+            (torch.eye(2).to_sparse(), r"to_dense\(\)"),
+            ({"count": 2**63}, "64 bits"),
             ("text", "not str"),
         ):
             with pytest.raises(ConfigurationError, match=words):

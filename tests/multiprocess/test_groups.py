@@ -143,6 +143,9 @@ def _wrong(world: World) -> list[str]:
         lambda: rw.new_group([0, 0]),
         lambda: rw.new_group([0, 2]),
         lambda: rw.new_group([world.rank]),
+        lambda: rw.new_group([0.5]),  # type: ignore[list-item]
+        lambda: rw.all_reduce(1, group=[0, 1]),  # type: ignore[arg-type]
+        lambda: rw.all_to_all({0: 1, 1: 2}),  # type: ignore[arg-type]
         lambda: rw.reduce_scatter(torch.tensor(1.0)),
         lambda: rw.reduce_scatter(torch.ones(2, dtype=torch.int64), "mean"),
         lambda: rw.all_to_all([1]),
@@ -161,7 +164,35 @@ def test_wrong_groups_and_parts_are_refused_and_the_world_goes_on(run_ranks: Run
         assert all("each once" in text for text in said[:3])
         assert "rank 0: [0]" in said[3]
         assert "rank 1: [1]" in said[3]
-        assert "all_reduce()" in said[4]
-        assert "divide" in said[5]
-        assert "1 values for 2 ranks" in said[6]
-        assert "for rank 1: float64[1]" in said[7]
+        assert "a list of ranks, not [0.5]" in said[4]
+        assert "rankwise.new_group() returned, not list" in said[5]
+        assert "a list of values, not dict" in said[6]
+        assert "all_reduce()" in said[7]
+        assert "divide" in said[8]
+        assert "1 values for 2 ranks" in said[9]
+        assert "for rank 1: float64[1]" in said[10]
+
+
+def _other_order_of_keys(world: World) -> list[str]:
+    names = ["loss", "right"] if world.rank == 0 else ["right", "loss"]
+    own: dict[str, Any] = {name: {"loss": 1.0, "right": 2.0}[name] for name in names}
+    said = []
+    for call in (
+        lambda: rw.all_reduce((own, [1])),
+        lambda: rw.broadcast(own),
+        lambda: rw.all_gather(own),
+        lambda: rw.all_gather_uneven(own),
+        lambda: rw.reduce_scatter({name: torch.ones(2) for name in names}),
+        lambda: rw.all_to_all([own] * 2),
+    ):
+        with pytest.raises(CollectiveMismatch) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_values_under_other_keys_are_not_taken_for_one_another(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_other_order_of_keys, 2):
+        said = result.get()
+        assert 'rank 0: all_reduce("sum", [{loss: float64[], right: float64[]}, [int64[]]])' in said[0]
+        assert "rank 1: all_gather_uneven({right: float64, loss: float64})" in said[3]

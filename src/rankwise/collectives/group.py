@@ -38,12 +38,17 @@ def exchange_of(group: Group | None) -> Exchange | None:
     """Return what carries the tensors of a group, of all ranks by default; ``None`` for a rank that is alone.
 
     Raises:
-        ConfigurationError: this rank is not in the group.
+        ConfigurationError: this rank is not in the group, or it is none of ours.
         NotJoined: the group is of a world that has been left.
     """
     session = current()
     if group is None:
         return session.exchange
+    if not isinstance(group, Group):
+        raise ConfigurationError(
+            f"group= takes what rankwise.new_group() returned, not {type(group).__name__}.",
+            do="group = rankwise.new_group(ranks), called on every rank",
+        )
     if group._session is not session:  # noqa: SLF001 - its own module
         raise NotJoined(
             f"{group} belongs to a world that has been left.",
@@ -75,12 +80,13 @@ def place_of_source(group: Group | None, source: int, name: str) -> int:
     """Return the number in a group of the rank of the world that ``name`` takes a value from.
 
     Raises:
-        ConfigurationError: there is no such rank in it.
+        ConfigurationError: there is no such rank in it; or as :func:`exchange_of`.
     """
+    exchange_of(group)
     ranks = range(current().world.world_size) if group is None else group.ranks
-    if isinstance(source, bool) or not isinstance(source, int) or source not in ranks:
+    if isinstance(source, bool) or not hasattr(source, "__index__") or source not in ranks:
         raise ConfigurationError(
-            f"{name} has no rank {source} to take from.",
+            f"{name} has no rank {source!r} to take from.",
             evidence=f"the ranks are {ranks.start} to {ranks.stop - 1}"
             if isinstance(ranks, range)
             else f"{group} was given",

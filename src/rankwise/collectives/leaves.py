@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING
 
 from torch.utils import _pytree as pytree
@@ -10,6 +11,8 @@ from torch.utils import _pytree as pytree
 from rankwise.arrays import tensor_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
 
@@ -39,6 +42,22 @@ def kind(tensor: torch.Tensor) -> str:
     return f"{dtype_word(tensor)}{list(tensor.shape)}"
 
 
-def kinds(tensors: list[torch.Tensor]) -> str:
-    """Return the kinds of all, separated by commas."""
-    return ", ".join(map(kind, tensors))
+def kinds(tensors: list[torch.Tensor], spec: pytree.TreeSpec) -> str:
+    """Return ``{loss: float32[], parts: [int64[3], int64[2]]}``: the kinds of all, where they are."""
+    return _in_tree(map(kind, tensors), spec)
+
+
+def dtypes(tensors: list[torch.Tensor], spec: pytree.TreeSpec) -> str:
+    """Return ``{loss: float32, parts: [int64, int64]}``: as :func:`kinds`, in whatever shapes."""
+    return _in_tree(map(dtype_word, tensors), spec)
+
+
+def _in_tree(words: Iterator[str], spec: pytree.TreeSpec) -> str:
+    if spec.is_leaf():
+        return next(words)
+    parts = [_in_tree(words, child) for child in spec.children()]
+    if spec.type not in {dict, OrderedDict, defaultdict}:
+        return f"[{', '.join(parts)}]"
+    # Leaves come in the order in which a dict was filled: with another one they would be taken for one another.
+    keys = spec.context[1] if spec.type is defaultdict else spec.context
+    return f"{{{', '.join(f'{key}: {part}' for key, part in zip(keys, parts, strict=True))}}}"

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from rankwise.arrays import back
 from rankwise.collectives.group import agreed, exchange_of, place_of, place_of_source, size_of
-from rankwise.collectives.leaves import dtype_word, flattened, kind, kinds, plain
+from rankwise.collectives.leaves import dtypes, flattened, kind, kinds, plain
 from rankwise.collectives.objects import gather_json, gather_rows
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.bytes_of import bytes_of
@@ -44,7 +44,7 @@ def broadcast(value: T, source: int = 0, *, group: Group | None = None) -> T:
     """
     place = place_of_source(group, source, "broadcast")
     leaves, tensors, spec = flattened(value, "broadcast")
-    exchange = agreed(f"broadcast({kinds(tensors)}, source={source})", group, sends=bool(tensors))
+    exchange = agreed(f"broadcast({kinds(tensors, spec)}, source={source})", group, sends=bool(tensors))
     results: list[object] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
         if exchange is None:
@@ -75,7 +75,7 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
     Source: torch.distributed.all_gather.
     """
     leaves, tensors, spec = flattened(value, "all_gather")
-    exchange = agreed(f"all_gather({kinds(tensors)})", group, sends=bool(tensors))
+    exchange = agreed(f"all_gather({kinds(tensors, spec)})", group, sends=bool(tensors))
     gathered: list[list[object]] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
         if exchange is None:
@@ -104,7 +104,7 @@ def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
         ConfigurationError, CollectiveMismatch, PeerFailed, PeerMissing: as :func:`all_gather`.
     """
     leaves, tensors, spec = flattened(value, "all_gather_uneven")
-    what = f"all_gather_uneven({', '.join(map(dtype_word, tensors))})"
+    what = f"all_gather_uneven({dtypes(tensors, spec)})"
     exchange = exchange_of(group)
     shapes = gather_json([list(tensor.shape) for tensor in tensors], what=what, group=group)
     gathered: list[list[object]] = []
@@ -141,20 +141,26 @@ def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
     Source: torch.distributed.all_to_all.
     """
     exchange, size, own = exchange_of(group), size_of(group), place_of(group)
+    if isinstance(values, dict) or not hasattr(values, "__len__"):
+        raise ConfigurationError(
+            f"all_to_all takes a list of values, not {type(values).__name__}.", do="pass one per rank, in rank order"
+        )
     if len(values) != size:
         raise ConfigurationError(
             f"all_to_all was given {len(values)} values for {size} ranks.", do="pass one per rank, in rank order"
         )
     flat = [flattened(value, "all_to_all") for value in values]
     leaves, first, spec = flat[0]
-    words = [[dtype_word(tensor) for tensor in tensors] for _, tensors, _ in flat]
+    words = [dtypes(tensors, other) for _, tensors, other in flat]
     if any(other != spec for _, _, other in flat) or any(word != words[0] for word in words):
         raise ConfigurationError(
             "all_to_all was given values of different kinds.",
-            evidence="\n".join(f"for rank {place}: {kinds(tensors)}" for place, (_, tensors, _) in enumerate(flat)),
+            evidence="\n".join(
+                f"for rank {place}: {kinds(tensors, other)}" for place, (_, tensors, other) in enumerate(flat)
+            ),
             do="give every rank the same kind of value, of one dtype; only shapes may differ",
         )
-    what = f"all_to_all({', '.join(words[0])})"
+    what = f"all_to_all({words[0]})"
     shapes = gather_json([[list(tensor.shape) for tensor in tensors] for _, tensors, _ in flat], what=what, group=group)
     received: list[list[object]] = []
     for number, (leaf, like) in enumerate(zip(leaves, first, strict=True)):

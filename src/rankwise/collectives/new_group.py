@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 from rankwise.collectives.group import Group
@@ -37,7 +38,12 @@ def new_group(ranks: Sequence[int]) -> Group:
     """
     session = current()
     world = session.world
-    given = [int(rank) for rank in ranks]
+    try:
+        given = [operator.index(rank) for rank in ranks]
+    except TypeError as error:
+        raise ConfigurationError(
+            f"rankwise.new_group() takes a list of ranks, not {ranks!r}.", do="rankwise.new_group([0, 2])"
+        ) from error
     gathered = gather_json(given, what="rankwise.new_group()")
     if any(sorted(other) != sorted(given) for other in gathered):
         raise ConfigurationError(

@@ -48,7 +48,7 @@ def all_reduce(value: T, op: str = "sum", *, group: Group | None = None) -> T:
     """
     leaves, tensors, spec = flattened(value, "all_reduce")
     _check("all_reduce", tensors, op)
-    exchange = agreed(f'all_reduce("{op}", {kinds(tensors)})', group, sends=bool(tensors))
+    exchange = agreed(f'all_reduce("{op}", {kinds(tensors, spec)})', group, sends=bool(tensors))
     results: list[object] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
         if exchange is None:
@@ -86,7 +86,7 @@ def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> 
     _check("reduce_scatter", tensors, op)
     if any(tensor.ndim == 0 for tensor in tensors):
         raise ConfigurationError("reduce_scatter divides rows, and a number has none.", do="use rankwise.all_reduce()")
-    exchange = agreed(f'reduce_scatter("{op}", {kinds(tensors)})', group, sends=bool(tensors))
+    exchange = agreed(f'reduce_scatter("{op}", {kinds(tensors, spec)})', group, sends=bool(tensors))
     size = size_of(group)
     results: list[object] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):

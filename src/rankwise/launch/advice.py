@@ -28,7 +28,8 @@ _UNUSED = (
 )
 _PORT_TAKEN = (
     "another process holds the port that the script names: leave init_method out, since `rankwise run` has a port of "
-    "its own that init_process_group() finds; where a script starts its own processes, set MASTER_PORT to a free port"
+    "its own that init_process_group() finds; a script that starts its own processes runs under `rankwise run -n 1`, "
+    "and names a free port in init_method or MASTER_PORT"
 )
 
 WHAT_TO_DO = (
