@@ -38,6 +38,13 @@ class Ticket:
     """The user's line that led to it."""
     since: float = field(default_factory=time.monotonic)
     ended: float | None = None
+    purpose: str = ""
+    """What the user has called, where ``what`` does not say it. It may differ between ranks, and is not compared."""
+
+    @property
+    def words(self) -> str:
+        """What it is called where a person reads it."""
+        return self.purpose or self.what
 
 
 class Record:
@@ -49,6 +56,8 @@ class Record:
         """Number of the latest collective."""
         self.step = 0
         """Optimizer updates whose gradients have been exchanged."""
+        self.purpose = ""
+        """Of the collectives to come; see :class:`Ticket`."""
         self.counts = [0]
         """How many collectives of each channel this rank has begun."""
         self._members: list[frozenset[int] | None] = [None]
@@ -72,7 +81,7 @@ class Record:
         """Note that a collective begins here."""
         self.last = number = self.last + 1
         self.counts[channel] = sequence = self.counts[channel] + 1
-        ticket = Ticket(number, what, channel, sequence, places.user_place())
+        ticket = Ticket(number, what, channel, sequence, places.user_place(), purpose=self.purpose)
         self.recent.append(ticket)
         return ticket
 
@@ -97,7 +106,7 @@ class Record:
             "waiting": waiting is not None,
             "channel": None if waiting is None else waiting.channel,
             "count": count,
-            "what": None if latest is None else latest.what,
+            "what": None if latest is None else latest.words,
             "is_over": latest is None or latest.ended is not None,
             "at": places.place_of_thread(thread_id) if latest is None or waiting is None else _at(latest, thread_id),
             "seconds": 0.0 if latest is None else now - (latest.ended or latest.since),

@@ -92,7 +92,7 @@ class Watch:
         """
         if self.error is not None:
             raise self.error
-        if self.check is not None and not self._is_checking:
+        if self.check is not None and not self._is_checking and self._is_of_all(channel):
             self._is_checking = True
             try:
                 self.check(what if tensor is None else _with_kind(what, tensor))
@@ -237,7 +237,7 @@ class Watch:
             if _has_come(event.get("counts", ()), ticket):
                 continue
             if event["kind"] == "left":
-                self.error = blame.peer_left(self._world, ticket.what, ticket.number, event)
+                self.error = blame.peer_left(self._world, ticket.words, ticket.number, event)
                 raise self.error
 
     def _roll_call(self, channel: int = 0, sequence: int = 0) -> blame.Answers:
@@ -250,6 +250,10 @@ class Watch:
         silent_ranks = sorted(set(range(world.world_size)) - set(answers))
         seen = roll_call.look_at(self._store, silent_ranks)
         return {**answers, **{rank: {"host": self.hostname, **what} for rank, what in seen.items()}}
+
+    def _is_of_all(self, channel: int) -> bool:
+        """Return whether every rank comes to the collectives of a channel: others cannot be compared on all."""
+        return all(self.record.is_member(rank, channel) for rank in range(self.world_size))
 
     def _members(self, ticket: Ticket) -> list[int]:
         """Return the ranks that take part in a collective."""
@@ -264,12 +268,12 @@ class Watch:
             return
         found = blame.findings(self._roll_call(ticket.channel, ticket.sequence), ticket.sequence, self._members(ticket))
         who = fold_ranks(found["missing"]) if found["missing"] else "the network"
-        warn(f"{ticket.what} has been waiting for {waited:.0f} s, for {who}:\n{found['table']}", all_ranks=True)
+        warn(f"{ticket.words} has been waiting for {waited:.0f} s, for {who}:\n{found['table']}", all_ranks=True)
 
     def _post_verdict(self, ticket: Ticket, waited: float) -> None:
         """Let one waiting rank find out who is missing, for all; then wait for what it found."""
         world = self._world
-        found: blame.Event = {"kind": "verdict", "rank": world.rank, "what": ticket.what, "waited": waited}
+        found: blame.Event = {"kind": "verdict", "rank": world.rank, "what": ticket.words, "waited": waited}
         if self._claim(f"verdict/{ticket.channel}/{ticket.sequence}"):
             answers = self._roll_call(ticket.channel, ticket.sequence)
             found |= blame.findings(answers, ticket.sequence, self._members(ticket))
@@ -293,10 +297,10 @@ class Watch:
             return self.error
         if ended.rank in self._departed:
             event = blame.broken(
-                self._world, ticket.what, gone=[ended.rank], table="", departed=self._departed, reason=str(ended)
+                self._world, ticket.words, gone=[ended.rank], table="", departed=self._departed, reason=str(ended)
             )
             return blame.connection_broke(self._world, event)
-        event = {"kind": "ended", "rank": ended.rank, "what": ticket.what, "process": ended.process}
+        event = {"kind": "ended", "rank": ended.rank, "what": ticket.words, "process": ended.process}
         with contextlib.suppress(StoreLost):
             post(self._store, event, self._next_event)
         return blame.peer_ended(self._world, event)
@@ -313,7 +317,7 @@ class Watch:
                 gone = [r for r in range(self._world.world_size) if "count" not in answers.get(r, {})]
                 table = blame.table(answers, self._world.world_size)
                 event = blame.broken(
-                    self._world, ticket.what, gone=gone, table=table, departed=self._departed, reason=str(error)
+                    self._world, ticket.words, gone=gone, table=table, departed=self._departed, reason=str(error)
                 )
                 # Others may wait for this rank only, and would name it instead.
                 post(self._store, event, self._next_event)

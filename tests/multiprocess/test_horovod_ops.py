@@ -122,7 +122,7 @@ def _reduce(world: World) -> dict[str, Any]:
     assert hvd.allreduce_(target, op=hvd.Sum) is target
     got["in place"] = target
     many = [torch.full((size,), float(world.rank + size), dtype=torch.float64) for size in (1, 7, 300_000, 0)]
-    got["grouped"] = hvd.grouped_allreduce(many, op=hvd.Sum)
+    got["grouped"] = hvd.grouped_allreduce(iter(many), op=hvd.Sum)  # pyright: ignore[reportArgumentType]
     returned = hvd.grouped_allreduce_(many, op=hvd.Sum)
     assert all(a is b for a, b in zip(returned, many, strict=True))
     got["grouped in place"] = many
@@ -268,6 +268,7 @@ def _wrong_calls(_: World) -> list[str]:
         lambda: hvd.alltoall(torch.ones(3), splits=[2, 2]),
         lambda: hvd.alltoall(torch.ones(3), splits=torch.tensor([1, 1])),
         lambda: hvd.init(comm=[1]),
+        lambda: hvd.barrier(None),  # pyright: ignore[reportArgumentType]
     ):
         with pytest.raises(ConfigurationError) as caught:
             call()
@@ -282,6 +283,6 @@ def test_wrong_arguments_say_what_to_do() -> None:
     first, second = (result.get() for result in testing.run_ranks(_wrong_calls, 2))
     assert first == second
     said = ["not list", "uint8", "contiguous()", "sparse_allreduce_async", "hvd.Average, Sum", "op= only", "reshape(1)"]
-    said += ["ranks 0-1", "splits=", "at most the rows", "dtype=torch.int32", "process_sets="]
+    said += ["ranks 0-1", "splits=", "at most the rows", "dtype=torch.int32", "process_sets=", "add_process_set"]
     for part, text in zip(said, first, strict=True):
         assert part in text

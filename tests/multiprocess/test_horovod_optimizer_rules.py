@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,12 @@ def _refusals(world: World) -> dict[str, str]:
         "group twice": _error_of(lambda: make(plain, named, groups=[[model[0].weight], [model[0].weight]])),
         "set": _error_of(lambda: make(plain, named, op=hvd.Adasum, process_set=some)),
         "wrapped": _error_of(lambda: make(make(plain, named), named)),
+        "model": _error_of(lambda: make(model)),  # type: ignore[arg-type]
+        "function": _error_of(lambda: make(plain, model.named_parameters)),  # type: ignore[arg-type]
+        "op": _error_of(lambda: make(plain, named, op="Average")),
+        "compression": _error_of(lambda: make(plain, named, compression="fp16")),
+        "unregistered set": _error_of(lambda: make(plain, named, process_set=hvd.ProcessSet([0, 1]))),
+        "copy": _error_of(lambda: copy.deepcopy(make(plain, named))),
     }
     optimizer = make(plain, named)
     loss_of(model, 0, world).backward()
@@ -90,8 +97,10 @@ def _refusals(world: World) -> dict[str, str]:
 def test_what_is_refused_and_as_what() -> None:
     for result in testing.run_ranks(_refusals, 2):
         said = result.get()
-        for name in ("tensors", "twice", "unnamed", "passes", "predivide", "groups", "group twice", "wrapped"):
+        for name in said.keys() - {"zero_grad", "too often", "skip", "set", "warned"}:
             assert said[name].startswith("ValueError: "), (name, said[name])
+        assert "named_parameters=model.named_parameters()" in said["function"]
+        assert "optimizer.state_dict()" in said["copy"]
         assert "by group and place, with their shapes: 0.3: [3]" in said["unnamed"]
         for name in ("zero_grad", "too often", "skip"):
             assert said[name].startswith("ValueError+AssertionError: "), (name, said[name])

@@ -12,6 +12,7 @@ import rankwise
 import rankwise.compat.horovod as hvd
 from rankwise import testing
 from rankwise.compat.horovod import queue
+from rankwise.errors import CollectiveMismatch, PeerMissing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -281,3 +282,42 @@ def test_who_waits_for_a_rank_that_has_come_to_its_end_is_told() -> None:
     _, text = (result.get() for result in testing.run_ranks(_ends_too_early, 2))
     assert "rank 0: has come to the end" in text
     assert "rank 1: waits for 'allreduce.waited for'" in text
+
+
+def _never_comes(world: World) -> str:
+    hvd.init()
+    if world.rank == 1:
+        return ""
+    with pytest.raises(PeerMissing) as caught:
+        hvd.allreduce(torch.ones(1), name="loss")
+    return str(caught.value)
+
+
+def test_who_waits_in_vain_is_told_for_which_operation() -> None:
+    text, _ = (result.get() for result in testing.run_ranks(_never_comes, 2))
+    assert "hvd.allreduce 'loss' cannot complete: rank 1 has left" in text
+
+
+def _calls_something_else(world: World) -> float:
+    hvd.init()
+    with pytest.raises(CollectiveMismatch):
+        rankwise.all_reduce(1) if world.rank else hvd.allreduce(torch.ones(1), name="x")
+    return hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum).item()
+
+
+def test_a_call_that_failed_does_not_stay_pending(run_ranks: RunRanks) -> None:
+    assert [result.get() for result in run_ranks(_calls_something_else, 2)] == [2.0, 2.0]
+
+
+def _world_after_world(_: World) -> tuple[object, float]:
+    hvd.init()
+    old = hvd.allreduce_async(torch.ones(1))
+    hvd.shutdown()
+    hvd.init()
+    new = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
+    return hvd.synchronize(old), hvd.synchronize(new).item()
+
+
+def test_a_handle_of_a_world_that_was_left_is_none_of_the_next() -> None:
+    # Nothing started these ranks, so the next world is of one.
+    assert [result.get() for result in testing.run_ranks(_world_after_world, 2)] == [(None, 1.0)] * 2

@@ -256,3 +256,14 @@ def test_with_checking_a_difference_is_told_before_anything_is_sent(
             assert re.search(rf"rank {num_ranks - 1}: {re.escape(odd)} at {place}", text), text
             if num_ranks == 3:
                 assert f"rank 2/3 on {os.uname().nodename}, reported on every rank" in text
+
+
+def _check_some_of_the_ranks(world: World) -> tuple[int | None, int]:
+    _compare_everything()
+    group = rw.new_group([0, 2])
+    of_group = None if group.rank is None else rw.all_reduce(1, group=group)
+    return of_group, rw.all_reduce(1)
+
+
+def test_with_checking_some_of_the_ranks_call_for_themselves(run_ranks: RunRanks) -> None:
+    assert [result.get() for result in run_ranks(_check_some_of_the_ranks, 3)] == [(2, 3), (None, 3), (2, 3)]

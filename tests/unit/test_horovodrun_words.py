@@ -79,6 +79,7 @@ def test_the_options_are_these(capsys: pytest.CaptureFixture[str], monkeypatch: 
     [
         ("-np 4 python train.py --lr 1 -np 3", "-n 4", "train.py --lr 1 -np 3"),
         ("-np 2 -H localhost:4 python3 -u -m pkg.train -m", "-n 2", "-m pkg.train -m"),
+        ("-np 3 -H localhost:2,127.0.0.1:2 python train.py", "-n 3", "train.py"),
         ("--num-proc 2 --output-filename logs -- /usr/bin/python3.11 t.py", "-n 2 --log-dir logs", "t.py"),
         ("-np 2 --reset-limit 5 python t.py", "-n 2 --max-restarts 5", "t.py"),
         ("-H a:2,b:3 python t.py", "--hosts a:2,b:3", "t.py"),

@@ -308,7 +308,7 @@ def _filled(slots: Slots, num_ranks: int) -> Slots:
 
 
 def _is_here(used: Slots) -> bool:
-    return all(host in (*LOCAL, socket.gethostname()) for host, _ in used) and len(used) < 2  # noqa: PLR2004 - one host
+    return all(host in (*LOCAL, socket.gethostname()) for host, _ in used)
 
 
 def _fewest_hosts(used: Slots, fewest: int) -> int:

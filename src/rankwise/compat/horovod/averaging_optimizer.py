@@ -61,9 +61,9 @@ class AveragingOptimizer(WrappedOptimizer):
         Args:
             closure: computes the loss, and gradients unless they are there; they are combined when it has.
         """
-        if self._should_synchronize and (
-            closure is None or self._gradients is None or self._gradients.passes.is_pending
-        ):
+        gradients = self._gradients
+        is_late = self._should_synchronize and closure is not None and gradients is not None and not self.is_pending
+        if self._should_synchronize and not is_late:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() combines gradients again that optimizer.synchronize() has combined: put it into "
@@ -75,12 +75,19 @@ class AveragingOptimizer(WrappedOptimizer):
         if closure is None:
             super().step()
             return None
-        return super().step(self._combining(closure))
+        return super().step(self._combining(closure, is_late=is_late))
 
-    def _combining(self, closure: Callable[[], float]) -> Callable[[], float]:
+    def _combining(self, closure: Callable[[], float], *, is_late: bool) -> Callable[[], float]:
+        """Return a closure that combines gradients too.
+
+        Args:
+            closure: computes the loss.
+            is_late: gradients are to come from it, on some rank if not on this one.
+        """
+
         def combined() -> float:
             loss = closure()
-            if self._gradients is not None and self._gradients.passes.is_pending:
+            if self._gradients is not None and (is_late or self.is_pending):
                 self._gradients.reduce()
             return loss
 

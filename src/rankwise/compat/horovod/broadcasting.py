@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,12 +11,9 @@ from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set,
 from rankwise.compat.horovod.queue import current_queue
 from rankwise.compat.horovod.reduce_ops import Average
 from rankwise.compat.horovod.reducing import allreduce
-from rankwise.compat.horovod.submission import MOVED, check, into, only, submit
+from rankwise.compat.horovod.submission import MOVED, check, only, submit
 from rankwise.compat.horovod.waiting import synchronize
 from rankwise.errors import ConfigurationError, fold_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def broadcast(
@@ -49,7 +46,7 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin what :func:`broadcast` does, without gradients; return a handle for ``poll`` and ``synchronize``."""
-    return _begin(tensor, root_rank, name, process_set, only)
+    return _begin(tensor, root_rank, name, process_set)
 
 
 def broadcast_(
@@ -63,8 +60,7 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin what :func:`broadcast_` does; return a handle for ``poll`` and ``synchronize``."""
-    write = into([tensor])
-    return _begin(tensor, root_rank, name, process_set, lambda tensors: only(write(tensors)))
+    return _begin(tensor, root_rank, name, process_set, is_in_place=True)
 
 
 def _begin(
@@ -72,7 +68,8 @@ def _begin(
     root_rank: int,
     name: str | None,
     process_set: ProcessSet,
-    take: Callable[[list[torch.Tensor]], Any],
+    *,
+    is_in_place: bool = False,
 ) -> int:
     check(tensor, "broadcast", MOVED)
     ranks = current_queue().members[members_of(process_set)].ranks
@@ -82,7 +79,16 @@ def _begin(
             evidence=f"it is among {fold_ranks(ranks)}",
             do="pass root_rank= one of them, by its number in the world",
         )
-    return submit("broadcast", [tensor], name, process_set, take, prefix="broadcast", root=int(root_rank))
+    return submit(
+        "broadcast",
+        [tensor],
+        name,
+        process_set,
+        (lambda _: tensor) if is_in_place else only,
+        prefix="broadcast",
+        is_in_place=is_in_place,
+        root=int(root_rank),
+    )
 
 
 class _Broadcast(torch.autograd.Function):

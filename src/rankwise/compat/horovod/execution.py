@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.collectives import all_gather, all_gather_uneven, all_reduce, all_to_all, broadcast, reduce_scatter
+from rankwise.collectives import all_gather, all_gather_uneven, all_to_all, broadcast, exchange_of, reduce_scatter
 from rankwise.compat.horovod.adasum import adasum
 from rankwise.compat.horovod.reduce_ops import ReduceOp
 from rankwise.errors import ConfigurationError
@@ -44,7 +44,9 @@ class Work:
     size: int
     """How many they are."""
     tensors: Sequence[torch.Tensor]
-    """What this rank sends; zeros, or no rows, where it has joined."""
+    """What this rank sends, none with a gradient; zeros, or no rows, where it has joined."""
+    is_in_place: bool = False
+    """Whether the results are written into ``tensors``."""
     splits: Sequence[int] = ()
     """How many rows of an alltoall go to each member."""
 
@@ -53,7 +55,7 @@ def stand_ins(request: Request, device: torch.device) -> list[torch.Tensor]:
     """Return what a rank that has joined sends: zeros, or no rows where rows may differ."""
     rows = (0,) if request.kind == "allgather" else ()
     return [
-        torch.zeros(*rows, *shape, dtype=dtype_named(dtype), device=device)
+        torch.zeros((*rows, *shape), dtype=dtype_named(dtype), device=device)
         for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
     ]
 
@@ -79,9 +81,9 @@ def carry_out(works: Sequence[Work]) -> list[list[torch.Tensor]]:
 def _carried_out(work: Work) -> list[torch.Tensor]:
     kind = work.request.kind
     if kind == "adasum":
-        return [_adasum(tensor, work) for tensor in work.tensors]
+        return _placed([_adasum(tensor, work) for tensor in work.tensors], work)
     if kind == "broadcast":
-        return [broadcast(tensor, work.request.root, group=work.group) for tensor in work.tensors]
+        return _placed([broadcast(tensor, work.request.root, group=work.group) for tensor in work.tensors], work)
     if kind == "allgather":
         return [torch.cat(all_gather_uneven(tensor, group=work.group)) for tensor in work.tensors]
     if kind == "reducescatter":
@@ -94,6 +96,13 @@ def _carried_out(work: Work) -> list[torch.Tensor]:
     return []
 
 
+def _placed(results: list[torch.Tensor], work: Work) -> list[torch.Tensor]:
+    """Return the results, written into the tensors that were given where the operation is in place."""
+    if not work.is_in_place:
+        return results
+    return [tensor.copy_(result) for tensor, result in zip(work.tensors, results, strict=True)]
+
+
 def _reduced_together(works: Sequence[Work]) -> list[list[torch.Tensor]]:
     """Return the reduced tensors of each work: small ones of one kind as one buffer."""
     buffers: dict[tuple[object, ...], list[tuple[int, int]]] = {}
@@ -101,21 +110,22 @@ def _reduced_together(works: Sequence[Work]) -> list[list[torch.Tensor]]:
         request = work.request
         for place, tensor in enumerate(work.tensors):
             kind = (request.set_id, request.op, tensor.dtype, request.prescale, request.postscale, tensor.device)
-            alone = tensor.numel() * tensor.element_size() > FUSED_BYTES
+            alone = tensor.nbytes > FUSED_BYTES
             buffers.setdefault((*kind, (number, place)) if alone else kind, []).append((number, place))
     results: list[list[torch.Tensor]] = [list(work.tensors) for work in works]
     for places in buffers.values():
         for piece in _pieces(places, works):
             work = works[piece[0][0]]
-            tensors = [works[number].tensors[place] for number, place in piece]
-            if len(tensors) == 1:
-                reduced = [_reduced(tensors[0], work)]
-            else:
-                flat = _reduced(torch.cat([tensor.reshape(-1) for tensor in tensors]), work)
-                # Clones: a view would keep, and save, the whole buffer.
-                reduced = [part.clone() for part in flat.split([tensor.numel() for tensor in tensors])]
-            for (number, place), result in zip(piece, reduced, strict=True):
-                results[number][place] = result.view(works[number].tensors[place].shape)
+            tensors = [results[number][place] for number, place in piece]
+            if len(tensors) == 1 and not work.is_in_place:
+                results[piece[0][0]][piece[0][1]] = _reduced(tensors[0], work)
+                continue
+            flat = tensors[0] if len(tensors) == 1 else torch.cat([tensor.view(-1) for tensor in tensors])
+            parts = _reduced(flat, work).view(-1).split([tensor.numel() for tensor in tensors])
+            for (number, place), tensor, part in zip(piece, tensors, parts, strict=True):
+                # Copied: a view would keep, and save, the whole buffer.
+                target = tensor if works[number].is_in_place else torch.empty_like(tensor)
+                results[number][place] = target.copy_(part.view(tensor.shape))
     return results
 
 
@@ -125,25 +135,35 @@ def _pieces(places: Sequence[tuple[int, int]], works: Sequence[Work]) -> list[li
     num_bytes = 0
     for number, place in places:
         tensor = works[number].tensors[place]
-        num_bytes += tensor.numel() * tensor.element_size()
+        num_bytes += tensor.nbytes
         if num_bytes > 16 * FUSED_BYTES and pieces[-1]:
             pieces.append([])
-            num_bytes = tensor.numel() * tensor.element_size()
+            num_bytes = tensor.nbytes
         pieces[-1].append((number, place))
     return pieces
 
 
 def _reduced(tensor: torch.Tensor, work: Work) -> torch.Tensor:
+    """Return the reduction, a new tensor. The ranks have agreed on it in this round, and need not do so again."""
     request = work.request
-    op = ReduceOp(request.op)
-    result = all_reduce(_times(tensor, request.prescale), _WORD_OF_OP[op], group=work.group)
-    return _divided(_times(result, request.postscale), work.size if op == ReduceOp.AVERAGE else 1)
+    word = _WORD_OF_OP[ReduceOp(request.op)]
+    scaled = _times(tensor, request.prescale)
+    exchange = exchange_of(work.group)
+    what = f'allreduce("{word}", {request.dtypes[0]}[{tensor.numel()}])'
+    result = scaled.clone() if exchange is None else exchange.all_reduce(scaled, word, what=what)
+    return _scaled(result, work)
 
 
 def _reduce_scattered(tensor: torch.Tensor, work: Work) -> torch.Tensor:
-    request = work.request
-    result = reduce_scatter(_times(tensor, request.prescale), "sum", group=work.group)
-    return _divided(_times(result, request.postscale), work.size if request.op == ReduceOp.AVERAGE else 1)
+    return _scaled(reduce_scatter(_times(tensor, work.request.prescale), "sum", group=work.group), work)
+
+
+def _scaled(result: torch.Tensor, work: Work) -> torch.Tensor:
+    """Return a sum times the factor that comes after it, and divided where it is to be an average."""
+    scaled = _times(result, work.request.postscale)
+    if work.request.op != ReduceOp.AVERAGE or work.size == 1:
+        return scaled
+    return torch.div(scaled, work.size, rounding_mode=None if scaled.dtype.is_floating_point else "trunc", out=scaled)
 
 
 def _adasum(tensor: torch.Tensor, work: Work) -> torch.Tensor:
@@ -158,12 +178,3 @@ def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     if tensor.dtype.is_floating_point:
         return tensor * factor
     return (tensor.double() * factor).to(tensor.dtype)
-
-
-def _divided(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the quotient in the dtype of ``tensor``; that of integers is cut towards zero."""
-    if size == 1:
-        return tensor
-    if tensor.dtype.is_floating_point:
-        return tensor / size
-    return torch.div(tensor, size, rounding_mode="trunc")

@@ -53,7 +53,7 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
     """Do what :func:`allgather` does with several tensors, all or none, under one name; with gradients."""
-    check_group(tensors, "grouped_allgather")
+    tensors = check_group(tensors, "grouped_allgather")
     return _Allgather.apply(name, process_set, True, *tensors)  # pyright: ignore[reportReturnType]
 
 
@@ -61,7 +61,7 @@ def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin what :func:`grouped_allgather` does, without gradients; return one handle for all."""
-    check_group(tensors, "grouped_allgather")
+    tensors = check_group(tensors, "grouped_allgather")
     for tensor in tensors:
         check(tensor, "grouped_allgather", MOVED, needs_rows=True)
     return submit("allgather", tensors, name, process_set, tuple, prefix="grouped_allgather")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from rankwise.exchange.protocol import LaneSize
 from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, lane_size, plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -68,7 +69,7 @@ class HalfBucket:
 class GradientLanes:
     """The lanes of one optimizer's gradients.
 
-    A step is: :meth:`arrived` for each gradient that is there to stay, then :meth:`carry`; or :meth:`stand_in` on a
+    A step is: :meth:`arrived` for each gradient that is there to stay, then :meth:`carry`; or :func:`stand_in` on a
     rank that has no more steps.
     """
 
@@ -128,7 +129,7 @@ class GradientLanes:
     def carry(self) -> None:
         """Send what has not been sent, and wait for the means. A parameter without a gradient counts as zero.
 
-        Called by: every rank of the exchange, if only as :meth:`stand_in`.
+        Called by: every rank of the exchange, if only by :func:`stand_in`.
         """
         while self._num_sent < len(self._buckets):
             self._send(self._buckets[self._num_sent])
@@ -136,14 +137,9 @@ class GradientLanes:
             bucket.take_back()
         self._num_sent = 0
 
-    def stand_in(self) -> None:
-        """Take part in a step of the other ranks, with nothing."""
-        lanes = [bucket.lane for bucket in self._buckets]
-        for lane in lanes:
-            lane.claim()
-            lane.start(0.0, self._weight, ())
-        for lane in lanes:
-            lane.finish()
+    def standing_in(self) -> Callable[[], None]:
+        """Return what takes part in a step of the other ranks, with nothing. It keeps the lanes, no parameters."""
+        return partial(stand_in, [bucket.lane for bucket in self._buckets], self._weight)
 
     def _send(self, bucket: _Carried) -> None:
         for parameter in bucket.parameters:
@@ -151,6 +147,15 @@ class GradientLanes:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         bucket.send(self._share, self._weight)
         self._num_sent += 1
+
+
+def stand_in(lanes: Sequence[Lane], weight: float) -> None:
+    """Take part in a step of the other ranks, with nothing."""
+    for lane in lanes:
+        lane.claim()
+        lane.start(0.0, weight, ())
+    for lane in lanes:
+        lane.finish()
 
 
 def _half_size(numbers: Sequence[int], parameters: Sequence[nn.Parameter]) -> LaneSize:

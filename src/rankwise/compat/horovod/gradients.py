@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _numbers: Counter[int] = Counter()
 """How many optimizers there were of each process set: ranks wrap theirs in one order, so it is the same on each."""
+_gone: set[str] = set()
+"""Names of the optimizers that this rank has let go of, and whose lanes are still there for when it joins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Gradients:
         _numbers[self._set_id] += 1
         followed: weakref.ref[Gradients] = weakref.ref(self)
         queue.register(f"{self._what}.open", lambda: _open_as_joined(followed))
+        weakref.finalize(self, _gone.add, self._what)
 
     def forget(self) -> None:
         """Forget what was computed, and what of it is on its way."""
@@ -129,9 +132,11 @@ class Gradients:
             if parameter.grad is not None and parameter.grad.is_sparse and not reduction.sparse_as_dense
         ]
         group = reduction.process_set.group
-        told = gather_json([sparse, self._arrived], what=f"{self._what}.open", group=group)
-        self._sparse = {number for other, _ in told for number in other}
-        arrived: list[int] = next((numbers for _, numbers in told if numbers), [])
+        gone = [name for name in sorted(_gone) if name.startswith(f"DistributedOptimizer.{self._set_id}.")]
+        told = gather_json([sparse, self._arrived, gone], what=f"{self._what}.open", group=group)
+        _free_lanes(set(gone).intersection(*(names for _, _, names in told)))
+        self._sparse = {number for other, _, _ in told for number in other}
+        arrived: list[int] = next((numbers for _, numbers, _ in told if numbers), [])
         every = dict.fromkeys([*arrived, *range(self._num_on_lanes)])
         order = [number for number in every if number not in self._sparse]
         exchange = exchange_of(group)
@@ -150,7 +155,7 @@ class Gradients:
             what=f"gradients of {self._what}",
         )
         # The queue keeps the lanes: a rank may have joined and be done with its optimizer while others step.
-        queue.register(self._what, self._lanes.stand_in)
+        queue.register(self._what, self._lanes.standing_in())
 
     def _carry(self) -> None:
         lanes = self._lanes
@@ -232,6 +237,15 @@ def _withdraw(handles: Iterable[Any]) -> None:
         operation = None if callable(handle) else known.handles.pop(handle, None)
         if operation is not None and known.pending.get(operation.request.key) is operation:
             del known.pending[operation.request.key]
+
+
+def _free_lanes(names: set[str]) -> None:
+    """Let go of the lanes of optimizers that no rank has any more."""
+    _gone.difference_update(names)
+    as_joined = queue.current_queue().as_joined
+    for name in names:
+        as_joined.pop(name, None)
+        as_joined.pop(f"{name}.open", None)
 
 
 def _open_as_joined(followed: weakref.ref[Gradients]) -> None:

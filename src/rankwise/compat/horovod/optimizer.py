@@ -14,8 +14,8 @@ from rankwise.compat.horovod.averaging_optimizer import AveragingOptimizer
 from rankwise.compat.horovod.compression import Compression
 from rankwise.compat.horovod.errors import NotOffered
 from rankwise.compat.horovod.gradients import Reduction
-from rankwise.compat.horovod.process_sets import global_process_set
-from rankwise.compat.horovod.reduce_ops import Adasum, Average
+from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
+from rankwise.compat.horovod.reduce_ops import Adasum, Average, known_op
 from rankwise.compat.horovod.world import size
 from rankwise.compat.horovod.wrapping import WrappedOptimizer, wrapped
 from rankwise.errors import ConfigurationError
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import nn
-
-    from rankwise.compat.horovod.process_sets import ProcessSet
 
 
 def DistributedOptimizer(  # noqa: N802, PLR0917 - as people write and call it
@@ -68,6 +66,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - as people write and call it
         NotOffered: Adasum within a process set; it is a ``NotImplementedError``.
     """
     _check(optimizer, backward_passes_per_step, gradient_predivide_factor, op)
+    _check_ways(op, compression, process_set)
     if num_groups != 0:
         warnings.warn("`num_groups` is called `groups` since Horovod 0.21.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
@@ -94,6 +93,10 @@ def _names(
         for index, group in enumerate(optimizer.param_groups)
         for number, parameter in enumerate(group["params"])
     ]
+    if callable(named_parameters):
+        raise ConfigurationError(
+            "named_parameters is a function.", do="call it: named_parameters=model.named_parameters()"
+        )
     named: Sequence[Any] = own if named_parameters is None else list(named_parameters)
     if not all(isinstance(pair, tuple) for pair in named):
         raise ConfigurationError(
@@ -120,10 +123,19 @@ def _names(
     return names
 
 
-def _check(optimizer: torch.optim.Optimizer, passes: int, predivide_factor: float, op: object) -> None:
+def _check(optimizer: object, passes: int, predivide_factor: float, op: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"DistributedOptimizer takes an optimizer of torch, not {type(optimizer).__name__}.",
+            do="hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))",
+        )
     if isinstance(optimizer, WrappedOptimizer):
         raise ConfigurationError(
             "The optimizer is a DistributedOptimizer already.", do="wrap the plain optimizer, once"
+        )
+    if predivide_factor == 0.0:
+        raise ConfigurationError(
+            "gradient_predivide_factor is what gradients are divided by: not 0.", do="leave it out"
         )
     if predivide_factor != 1.0 and op != Average:
         raise ConfigurationError(
@@ -133,6 +145,19 @@ def _check(optimizer: torch.optim.Optimizer, passes: int, predivide_factor: floa
         raise ConfigurationError(
             f"backward_passes_per_step must be 1 or more, not {passes}.",
             do="pass how often backward runs before a step",
+        )
+
+
+def _check_ways(op: int, compression: object, process_set: object) -> None:
+    known_op(op)
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise ConfigurationError(
+            f"compression is {compression!r}, which has no compress and decompress.",
+            do="pass hvd.Compression.none or hvd.Compression.fp16",
+        )
+    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+        raise ConfigurationError(
+            f"process_set is {process_set!s}, which is not registered.", do="pass what hvd.add_process_set() returned"
         )
 
 

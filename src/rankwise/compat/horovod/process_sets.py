@@ -161,6 +161,11 @@ def members_of(process_set: ProcessSet) -> int:
     queue = current_queue_or_none()
     if queue is None:
         raise not_initialized()
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigurationError(
+            f"process_set= takes a ProcessSet, not {process_set!r}.",
+            do="leave it out for all ranks, or pass what hvd.add_process_set([...]) returns",
+        )
     number = process_set.process_set_id
     if number is None or number not in queue.members or (number != 0 and process_set._queue is not queue):  # noqa: SLF001 - its own module
         raise ConfigurationError(

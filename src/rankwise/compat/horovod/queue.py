@@ -7,6 +7,7 @@ what is pending on every member is carried out, in an order that all derive alik
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,11 @@ if TYPE_CHECKING:
     from rankwise.collectives import Group
     from rankwise.session import Session
 
+# Different words: after an interrupt, ranks must not take one for the other.
+_AT_A_GLANCE = "rankwise.compat.horovod, at a glance: what each rank has pending"
 _WHAT = "rankwise.compat.horovod: what each rank has pending"
+_numbers = itertools.count(1)
+"""Of handles: one of a world that has been left must not be one of the next."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,6 +54,8 @@ class Pending:
 
     request: Request
     tensors: Sequence[torch.Tensor] = ()
+    is_in_place: bool = False
+    """Whether what arrives is written into ``tensors``."""
     splits: Sequence[int] = ()
     take: Callable[[list[torch.Tensor]], Any] = list
     """Makes the call's result of the tensors that arrived."""
@@ -56,7 +63,21 @@ class Pending:
     """What an announced step does in place of sending tensors."""
     is_done: bool = False
     result: Any = None
-    error: HorovodInternalError | None = None
+    error: Exception | None = None
+
+    def finish(self, tensors: list[torch.Tensor]) -> None:
+        """Make the result of what has arrived."""
+        try:
+            self.result = self.take(tensors)
+        except Exception as error:  # noqa: BLE001 - it is raised to whoever waits for this one, not to who carries it out
+            self.error = error
+        self.end()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Let go of what was to be sent."""
+        self.error = self.error or error
+        self.tensors = ()
+        self.is_done = True
 
 
 @dataclass(kw_only=True)
@@ -88,7 +109,6 @@ class Queue:
     next_set_id: int = 1
     pending: dict[Key, Pending] = field(default_factory=dict)
     handles: dict[int, Pending] = field(default_factory=dict)
-    num_handles: int = 0
     num_unnamed: dict[tuple[str, int], int] = field(default_factory=dict)
     joined_ranks: set[int] = field(default_factory=set)
     has_joined: bool = False
@@ -111,9 +131,9 @@ class Queue:
             ConfigurationError: one of its name is pending.
         """
         self.hold(operation)
-        self.num_handles += 1
-        self.handles[self.num_handles] = operation
-        return self.num_handles
+        handle = next(_numbers)
+        self.handles[handle] = operation
+        return handle
 
     def hold(self, operation: Pending) -> None:
         """Note an operation that needs no handle. Raises as :meth:`submit` does."""
@@ -135,16 +155,24 @@ class Queue:
             HorovodInternalError: ranks gave different things, or wait for each other.
             PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
         """
-        while not operation.is_done:
-            self.go_round(WAITS, operation)
+        try:
+            while not operation.is_done:
+                self.go_round(WAITS, operation)
+        finally:
+            # An error or an interrupt of the wait itself: nobody is left to take the result.
+            if not operation.is_done:
+                self.pending.pop(operation.request.key, None)
         if operation.error is not None:
             raise operation.error
 
     def join(self) -> int:
         """Take part with zeros in what the others do until all have joined; return who joined last."""
         self.has_joined = True
-        while self.has_joined:
-            self.go_round(HAS_JOINED)
+        try:
+            while self.has_joined:
+                self.go_round(HAS_JOINED)
+        finally:
+            self.has_joined = False
         return self.last_joined
 
     def flush(self) -> None:
@@ -170,9 +198,19 @@ class Queue:
                 waited for, it gets the error instead.
             PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
         """
-        requests = tuple(operation.request for operation in self.pending.values())
         if self.has_joined:
             mode = HAS_JOINED
+        watch = self.session.watch
+        if watch is None:
+            return self._go_round(mode, waited_for)
+        outer, watch.record.purpose = watch.record.purpose, _called(mode, waited_for)
+        try:
+            return self._go_round(mode, waited_for)
+        finally:
+            watch.record.purpose = outer
+
+    def _go_round(self, mode: int, waited_for: Pending | None) -> bool:
+        requests = tuple(operation.request for operation in self.pending.values())
         modes, is_same = self._glance(requests, mode)
         self._note_joined(modes)
         decisions = [Decision(request=request) for request in requests]
@@ -197,14 +235,16 @@ class Queue:
         exchange = self.session.exchange
         if exchange is None:
             return [mode], bool(requests) or mode != WAITS
-        exchange.agree(_WHAT)
-        rows = exchange.all_gather(torch.tensor([digest_of(requests), mode]), what=_WHAT)
-        modes: list[int] = rows[:, 1].tolist()
+        exchange.agree(_AT_A_GLANCE)
+        rows = exchange.all_gather(torch.tensor([digest_of(requests), mode]), what=_AT_A_GLANCE).tolist()
+        modes: list[int] = [mode for _, mode in rows]
         # Of ranks that have nothing pending, and come for different reasons, it has to be seen whether any can go on.
         has_reason = bool(requests) or POLLS in modes or len(set(modes)) == 1
-        return modes, has_reason and bool((rows[:, 0] == rows[0, 0]).all())
+        return modes, has_reason and len({digest for digest, _ in rows}) == 1
 
     def _note_joined(self, modes: Sequence[int]) -> None:
+        if not self.joined_ranks and HAS_JOINED not in modes:
+            return
         joined = {rank for rank, mode in enumerate(modes) if mode == HAS_JOINED}
         if joined - self.joined_ranks:
             self.last_joined = max(joined - self.joined_ranks)
@@ -214,31 +254,35 @@ class Queue:
         return {number: members.ranks for number, members in self.members.items()}
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        taken = [(decision, self.pending.pop(decision.request.key, None)) for decision in decisions]
+        try:
+            self._carry_out_taken(taken)
+        except BaseException as error:
+            for _, operation in taken:
+                if operation is not None and not operation.is_done:
+                    operation.end(_broken_off(operation.request, error))
+            raise
+
+    def _carry_out_taken(self, taken: Sequence[tuple[Decision, Pending | None]]) -> None:
         sent: list[tuple[Pending | None, Work]] = []
-        steps: list[Request] = []
-        taken: dict[Key, Pending] = {}
-        for decision in decisions:
+        steps: list[tuple[Pending | None, str]] = []
+        for decision, operation in taken:
             request = decision.request
-            operation = self.pending.pop(request.key, None)
-            if operation is not None:
-                taken[request.key] = operation
             if decision.error is not None:
                 if operation is not None:
-                    operation.error = decision.error
-                    operation.is_done = True
+                    operation.end(decision.error)
             elif self.session.world.rank not in self.members[request.set_id].ranks:
                 continue
             elif request.kind == ANNOUNCED:
-                steps.append(request)
+                steps.append((operation, request.name))
             else:
                 sent.append((operation, self._work(request, operation)))
         for (operation, _), tensors in zip(sent, carry_out([work for _, work in sent]), strict=True):
             if operation is not None:
-                operation.result = operation.take(tensors)
-                operation.is_done = True
+                operation.finish(tensors)
         # Last: a step may go round itself, and everything of this round has to be done by then.
-        for request in steps:
-            self._step(request, taken.get(request.key))
+        for operation, name in steps:
+            self._step(name, operation)
 
     def _work(self, request: Request, operation: Pending | None) -> Work:
         members = self.members[request.set_id]
@@ -252,28 +296,28 @@ class Queue:
             group=members.group,
             size=len(members.ranks),
             tensors=tensors,
+            is_in_place=operation is not None and operation.is_in_place,
             splits=operation.splits if operation is not None else (),
         )
 
-    def _step(self, request: Request, operation: Pending | None) -> None:
+    def _step(self, name: str, operation: Pending | None) -> None:
         if operation is None:
-            if request.name not in self.as_joined:
+            if name not in self.as_joined:
                 raise HorovodInternalError(
-                    f"This rank has called join(), and does not know {request.name!r}, which the others do.",
+                    f"This rank has called join(), and does not know {name!r}, which the others do.",
                     do="make the same optimizers on every rank before hvd.join()",
                 )
-            self.as_joined[request.name]()
+            self.as_joined[name]()
             return
         if operation.take_part is not None:
             operation.take_part()
-        operation.is_done = True
+        operation.end()
 
     def _give_up(self, error: HorovodInternalError, mode: int, waited_for: Pending | None) -> None:
         """End the wait of this rank with an error, and leave everything else as it is."""
         if waited_for is not None:
             self.pending.pop(waited_for.request.key, None)
-            waited_for.error = error
-            waited_for.is_done = True
+            waited_for.end(error)
         elif mode == HAS_JOINED:
             self.has_joined = False
             raise error
@@ -332,7 +376,22 @@ def announce(name: str, take_part: Callable[[], None], set_id: int = 0) -> None:
     queue.wait(operation)
 
 
+def _called(mode: int, waited_for: Pending | None) -> str:
+    """Return what the user has called, as ``hvd.allreduce 'x'``."""
+    if waited_for is None:
+        return {HAS_JOINED: "hvd.join()", LEAVES: "hvd.shutdown()"}.get(mode, "hvd.poll()")
+    prefix, dot, name = waited_for.request.name.partition(".")
+    return f"hvd.{prefix} {name!r}" if dot else f"hvd.{prefix}"
+
+
+def _broken_off(request: Request, error: BaseException) -> HorovodInternalError:
+    return HorovodInternalError(
+        f"{request.name!r} was broken off.", evidence=f"{type(error).__name__}: {error}", do="mend that error first"
+    )
+
+
 def _words(mode: int, waited_for: Pending | None) -> str:
     if waited_for is not None:
-        return f"waits for {waited_for.request.name!r}, {waited_for.request}"
+        request = waited_for.request
+        return f"waits for {request.name!r}" + (f", {request}" if request.dtypes else "")
     return {HAS_JOINED: "has called join()", LEAVES: "has come to the end"}.get(mode, "polls")

@@ -14,7 +14,7 @@ from rankwise.compat.horovod.errors import NotOffered
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
 from rankwise.compat.horovod.queue import current_queue
 from rankwise.compat.horovod.reduce_ops import Adasum, ReduceOp, chosen_op
-from rankwise.compat.horovod.submission import ADDED_UP, check, check_group, into, only, submit
+from rankwise.compat.horovod.submission import ADDED_UP, check, check_group, only, submit
 from rankwise.compat.horovod.waiting import synchronize
 from rankwise.errors import ConfigurationError
 
@@ -60,6 +60,9 @@ def allreduce(
     """
     compressed, context = compression.compress(tensor)
     arguments = (name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    if not (isinstance(compressed, torch.Tensor) and compressed.requires_grad):
+        # torch's machinery for gradients would take a tenth of the time of a small one.
+        return compression.decompress(synchronize(allreduce_async(compressed, None, *arguments)), context)
     reduced: torch.Tensor = _Allreduce.apply(compressed, *arguments)  # pyright: ignore[reportAssignmentType]
     return compression.decompress(reduced, context)
 
@@ -103,8 +106,7 @@ def allreduce_async_(
 ) -> int:
     """Begin what :func:`allreduce_` does; return a handle for ``poll`` and ``synchronize``."""
     reduction = (chosen_op(op, average), prescale_factor, postscale_factor)
-    write = into([tensor])
-    return _begin([tensor], name, *reduction, process_set, lambda tensors: only(write(tensors)), prefix="allreduce")
+    return _begin([tensor], name, *reduction, process_set, lambda _: tensor, prefix="allreduce", is_in_place=True)
 
 
 def grouped_allreduce(
@@ -118,7 +120,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Do what :func:`allreduce` does with several tensors, all or none, under one name; with gradients."""
-    check_group(tensors, "grouped_allreduce")
+    tensors = check_group(tensors, "grouped_allreduce")
     compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
     arguments = (name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
     reduced: tuple[torch.Tensor, ...] = _GroupedAllreduce.apply(*arguments, *compressed)  # pyright: ignore[reportAssignmentType]
@@ -135,7 +137,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin what :func:`grouped_allreduce` does, without gradients; return one handle for all."""
-    check_group(tensors, "grouped_allreduce")
+    tensors = check_group(tensors, "grouped_allreduce")
     reduction = (chosen_op(op, average), prescale_factor, postscale_factor)
     return _begin(tensors, name, *reduction, process_set, tuple, prefix="grouped_allreduce")
 
@@ -164,10 +166,10 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin what :func:`grouped_allreduce_` does; return one handle for all."""
-    check_group(tensors, "grouped_allreduce_")
+    tensors = check_group(tensors, "grouped_allreduce_")
     reduction = (chosen_op(op, average), prescale_factor, postscale_factor)
-    write = into(tensors)
-    return _begin(tensors, name, *reduction, process_set, lambda new: tuple(write(new)), prefix="grouped_allreduce")
+    given = tuple(tensors)
+    return _begin(given, name, *reduction, process_set, lambda _: given, prefix="grouped_allreduce", is_in_place=True)
 
 
 def _begin(
@@ -180,6 +182,7 @@ def _begin(
     take: Callable[[list[torch.Tensor]], Any],
     *,
     prefix: str,
+    is_in_place: bool = False,
 ) -> int:
     for tensor in tensors:
         check(tensor, prefix, ADDED_UP)
@@ -192,6 +195,7 @@ def _begin(
         process_set,
         take,
         prefix=prefix,
+        is_in_place=is_in_place,
         op=int(op),
         prescale=float(prescale_factor),
         postscale=float(postscale_factor),

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankwise.compat.horovod.errors import HorovodInternalError
 from rankwise.compat.horovod.reduce_ops import ReduceOp
@@ -28,14 +27,13 @@ POLLS, WAITS, LEAVES, HAS_JOINED = range(4)
 Key = tuple[int, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """One operation as other ranks have to know it."""
 
     kind: str
     name: str
     set_id: int = 0
-    op: int = ReduceOp.SUM
+    op: int = int(ReduceOp.SUM)
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of each tensor; without the first dimension where that may differ between ranks."""
@@ -49,11 +47,6 @@ class Request:
     def key(self) -> Key:
         """What requests of different ranks are matched by."""
         return self.set_id, self.name
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """All of it as text, the same in every process."""
-        return repr(tuple(getattr(self, one.name) for one in fields(self)))
 
     def __str__(self) -> str:
         tensors = ", ".join(
@@ -92,13 +85,13 @@ class Decision:
 
 def digest_of(requests: Sequence[Request]) -> int:
     """Return a number of 63 bits that is equal for equal requests in equal order."""
-    text = "".join(request.fingerprint for request in requests)
+    text = repr([tuple(request) for request in requests])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def to_json(state: RankState) -> dict[str, Any]:
     """Return a state as JSON takes it."""
-    return asdict(state)
+    return {"requests": state.requests, "mode": state.mode, "waits": state.waits}
 
 
 def from_json(value: dict[str, Any]) -> RankState:
@@ -175,11 +168,9 @@ def stalled(states: Sequence[RankState], ranks_of_set: Mapping[int, Collection[i
     )
 
 
-def _request(value: dict[str, Any]) -> Request:
-    held: dict[str, Any] = dict(value)
-    held["dtypes"] = tuple(value["dtypes"])
-    held["shapes"] = tuple(tuple(shape) for shape in value["shapes"])
-    return Request(**held)
+def _request(value: list[Any]) -> Request:
+    request = Request(*value)
+    return request._replace(dtypes=tuple(request.dtypes), shapes=tuple(map(tuple, request.shapes)))
 
 
 def _field(request: Request, name: str) -> object:

@@ -83,7 +83,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Do what :func:`reducescatter` does with several tensors, all or none, under one name; with gradients."""
-    check_group(tensors, "grouped_reducescatter")
+    tensors = check_group(tensors, "grouped_reducescatter")
     compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
     arguments = (name, op, process_set, prescale_factor, postscale_factor)
     reduced: tuple[torch.Tensor, ...] = _Reducescatter.apply(*arguments, True, *compressed)  # pyright: ignore[reportAssignmentType]
@@ -99,7 +99,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin what :func:`grouped_reducescatter` does, without gradients; return one handle for all."""
-    check_group(tensors, "grouped_reducescatter")
+    tensors = check_group(tensors, "grouped_reducescatter")
     factors = (prescale_factor, postscale_factor)
     return _begin(tensors, name, op, process_set, factors, tuple, prefix="grouped_reducescatter")
 

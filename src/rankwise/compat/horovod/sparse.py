@@ -52,6 +52,6 @@ def sparse_allreduce_async(
         indices = synchronize(indices_handle)
         if op == Average:
             values = values / process_set.size()
-        return torch.sparse_coo_tensor(indices.transpose(0, 1), values, shape, is_coalesced=False)
+        return torch.sparse_coo_tensor(indices.t(), values, shape, is_coalesced=False, check_invariants=False)
 
     return finish

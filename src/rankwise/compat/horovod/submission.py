@@ -13,7 +13,7 @@ from rankwise.compat.horovod.request import ROWS_MAY_DIFFER, Request
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from rankwise.compat.horovod.process_sets import ProcessSet
 
@@ -21,6 +21,7 @@ ADDED_UP = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float
 """What can be reduced; bfloat16 is more than Horovod takes."""
 MOVED = (*ADDED_UP, torch.uint8, torch.int8, torch.int16, torch.bool)
 """What can be sent as it is; bfloat16 and bool are more than Horovod takes."""
+_WORDS = {dtype: str(dtype).removeprefix("torch.") for dtype in MOVED}
 
 
 def submit(
@@ -31,6 +32,7 @@ def submit(
     take: Callable[[list[torch.Tensor]], Any],
     *,
     prefix: str,
+    is_in_place: bool = False,
     splits: Sequence[int] = (),
     **fields: Any,  # noqa: ANN401 - fields of Request
 ) -> int:
@@ -43,6 +45,7 @@ def submit(
         process_set: who takes part.
         take: makes the call's result of what arrives.
         prefix: of the names that this operation is matched among.
+        is_in_place: whether what arrives is written into ``tensors``.
         splits: how many rows go to each member, of an alltoall.
         fields: what else the ranks have to agree on.
     """
@@ -53,13 +56,13 @@ def submit(
         kind=kind,
         name=queue.name(prefix, name, set_id),
         set_id=set_id,
-        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+        dtypes=tuple(_WORDS[tensor.dtype] for tensor in tensors),
         shapes=tuple(tuple(tensor.shape[first_dim:]) for tensor in tensors),
         device=tensors[0].device.type if tensors else "cpu",
         **fields,
     )
-    sent = [tensor.detach() for tensor in tensors]
-    return queue.submit(Pending(request=request, tensors=sent, take=take, splits=splits))
+    sent = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    return queue.submit(Pending(request=request, tensors=sent, take=take, is_in_place=is_in_place, splits=splits))
 
 
 def member_of(process_set: ProcessSet, kind: str, queue: Queue) -> int:
@@ -111,32 +114,23 @@ def check(tensor: torch.Tensor, kind: str, dtypes: Sequence[torch.dtype], *, nee
         )
 
 
-def check_group(tensors: Sequence[torch.Tensor], kind: str) -> None:
-    """Hold the tensors of a grouped operation to be some, on one device.
+def check_group(tensors: Iterable[torch.Tensor], kind: str) -> list[torch.Tensor]:
+    """Return the tensors of a grouped operation, held to be some, of one device.
 
     Raises:
         ConfigurationError: they are not.
     """
-    if not tensors:
+    given = list(tensors)
+    if not given:
         raise ConfigurationError(f"{kind} was given no tensors.", do="pass a list of at least one")
-    if len({tensor.device for tensor in tensors}) > 1:
+    devices = {str(tensor.device) for tensor in given if isinstance(tensor, torch.Tensor)}
+    if len(devices) > 1:
         raise ConfigurationError(
             f"{kind} takes tensors of one device.",
-            evidence=", ".join(sorted({str(tensor.device) for tensor in tensors})),
+            evidence=", ".join(sorted(devices)),
             do="make one call per device",
         )
-
-
-def into(targets: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Return what writes the tensors that arrive into the targets of an in-place operation."""
-
-    def write(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        with torch.no_grad():
-            for target, tensor in zip(targets, tensors, strict=True):
-                target.copy_(tensor)
-        return list(targets)
-
-    return write
+    return given
 
 
 def only(tensors: list[torch.Tensor]) -> torch.Tensor:

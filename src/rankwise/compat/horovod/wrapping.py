@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, cast
 
 import torch
 
 from rankwise.compat.horovod.passes import GradientOrderError, Passes
+from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
     _frozen: list[nn.Parameter]
     _synchronized: bool
     _should_synchronize: bool
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return self._passes is not None and self._passes.is_pending
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise: a copy would not be one of the optimizers that the ranks made alike."""
+        raise ConfigurationError(
+            "A DistributedOptimizer cannot be pickled or copied.",
+            do="keep optimizer.state_dict(), and load it into one that is wrapped anew",
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, and combine their gradients too."""
@@ -48,8 +61,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Load the optimizer's state; gradients that were not combined yet are forgotten."""
         self._synchronized = False
         self._should_synchronize = True
-        self.forget_gradients()
+        # One rank alone may load: where nothing is on its way, nothing may change towards the others.
+        if self.is_pending:
+            self.forget_gradients()
+        groups = self.param_groups
         super().load_state_dict(state_dict)
+        # The same dicts: a scheduler that was made of the optimizer before it was wrapped looks at them.
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
         """Clear the gradients.
@@ -57,7 +78,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         Raises:
             GradientOrderError: there are some that no step has used. It is an ``AssertionError`` too.
         """
-        if self._passes is not None and self._passes.is_pending:
+        if self.is_pending:
             raise GradientOrderError(
                 "zero_grad() was called after backward() and before step() or synchronize(): gradients would be lost "
                 "that are on their way already.",
