@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64")
-    parser.add_argument("--compress", choices=["bf16", "fp16", "int8", "powersgd", "top-k"], help="how gradients travel")
+    parser.add_argument(
+        "--compress", choices=["bf16", "fp16", "int8", "powersgd", "top-k"], help="how gradients travel"
+    )
     parser.add_argument("--checkpoints", type=Path, help="folder to save to and resume from")
     parser.add_argument("--report", type=Path, help="folder for what compare_ranks.py reads")
     options = parser.parse_args()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays of other libraries: the same kind comes back from every collective.
 
-JAX is the real one; what no library here does (no way back, memory torch cannot read) is said by stand-ins.
+JAX is the real one. TensorFlow, and what no library here does (no way back, memory torch cannot read), is stood in for.
 """
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,6 +103,37 @@ class _NoWayBack:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)
+
+
+class _OfTensorFlow(_NoWayBack):
+    """Memory of TensorFlow's, which gives a capsule and reads one."""
+
+    __module__ = "tensorflow.python.framework.ops"
+
+
+class _OfAPackage(_NoWayBack):
+    """Memory of a library that has from_dlpack() of its own, and no namespace."""
+
+    __module__ = "arrays.inner"
+
+
+def _from_capsule(capsule: object) -> _OfTensorFlow:
+    assert torch.from_dlpack(capsule).tolist() == [1.0, 1.0]
+    return _OfTensorFlow()
+
+
+def _from_memory(memory: Any) -> _OfAPackage:
+    assert torch.from_dlpack(memory).tolist() == [1.0, 1.0]
+    return _OfAPackage()
+
+
+def test_other_libraries_read_their_arrays_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    dlpack = SimpleNamespace(from_dlpack=_from_capsule)
+    monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(experimental=SimpleNamespace(dlpack=dlpack)))
+    monkeypatch.setitem(sys.modules, "arrays", SimpleNamespace(from_dlpack=_from_memory))
+    with rw.join():
+        assert type(rw.all_reduce(_OfTensorFlow())) is _OfTensorFlow
+        assert type(rw.all_reduce(_OfAPackage())) is _OfAPackage
 
 
 class _Unreadable(_NoWayBack):

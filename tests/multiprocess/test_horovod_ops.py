@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import rankwise as rw
 import rankwise.compat.horovod as hvd
 from rankwise import testing
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, NotJoined
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks
@@ -105,6 +106,25 @@ def _facts(world: World) -> tuple[Any, ...]:
 def test_facts(run_ranks: RunRanks) -> None:
     facts = [result.get() for result in run_ranks(_facts, 3)]
     assert facts == [(rank, 3, rank, 3, 0, 1, True, False, [0, 1, 2]) for rank in range(3)]
+
+
+def _shut_down(world: World) -> None:
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum) == world.world_size
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    assert rw.all_reduce(1) == world.world_size, "the world is not its own to leave"
+    rw.leave()
+    hvd.init()
+    assert hvd.size() == 1, "nobody has started this process for another world"
+    hvd.shutdown()
+    with pytest.raises(NotJoined):
+        rw.barrier()
+
+
+def test_shutdown_leaves_the_world_that_init_joined(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_shut_down, 2):
+        result.get()
 
 
 def _reduce(world: World) -> dict[str, Any]:
@@ -273,6 +293,8 @@ def _wrong_calls(_: World) -> list[str]:
         with pytest.raises(ConfigurationError) as caught:
             call()
         errors.append(str(caught.value))
+        is_internal = errors[-1].startswith(("allgather", "broadcast", "alltoall"))
+        assert isinstance(caught.value, hvd.HorovodInternalError) == is_internal, "as Horovod has it"
     with pytest.raises(hvd.HorovodInternalError, match=r"hvd\.Average or hvd\.Sum"):
         hvd.reducescatter(torch.ones(2), op=hvd.Max)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum) == 2, "nothing was left behind"

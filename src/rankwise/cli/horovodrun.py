@@ -96,6 +96,8 @@ REFUSED = {
     "-prefix-timestamp": (0, "leave it out; --output-filename DIR keeps each rank's lines apart"),
     "--check-build": (0, "type `rankwise doctor`: it says what is there on every machine"),
     "-cb": (0, "type `rankwise doctor`: it says what is there on every machine"),
+    "--version": (0, "type `rankwise doctor`: it says which versions there are"),
+    "-v": (0, "type `rankwise doctor`: it says which versions there are"),
 }
 """Options that are asked for in vain: how many values each has, and what to write instead."""
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from rankwise.compat.horovod.errors import Refused
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set, members_of
 from rankwise.compat.horovod.queue import current_queue
 from rankwise.compat.horovod.reduce_ops import Average
 from rankwise.compat.horovod.reducing import allreduce
 from rankwise.compat.horovod.submission import MOVED, check, only, submit
 from rankwise.compat.horovod.waiting import synchronize
-from rankwise.errors import ConfigurationError, fold_ranks
+from rankwise.errors import fold_ranks
 
 
 def broadcast(
@@ -74,7 +75,7 @@ def _begin(
     check(tensor, "broadcast", MOVED)
     ranks = current_queue().members[members_of(process_set)].ranks
     if root_rank not in ranks:
-        raise ConfigurationError(
+        raise Refused(
             f"broadcast has no rank {root_rank} to take from.",
             evidence=f"it is among {fold_ranks(ranks)}",
             do="pass root_rank= one of them, by its number in the world",

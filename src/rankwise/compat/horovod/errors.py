@@ -16,6 +16,10 @@ class HorovodInternalError(RankwiseError, RuntimeError):
         super().__init__(what, **fields)
 
 
+class Refused(ConfigurationError, HorovodInternalError):
+    """An operation was given what it cannot do: a bad argument, and what Horovod calls an internal error."""
+
+
 class NotOffered(RankwiseError, NotImplementedError):
     """Something of Horovod that is not here; ``do`` names what takes its place."""
 

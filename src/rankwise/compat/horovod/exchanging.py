@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.compat.horovod.errors import Refused
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set, members_of
 from rankwise.compat.horovod.queue import current_queue
 from rankwise.compat.horovod.submission import MOVED, check, submit
 from rankwise.compat.horovod.waiting import synchronize
-from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,7 +76,7 @@ def _counts(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, p
     num_rows = tensor.shape[0]
     if isinstance(splits, torch.Tensor):
         if splits.dtype != torch.int32 or splits.dim() > 1:
-            raise ConfigurationError(
+            raise Refused(
                 "alltoall takes splits as one row of int32.",
                 evidence=f"{splits.dtype}, shape {list(splits.shape)}",
                 do="pass torch.tensor([...], dtype=torch.int32)",
@@ -86,13 +86,13 @@ def _counts(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, p
         counts = [] if splits is None else [int(count) for count in splits]
     if not counts:
         if num_rows % size:
-            raise ConfigurationError(
+            raise Refused(
                 f"alltoall cannot divide {num_rows} rows equally among {size} ranks.",
                 do="pass splits=, how many rows go to each",
             )
         return [num_rows // size] * size
     if len(counts) != size or sum(counts) > num_rows or min(counts) < 0:
-        raise ConfigurationError(
+        raise Refused(
             f"alltoall cannot divide {num_rows} rows among {size} ranks by splits={counts}.",
             do="pass as many numbers as there are ranks, none below 0, and together at most the rows",
         )

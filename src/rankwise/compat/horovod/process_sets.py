@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rankwise.collectives import new_group
-from rankwise.compat.horovod.errors import not_initialized
+from rankwise.compat.horovod.errors import Refused, not_initialized
 from rankwise.compat.horovod.queue import Members, announce, current_queue, current_queue_or_none
 from rankwise.errors import ConfigurationError
 
@@ -156,7 +156,7 @@ def members_of(process_set: ProcessSet) -> int:
     """Return the number of a process set that is in use.
 
     Raises:
-        ConfigurationError: it is not, or not any more.
+        Refused: it is not, or not any more.
     """
     queue = current_queue_or_none()
     if queue is None:
@@ -168,7 +168,7 @@ def members_of(process_set: ProcessSet) -> int:
         )
     number = process_set.process_set_id
     if number is None or number not in queue.members or (number != 0 and process_set._queue is not queue):  # noqa: SLF001 - its own module
-        raise ConfigurationError(
+        raise Refused(
             f"{process_set} is not in use.", do="give it to hvd.init(process_sets=[...]) or hvd.add_process_set()"
         )
     return number

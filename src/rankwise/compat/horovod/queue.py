@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from rankwise.collectives import gather_json
-from rankwise.compat.horovod.errors import HorovodInternalError, not_initialized
+from rankwise.compat.horovod.errors import HorovodInternalError, Refused, not_initialized
 from rankwise.compat.horovod.execution import Work, carry_out, stand_ins
+from rankwise.compat.horovod.pending import Pending
 from rankwise.compat.horovod.request import (
     ANNOUNCED,
     HAS_JOINED,
@@ -32,7 +33,7 @@ from rankwise.compat.horovod.request import (
     stalled,
     to_json,
 )
-from rankwise.errors import ConfigurationError, PeerMissing
+from rankwise.errors import PeerMissing
 from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
@@ -46,38 +47,6 @@ _AT_A_GLANCE = "rankwise.compat.horovod, at a glance: what each rank has pending
 _WHAT = "rankwise.compat.horovod: what each rank has pending"
 _numbers = itertools.count(1)
 """Of handles: one of a world that has been left must not be one of the next."""
-
-
-@dataclass(kw_only=True, eq=False)
-class Pending:
-    """One operation of this rank, from the call that asks for it to the call that takes its result."""
-
-    request: Request
-    tensors: Sequence[torch.Tensor] = ()
-    is_in_place: bool = False
-    """Whether what arrives is written into ``tensors``."""
-    splits: Sequence[int] = ()
-    take: Callable[[list[torch.Tensor]], Any] = list
-    """Makes the call's result of the tensors that arrived."""
-    take_part: Callable[[], None] | None = None
-    """What an announced step does in place of sending tensors."""
-    is_done: bool = False
-    result: Any = None
-    error: Exception | None = None
-
-    def finish(self, tensors: list[torch.Tensor]) -> None:
-        """Make the result of what has arrived."""
-        try:
-            self.result = self.take(tensors)
-        except Exception as error:  # noqa: BLE001 - it is raised to whoever waits for this one, not to who carries it out
-            self.error = error
-        self.end()
-
-    def end(self, error: Exception | None = None) -> None:
-        """Let go of what was to be sent."""
-        self.error = self.error or error
-        self.tensors = ()
-        self.is_done = True
 
 
 @dataclass(kw_only=True)
@@ -103,6 +72,8 @@ class Queue:
     """What ``hvd.init()`` opens: the pending operations of this rank, and what they are matched by."""
 
     session: Session
+    has_opened_world: bool
+    """Else the world is somebody else's to leave."""
     seat: Seat
     members: dict[int, Members]
     """Of each process set, by its number."""
@@ -128,7 +99,7 @@ class Queue:
         """Note an operation; return its handle.
 
         Raises:
-            ConfigurationError: one of its name is pending.
+            Refused: one of its name is pending.
         """
         self.hold(operation)
         handle = next(_numbers)
@@ -139,7 +110,7 @@ class Queue:
         """Note an operation that needs no handle. Raises as :meth:`submit` does."""
         key = operation.request.key
         if key in self.pending:
-            raise ConfigurationError(
+            raise Refused(
                 f"{operation.request.name!r} is pending already.",
                 evidence=f"pending: {self.pending[key].request}",
                 do="give it another name, or synchronize the first one before",
@@ -345,9 +316,9 @@ def current_queue_or_none() -> Queue | None:
     return _open[0] if _open else None
 
 
-def set_current_queue(queue: Queue) -> None:
-    """Replace the open queue. Called by ``hvd.init()`` only."""
-    _open[:] = [queue]
+def set_current_queue(queue: Queue | None) -> None:
+    """Replace the open queue. Called by ``hvd.init()`` and ``hvd.shutdown()`` only."""
+    _open[:] = [] if queue is None else [queue]
 
 
 def register(name: str, as_joined: Callable[[], None]) -> None:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.compat.horovod.errors import Refused
+from rankwise.compat.horovod.pending import Pending
 from rankwise.compat.horovod.process_sets import members_of
-from rankwise.compat.horovod.queue import Pending, Queue, current_queue
+from rankwise.compat.horovod.queue import Queue, current_queue
 from rankwise.compat.horovod.request import ROWS_MAY_DIFFER, Request
 from rankwise.errors import ConfigurationError
 
@@ -69,12 +71,12 @@ def member_of(process_set: ProcessSet, kind: str, queue: Queue) -> int:
     """Return the number of a process set that this rank is in.
 
     Raises:
-        ConfigurationError: it is not in it, or the set is not in use.
+        Refused: it is not in it, or the set is not in use.
     """
     set_id = members_of(process_set)
     own = queue.session.world.rank
     if own not in queue.members[set_id].ranks:
-        raise ConfigurationError(
+        raise Refused(
             f"Rank {own} called {kind} of a process set that it is not in.",
             evidence=str(process_set),
             do="call it on its ranks only: `if process_set.included():`",
@@ -109,7 +111,7 @@ def check(tensor: torch.Tensor, kind: str, dtypes: Sequence[torch.dtype], *, nee
             do="pass tensor.contiguous()",
         )
     if needs_rows and tensor.dim() == 0:
-        raise ConfigurationError(
+        raise Refused(
             f"{kind} takes tensors of at least one dimension.", do="pass tensor.reshape(1) for a single number"
         )
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from rankwise.compat.horovod.pending import Pending
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
-from rankwise.compat.horovod.queue import Pending, current_queue
+from rankwise.compat.horovod.queue import current_queue
 from rankwise.compat.horovod.request import POLLS, Request
 from rankwise.compat.horovod.submission import member_of
 from rankwise.errors import ConfigurationError

@@ -40,11 +40,12 @@ def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - 
             raise ConfigurationError(f"process_sets={process_sets!r} is not known.", do='pass a list, or "dynamic"')
         process_sets = None
     given: list[ProcessSet] = list(process_sets or ())
-    if current_or_none() is None:
+    is_alone = current_or_none() is None
+    if is_alone:
         join()
     _check_comm(comm)
     if current_queue_or_none() is None:
-        _open_queue()
+        _open_queue(has_opened_world=is_alone)
     for number, process_set in enumerate(given):
         if any(process_set.ranks == other.ranks for other in given[:number]):
             raise ConfigurationError(f"Entry {number} of process_sets= comes twice: {process_set}.", do="leave it out")
@@ -53,13 +54,20 @@ def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - 
 
 
 def shutdown() -> None:
-    """Carry out what is pending on every rank, and leave the world.
+    """Carry out what is pending on every rank, and leave the world, unless :func:`rankwise.join` was called before.
 
     Called by: every rank. Does nothing where there is none. The end of the process calls it, too.
 
     Source: rankwise.leave.
     """
-    leave()
+    queue = current_queue_or_none()
+    if queue is None:
+        return
+    if queue.has_opened_world:
+        leave()
+    else:
+        queue.flush()
+        set_current_queue(None)
 
 
 def is_initialized() -> bool:
@@ -199,7 +207,7 @@ def _check_comm(comm: object) -> None:
     )
 
 
-def _open_queue() -> None:
+def _open_queue(*, has_opened_world: bool) -> None:
     session = current()
     world = session.world
     own = (world.node_rank, world.local_rank, world.local_world_size)
@@ -211,7 +219,8 @@ def _open_queue() -> None:
         is_homogeneous=len({num_ranks for _, _, num_ranks in seats}) == 1,
     )
     everyone = tuple(range(world.world_size))
-    queue = Queue(session=session, seat=seat, members={0: Members(ranks=everyone, group=None)})
+    members = {0: Members(ranks=everyone, group=None)}
+    queue = Queue(session=session, has_opened_world=has_opened_world, seat=seat, members=members)
     session.on_leave(queue.flush)
     set_current_queue(queue)
     bind_global(everyone)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from rankwise.compat.horovod.elastic import commits
 from rankwise.compat.horovod.elastic.state import State
+from rankwise.compat.horovod.errors import Refused
 from rankwise.compat.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from rankwise.compat.horovod.queue import current_queue
 from rankwise.compat.horovod.world import rank
@@ -78,7 +79,8 @@ def _run(func: Callable[Concatenate[S, P], R], state: S, *args: P.args, **kwargs
             if not skip_sync:
                 state.sync()
             return func(state, *args, **kwargs)
-        except (PeerFailed, PeerMissing):
+        except (PeerFailed, PeerMissing, Refused):
+            # A bad argument would be bad again.
             raise
         except HorovodInternalError as error:
             num_tries = num_tries + 1 if state.num_commits == num_commits else 1
