@@ -16,7 +16,7 @@ BENCHMARKS = (
     "recovery.py",
     "train_step.py",
     "exchange_step.py",
-    "horovod_step.py",
+    "moved_step.py",
     "record.py",
     "all_reduce.py",
     "two_hosts.py",

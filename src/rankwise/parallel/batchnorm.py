@@ -2,7 +2,7 @@
 """BatchNorm over the whole global batch, on any device. Used by replicate.
 
 Changes the class of the BatchNorm layers of one model to a subclass of their own; names, parameters and
-buffers stay. Legend: C channels, m elements per channel on this rank, M on all ranks.
+buffers stay.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankwise.errors import ConfigurationError
+from rankwise.parallel import global_statistics
 from rankwise.session import current
 
 if TYPE_CHECKING:
@@ -114,12 +115,11 @@ def unsynchronised_batchnorms(model: nn.Module) -> list[str]:
 
 
 class _SyncedNorm(torch.autograd.Function):
-    """Normalisation by the mean and variance of all ranks' elements.
+    """Normalisation by the mean and variance of all ranks' elements; see :mod:`rankwise.parallel.global_statistics`.
 
-    Forward: statistics of the ranks are combined as in Chan, Golub, LeVeque (1979), eq. 2.1, in rank order.
-    Backward: Ioffe and Szegedy (arXiv:1502.03167), section 3, with this difference: the loss of rank r is a
-    mean over its own w_r samples and later enters the global loss times w_r / sum w, so sums over ranks are
-    weighted with w_r, and divided by w_r where they meet this rank's gradient again.
+    With this difference: the loss of rank r is a mean over its own w_r samples and later enters the global loss
+    times w_r / sum w, so sums over ranks are weighted with w_r, and divided by w_r where they meet this rank's
+    gradient again.
     """
 
     @staticmethod
@@ -132,18 +132,15 @@ class _SyncedNorm(torch.autograd.Function):
         exchange: Exchange,
         sync: GradientSync,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        mean, variance, count = _global_statistics(x.to(dtype), exchange)
+        own = global_statistics.told(global_statistics.wide(x))
+        mean, variance, count = global_statistics.combined(exchange.all_gather(own, what="BatchNorm statistics"))
         inverse = torch.rsqrt(variance + eps)
-        scale = inverse if weight is None else inverse * weight.to(dtype)
-        shift = -mean * scale if bias is None else bias.to(dtype) - mean * scale
-        output = torch.addcmul(_along(shift, x), x.to(dtype), _along(scale, x)).to(x.dtype)
         ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.exchange = exchange
         ctx.sync = sync
         ctx.has_bias = bias is not None
         ctx.mark_non_differentiable(mean, variance, count)
-        return output, mean, variance, count
+        return global_statistics.normalise(x, mean, inverse, weight, bias), mean, variance, count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -152,11 +149,7 @@ class _SyncedNorm(torch.autograd.Function):
         *gradients: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, inverse, count = ctx.saved_tensors
-        dtype = mean.dtype
-        dy = gradients[0].to(dtype)
-        normalised = (x.to(dtype) - _along(mean, x)) * _along(inverse, x)
-        dims = _all_but_channels(x)
-        own = torch.stack([dy.sum(dims), (dy * normalised).sum(dims)])
+        own = global_statistics.sums(x, gradients[0], mean, inverse)
         # Where the loss does not pass through the model's output, this may be what backward reaches first.
         ctx.sync.begin(ctx.sync.forward_weight)
         amount = ctx.sync.weight
@@ -164,38 +157,8 @@ class _SyncedNorm(torch.autograd.Function):
         total = ctx.exchange.all_reduce(total, what="BatchNorm gradients")
         dx = None
         if ctx.needs_input_grad[0]:
-            shared = total / (count * amount) if amount else torch.zeros_like(total)
-            scale = inverse if weight is None else inverse * weight.to(dtype)
-            dx = dy - _along(shared[0], x) - normalised * _along(shared[1], x)
-            dx = (dx * _along(scale, x)).to(x.dtype)
+            means = total / (count * amount) if amount else torch.zeros_like(total)
+            dx = global_statistics.gradient(x, gradients[0], mean, inverse, weight=weight, means=means)
         d_weight = own[1].to(weight.dtype) if weight is not None else None
         d_bias = own[0].to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
         return dx, d_weight, d_bias, None, None, None
-
-
-def _global_statistics(x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return mean [C], biased variance [C] and M of the elements of all ranks."""
-    num_channels = x.shape[1]
-    num_elements = x.numel() // num_channels if x.numel() else 0
-    if num_elements:
-        variance, mean = torch.var_mean(x, _all_but_channels(x), correction=0)
-    else:
-        variance = mean = x.new_zeros(num_channels)
-    count = x.new_tensor([num_elements])
-    rows = exchange.all_gather(torch.cat([mean, variance * num_elements, count]), what="BatchNorm statistics")
-    means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
-    total = counts.sum()
-    if total <= 1:
-        raise ValueError(f"BatchNorm needs more than one value per channel to train, and all ranks have {int(total)}")
-    mean = (means * counts).sum(0) / total
-    squares = (squares + counts * (means - mean) ** 2).sum(0)
-    return mean, squares / total, total
-
-
-def _all_but_channels(x: torch.Tensor) -> list[int]:
-    return [dim for dim in range(x.ndim) if dim != 1]
-
-
-def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return [C] as a view that broadcasts along the channel dimension of ``x``."""
-    return values.view(1, -1, *([1] * (x.ndim - 2)))

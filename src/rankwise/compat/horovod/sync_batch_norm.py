@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SyncBatchNorm``: BatchNorm with the statistics of all ranks' batches, on any device.
-
-Legend: C channels, m elements per channel on this rank, M on all ranks.
-"""
+"""``SyncBatchNorm``: BatchNorm with the statistics of all ranks' batches, on any device."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from rankwise.compat.horovod.ops import allgather, allreduce
 from rankwise.compat.horovod.reduce_ops import Sum
 from rankwise.compat.horovod.world import size
+from rankwise.parallel import global_statistics
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -74,10 +72,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalised(torch.autograd.Function):
-    """Forward and backward of Ioffe and Szegedy (arXiv:1502.03167), section 3, with sums over all ranks.
-
-    Statistics of the ranks are combined as in Chan, Golub, LeVeque (1979), eq. 2.1, in rank order.
-    """
+    """Normalisation by the statistics of all ranks; see :mod:`rankwise.parallel.global_statistics`."""
 
     @staticmethod
     def forward(
@@ -87,15 +82,14 @@ class _Normalised(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-        mean, variance, count = _statistics(wide)
+        own = global_statistics.told(global_statistics.wide(x))
+        rows = allgather(own.unsqueeze(0), name="sync_batch_norm.statistics")
+        mean, variance, count = global_statistics.combined(rows)
         inverse = torch.rsqrt(variance + eps)
-        scale = inverse if weight is None else inverse * weight.to(wide.dtype)
-        shift = -mean * scale if bias is None else bias.to(wide.dtype) - mean * scale
         ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, variance, count)
-        return torch.addcmul(_along(shift, x), wide, _along(scale, x)).to(x.dtype), mean, variance, count
+        return global_statistics.normalise(x, mean, inverse, weight, bias), mean, variance, count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -104,40 +98,11 @@ class _Normalised(torch.autograd.Function):
         *gradients: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, inverse, count = ctx.saved_tensors
-        dy = gradients[0].to(mean.dtype)
-        normalised = (x.to(mean.dtype) - _along(mean, x)) * _along(inverse, x)
-        dims = [dim for dim in range(x.ndim) if dim != 1]
-        own = torch.stack([dy.sum(dims), (dy * normalised).sum(dims)])
+        own = global_statistics.sums(x, gradients[0], mean, inverse)
         dx = None
         if ctx.needs_input_grad[0]:
-            shared = allreduce(own, op=Sum, name="sync_batch_norm.gradients") / count
-            scale = inverse if weight is None else inverse * weight.to(mean.dtype)
-            dx = dy - _along(shared[0], x) - normalised * _along(shared[1], x)
-            dx = (dx * _along(scale, x)).to(x.dtype)
+            means = allreduce(own, op=Sum, name="sync_batch_norm.gradients") / count
+            dx = global_statistics.gradient(x, gradients[0], mean, inverse, weight=weight, means=means)
         d_weight = None if weight is None else own[1].to(weight.dtype)
         d_bias = None if ctx.bias_dtype is None else own[0].to(ctx.bias_dtype)
         return dx, d_weight, d_bias, None
-
-
-def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return mean [C], biased variance [C] and M of the elements of all ranks."""
-    num_channels = x.shape[1]
-    num_elements = x.numel() // num_channels
-    if num_elements:
-        variance, mean = torch.var_mean(x, [dim for dim in range(x.ndim) if dim != 1], correction=0)
-    else:
-        variance = mean = x.new_zeros(num_channels)
-    own = torch.cat([mean, variance * num_elements, x.new_tensor([num_elements])])
-    rows = allgather(own.unsqueeze(0), name="sync_batch_norm.statistics")
-    means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
-    total = counts.sum()
-    if total <= 1:
-        raise ValueError(f"BatchNorm needs more than one value per channel to train, and all ranks have {int(total)}")
-    mean = (means * counts).sum(0) / total
-    squares = (squares + counts * (means - mean) ** 2).sum(0)
-    return mean, squares / total, total
-
-
-def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return [C] as a view that broadcasts along the channel dimension of ``x``."""
-    return values.view(1, -1, *([1] * (x.ndim - 2)))

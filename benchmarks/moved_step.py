@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of a Horovod script on 2 ranks: hvd.DistributedOptimizer against a hand-written DDP.
+"""One training step of scripts written in Horovod's and in MegEngine's words, against a hand-written DDP; 2 ranks.
 
-Both run in the same processes, and rankwise.replicate with them, a few steps at a time in turn, one thread per rank,
+All run in the same processes, and rankwise.replicate with them, a few steps at a time in turn, one thread per rank,
 on batches that lie in memory.
 """
 
@@ -20,6 +20,8 @@ from train_step import CASES
 
 import rankwise as rw
 import rankwise.compat.horovod as hvd
+import rankwise.compat.megengine.distributed as mge_distributed
+from rankwise.compat.megengine import autodiff
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -34,6 +36,11 @@ NUM_BATCHES = 8
 ROUNDS = 40
 WARM_UP_ROUNDS = 4
 REACH = 1.0
+OWN = (
+    ("horovod", "hvd.DistributedOptimizer"),
+    ("megengine", "GradManager with make_allreduce_cb"),
+    ("replicate", "rw.replicate"),
+)
 
 
 def compare(world: World, name: str) -> dict[str, list[float]]:
@@ -43,18 +50,28 @@ def compare(world: World, name: str) -> dict[str, list[float]]:
     torch.manual_seed(world.rank)
     batches = [torch.randn(local_batch_size, *shape) for _ in range(NUM_BATCHES)]
 
-    def side(wrap: Callable[[nn.Module], nn.Module], *, by_optimizer: bool = False) -> Callable[[], float]:
+    def side(wrap: Callable[[nn.Module], nn.Module], words: str = "") -> Callable[[], float]:
         torch.manual_seed(0)
         model = wrap(build())
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        if by_optimizer:
+        manager = autodiff.GradManager()
+        if words == "horovod":
             optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        elif words == "megengine":
+            manager.attach(model.parameters(), callbacks=[mge_distributed.make_allreduce_cb("mean")])
+
+        def backward(batch: torch.Tensor) -> None:
+            if words == "megengine":
+                with manager:
+                    manager.backward(model(batch).square().mean())
+            else:
+                model(batch).square().mean().backward()
 
         def steps() -> float:
             dist.barrier()
             started = time.perf_counter()
             for number in range(num_steps):
-                model(batches[number % NUM_BATCHES]).square().mean().backward()
+                backward(batches[number % NUM_BATCHES])
                 optimizer.step()
                 optimizer.zero_grad()
             return (time.perf_counter() - started) / num_steps
@@ -62,7 +79,8 @@ def compare(world: World, name: str) -> dict[str, list[float]]:
         return steps
 
     sides = {
-        "horovod": side(lambda model: model, by_optimizer=True),
+        "horovod": side(lambda model: model, "horovod"),
+        "megengine": side(lambda model: model, "megengine"),
         "ddp": side(DistributedDataParallel),
         "replicate": side(rw.replicate),
     }
@@ -81,7 +99,7 @@ def measure(name: str) -> list[Row]:
             median_ratio(figures[own], figures["ddp"]),
             REACH,
         )
-        for own, words in (("horovod", "hvd.DistributedOptimizer"), ("replicate", "rw.replicate"))
+        for own, words in OWN
     ]
 
 
