@@ -13,7 +13,7 @@ import torch
 from rankwise.exchange.protocol import LaneSize
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -119,6 +119,49 @@ class Bucket:
             if not self._num_absent or parameter.grad is not None or self.lane.is_flag_set(index):
                 parameter.grad = gradient_of(parameter, result) if self._is_split else result
         self.num_missing = len(self.parameters)
+
+
+class InOrder:
+    """Buckets that are sent in one order on all ranks, each when it and those before it are full.
+
+    Args:
+        buckets: in that order.
+        send: sends one.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], send: Callable[[Bucket], None]) -> None:
+        self.buckets = list(buckets)
+        self._send = send
+        self._num_sent = 0
+
+    def send_full(self) -> None:
+        """Send what is full and need not wait."""
+        while self._num_sent < len(self.buckets):
+            bucket = self.buckets[self._num_sent]
+            # To wait here could be for ever: another rank may wait for this one elsewhere in its backward.
+            if bucket.num_missing > 0 or not bucket.lane.can_claim():
+                return
+            self._send_next()
+
+    def send_rest(self) -> None:
+        """Send the others, full or not."""
+        while self._num_sent < len(self.buckets):
+            self._send_next()
+
+    def take_back(self) -> None:
+        """Wait for the means of all, which become the gradients."""
+        for bucket in self.buckets:
+            bucket.take_back()
+
+    def start_over(self) -> None:
+        """Begin a step."""
+        self._num_sent = 0
+        for bucket in self.buckets:
+            bucket.num_missing = len(bucket.parameters)
+
+    def _send_next(self) -> None:
+        self._send(self.buckets[self._num_sent])
+        self._num_sent += 1
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:

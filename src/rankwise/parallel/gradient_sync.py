@@ -17,7 +17,7 @@ from torch.autograd import Variable
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.accumulation import Accumulation
-from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, lane_size, own_gradient, own_part, plan
+from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, InOrder, lane_size, own_gradient, own_part, plan
 from rankwise.parallel.compress.opening import open_lanes
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class GradientSync:
         self._arrived: list[int] | None = []
         self._hooked: set[int] = set()
         self._unhooked = list(enumerate(self.parameters))
-        self._buckets: list[Bucket] = []
-        self._num_sent = 0
+        self._buckets = InOrder([], self._send)
         self._bucket_of: list[Bucket] = []
         self.hook_new_parameters()
 
@@ -111,10 +110,11 @@ class GradientSync:
         sizes = [lane_size(numbers, self.parameters) for numbers in members]
         shapes = [[own_part(self.parameters[number]).shape for number in numbers] for numbers in members]
         lanes = open_lanes(self._compress, group, sizes, shapes, self._what)
-        self._buckets = [Bucket(numbers, self.parameters, lane) for numbers, lane in zip(members, lanes, strict=True)]
-        nowhere = self._buckets[0]
+        buckets = [Bucket(numbers, self.parameters, lane) for numbers, lane in zip(members, lanes, strict=True)]
+        self._buckets = InOrder(buckets, self._send)
+        nowhere = buckets[0]
         self._bucket_of = [nowhere] * len(self.parameters)
-        for bucket in self._buckets:
+        for bucket in buckets:
             for number in bucket.numbers:
                 self._bucket_of[number] = bucket
 
@@ -212,12 +212,7 @@ class GradientSync:
                 evidence="a part of the model runs backward several times within one backward()",
                 do="use torch.utils.checkpoint with use_reentrant=False",
             )
-        while self._num_sent < len(self._buckets):
-            bucket = self._buckets[self._num_sent]
-            # To wait here could be for ever: another rank may wait for this one elsewhere in its backward.
-            if bucket.num_missing > 0 or not bucket.lane.can_claim():
-                return
-            self._send(bucket)
+        self._buckets.send_full()
 
     def _note_first_arrival(self, number: int) -> None:
         gradient = self.parameters[number].grad
@@ -238,7 +233,6 @@ class GradientSync:
             )
         share = self._share()
         bucket.send(1.0 if self._accumulation.is_open else share, self._accumulation.carried + share)
-        self._num_sent += 1
 
     # -- when backward has run ---------------------------------------------------------------------
 
@@ -246,8 +240,7 @@ class GradientSync:
         """Send the buckets whose parameters this rank did not all use."""
         if self._group is None or self.is_accumulating or not self._has_gradients:
             return
-        while self._num_sent < len(self._buckets):
-            self._send(self._buckets[self._num_sent])
+        self._buckets.send_rest()
 
     def collect(self) -> None:
         """Wait for the sums, divide them, and hand them to the parameters."""
@@ -263,12 +256,11 @@ class GradientSync:
         finally:
             self._in_backward = False
             self._has_gradients = False
-            self._num_sent = 0
+            self._buckets.start_over()
 
     def _hand_back(self, group: Exchange) -> None:
-        for bucket in self._buckets:
-            bucket.take_back()
-        total = self._buckets[0].lane.total()
+        self._buckets.take_back()
+        total = self._buckets.buckets[0].lane.total()
         self._accumulation.give_back_earlier()
         if total > 0:
             # A power of two, by which multiplying rounds nothing: a step after a resume, whose unit is 1, is then the
@@ -305,9 +297,7 @@ class GradientSync:
         self._accumulation.abandon()
         self._in_backward = False
         self._has_gradients = False
-        self._num_sent = 0
-        for bucket in self._buckets:
-            bucket.num_missing = len(bucket.parameters)
+        self._buckets.start_over()
 
 
 def _finish_round() -> None:

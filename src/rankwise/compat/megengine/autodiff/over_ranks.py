@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, lane_size, plan
+from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, InOrder, lane_size, plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,9 +46,9 @@ class OverRanks:
         lanes = exchange.twin().lanes(
             [lane_size(numbers, parameters) for numbers in members], "gradients of a GradManager"
         )
-        self._buckets = [Bucket(numbers, parameters, lane) for numbers, lane in zip(members, lanes, strict=True)]
-        self._bucket_of = {id(tensor): bucket for bucket in self._buckets for tensor in bucket.parameters}
-        self._num_sent = 0
+        buckets = [Bucket(numbers, parameters, lane) for numbers, lane in zip(members, lanes, strict=True)]
+        self._buckets = InOrder(buckets, self._send)
+        self._bucket_of = {id(tensor): bucket for bucket in buckets for tensor in bucket.parameters}
         self._is_new = True
 
     def is_of(self, tensors: Sequence[torch.Tensor], exchange: Exchange) -> bool:
@@ -71,32 +71,22 @@ class OverRanks:
                 evidence="a part of the model runs backward several times within one backward()",
                 do="use torch.utils.checkpoint with use_reentrant=False",
             )
-        while self._num_sent < len(self._buckets):
-            following = self._buckets[self._num_sent]
-            # To wait here could be for ever: another rank may wait for this one elsewhere in its backward.
-            if following.num_missing > 0 or not following.lane.can_claim():
-                return
-            self._send(following)
+        self._buckets.send_full()
 
     def send_rest(self) -> None:
         """Send the buckets whose gradients did not all come."""
-        while self._num_sent < len(self._buckets):
-            self._send(self._buckets[self._num_sent])
+        self._buckets.send_rest()
 
     def finish(self) -> None:
         """Wait for the results, which become the gradients."""
-        for bucket in self._buckets:
-            bucket.take_back()
-        self._num_sent = 0
+        self._buckets.take_back()
+        self._buckets.start_over()
         self._is_new = False
         self._exchange.watch.record.step += 1
 
     def abandon(self) -> None:
         """Begin anew after an error broke a backward."""
-        for bucket in self._buckets:
-            bucket.num_missing = len(bucket.parameters)
-        self._num_sent = 0
+        self._buckets.start_over()
 
     def _send(self, bucket: Bucket) -> None:
         bucket.send(self._share, 1.0)
-        self._num_sent += 1
