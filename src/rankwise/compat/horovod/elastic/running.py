@@ -52,10 +52,10 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 do="pass hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)",
             )
         rank()  # says that hvd.init() is missing, where it is
-        where = commits.opened()
-        state.commit_to(where)
+        opened = commits.opened()
+        state.commit_to(opened)
         try:
-            _take_up(state, where)
+            _take_up(state, opened)
             return _run(func, state, *args, **kwargs)
         finally:
             state.commit_to(None)
@@ -63,8 +63,8 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     return wrapper
 
 
-def _take_up(state: State, where: Commits | None) -> None:
-    kept = where.take_newest() if where is not None and where.is_later_attempt else None
+def _take_up(state: State, opened: Commits | None) -> None:
+    kept = opened.take_newest() if opened is not None and opened.is_later_attempt else None
     if kept is not None:
         state.take(kept)
         # What comes from other ranks than these may need mending: a learning rate times the number of ranks.

@@ -14,7 +14,7 @@ from torch import nn
 from rankwise.collectives import exchange_of
 from rankwise.compat.megengine.autodiff.over_ranks import OverRanks
 from rankwise.compat.megengine.distributed.gradients import AllreduceCallback
-from rankwise.compat.megengine.kept import Recording, recordings
+from rankwise.compat.megengine.recording import Recording, recordings
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:

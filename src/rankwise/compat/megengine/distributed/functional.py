@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 
 from rankwise import collectives
-from rankwise.compat.megengine.distributed import moves
+from rankwise.compat.megengine.distributed import in_group_order
+from rankwise.compat.megengine.distributed.autograd import checked_axis, refuse_device, through
 from rankwise.compat.megengine.distributed.groups import WORLD, Group, checked
 from rankwise.compat.megengine.distributed.remote import remote_recv, remote_send
-from rankwise.compat.megengine.distributed.through import checked_axis, refuse_device, through
-from rankwise.compat.megengine.kept import keep_beginning, keep_end, recordings
+from rankwise.compat.megengine.recording import keep_beginning, keep_end, recordings
 from rankwise.errors import ConfigurationError
 from rankwise.session import current
 
@@ -109,8 +109,8 @@ def all_gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = Non
     group, axis = _checked("all_gather", inp, group, device), checked_axis("all_gather", inp, axis)
     return through(
         inp,
-        there=lambda data: torch.cat(moves.gathered(data, group), axis),
-        back=lambda gradient: moves.scattered_sum(gradient, group, axis),
+        there=lambda data: torch.cat(in_group_order.gathered(data, group), axis),
+        back=lambda gradient: in_group_order.scattered_sum(gradient, group, axis),
     )
 
 
@@ -138,8 +138,8 @@ def reduce_scatter_sum(
     axis = checked_axis("reduce_scatter_sum", inp, axis, parts=group.size)
     return through(
         inp,
-        there=lambda data: moves.scattered_sum(data, group, axis),
-        back=lambda gradient: torch.cat(moves.gathered(gradient, group), axis),
+        there=lambda data: in_group_order.scattered_sum(data, group, axis),
+        back=lambda gradient: torch.cat(in_group_order.gathered(gradient, group), axis),
     )
 
 
@@ -216,8 +216,8 @@ def gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = None, a
     return _for_the_root(
         through(
             inp,
-            there=lambda data: moves.gathered_at_root(data, group, axis),
-            back=lambda gradient: moves.scattered_from_root(gradient, group, axis),
+            there=lambda data: in_group_order.gathered_at_root(data, group, axis),
+            back=lambda gradient: in_group_order.scattered_from_root(gradient, group, axis),
         ),
         group,
     )
@@ -245,8 +245,8 @@ def scatter(inp: torch.Tensor | None, group: Group = WORLD, device: str | None =
     axis = checked_axis("scatter", data, axis, parts=group.size)
     return through(
         data,
-        there=lambda given: moves.scattered_from_root(given, group, axis),
-        back=lambda gradient: moves.gathered_at_root(gradient, group, axis),
+        there=lambda given: in_group_order.scattered_from_root(given, group, axis),
+        back=lambda gradient: in_group_order.gathered_at_root(gradient, group, axis),
     )
 
 
@@ -281,8 +281,8 @@ def all_to_all(
     concat_axis = checked_axis("all_to_all", inp, concat_axis)
     return through(
         inp,
-        there=lambda data: moves.exchanged(data, group, split_axis, concat_axis),
-        back=lambda gradient: moves.exchanged(gradient, group, concat_axis, split_axis),
+        there=lambda data: in_group_order.exchanged(data, group, split_axis, concat_axis),
+        back=lambda gradient: in_group_order.exchanged(gradient, group, concat_axis, split_axis),
     )
 
 

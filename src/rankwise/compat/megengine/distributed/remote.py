@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from rankwise.compat.megengine.distributed.through import refuse_device
-from rankwise.compat.megengine.kept import keep_beginning, keep_end, recordings
+from rankwise.compat.megengine.distributed.autograd import refuse_device
+from rankwise.compat.megengine.recording import keep_beginning, keep_end, recordings
 from rankwise.errors import ConfigurationError
 from rankwise.point_to_point.calls import recv, send
 
