@@ -11,6 +11,9 @@ from replicas import TOLERANCE, largest_difference
 from spread_training import WAYS, Net, train
 
 import rankwise as rw
+import rankwise.compat.horovod as hvd
+from rankwise.compat.megengine.autodiff import GradManager
+from rankwise.compat.megengine.distributed import make_allreduce_cb
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -76,3 +79,39 @@ def test_two_devices_of_one_process_train_as_one(devices: list[str]) -> None:
     found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert largest_difference(found, expected) < TOLERANCE
+
+
+def train_in_words(world: World, words: str, num_parts: int) -> dict[str, torch.Tensor]:
+    """Train on this rank's part of a batch; of one that is cut into ``num_parts``, where ranks are fewer, on all."""
+    hvd.init()
+    torch.manual_seed(0)
+    model = Net().double().to(world.device)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager = GradManager()
+    if words == "horovod":
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    else:
+        manager.attach(model.parameters(), callbacks=[make_allreduce_cb("mean")])
+    x = torch.randn(num_parts, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    own = x[world.rank :: world.world_size].flatten(0, 1).to(world.device)
+    for _ in range(3):
+        optimizer.zero_grad()
+        if words == "horovod":
+            model(own).square().mean().backward()
+        else:
+            with manager:
+                manager.backward(model(own).square().mean())
+        optimizer.step()
+    total = hvd.allreduce(torch.ones(3, device=world.device), op=hvd.Sum)
+    assert total.tolist() == [world.world_size] * 3
+    parts = rw.all_to_all([torch.full((to,), world.rank, device=world.device) for to in range(world.world_size)])
+    assert [part.tolist() for part in parts] == [[source] * world.rank for source in range(world.world_size)]
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("words", ["horovod", "megengine"])
+def test_scripts_in_other_libraries_words_train_as_on_one_cpu(words: str) -> None:
+    expected = run_ranks(train_in_words, 1, words, NUM_GPUS)[0].get()
+    for result in run_ranks(train_in_words, NUM_GPUS, words, NUM_GPUS, device=None, timeout_seconds=240.0):
+        assert largest_difference(result.get(), expected) < TOLERANCE
