@@ -20,6 +20,7 @@ BENCHMARKS = (
     "record.py",
     "all_reduce.py",
     "two_hosts.py",
+    "slow_network.py",
     "first_index.py",
     "shared_dataset.py",
     "save_blocking.py",
