@@ -77,3 +77,22 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(command: Command) -> None
     ended = horovodrun(command, "-np", "2", "python", "train.py", "--fail")
     assert ended.returncode == 1, ended.stderr
     assert "ValueError: of rank 1" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("library", "words"), [("horovod.torch", "rankwise horovodrun -np 4"), ("megengine", "rankwise.compat.megengine")]
+)
+def test_a_library_that_is_not_there_is_told_apart(command: Command, library: str, words: str) -> None:
+    command.write("train.py", f"import {library}")
+    ended = subprocess.run(
+        [sys.executable, "-m", "rankwise", "run", "-n", "1", "train.py"],
+        cwd=command.folder,
+        env=command.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert ended.returncode == 1
+    assert "ModuleNotFoundError" in ended.stderr
+    assert words in ended.stderr.splitlines()[-1]
