@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to write instead, for the failures that scripts written for torch.distributed are known for.
+"""What to write instead, for the failures that scripts written for other tools are known for.
 
 A table and its lookup: text in, text out. Imported by ``failure``, which shows it below the traceback.
 """
@@ -31,6 +31,14 @@ _PORT_TAKEN = (
     "its own that init_process_group() finds; a script that starts its own processes runs under `rankwise run -n 1`, "
     "and names a free port in init_method or MASTER_PORT"
 )
+_HOROVOD = (
+    "rankwise has Horovod's calls: start the script by `rankwise horovodrun -np 4 python train.py`, with not a line "
+    "changed, or write import rankwise.compat.horovod as hvd"
+)
+_MEGENGINE = (
+    "rankwise has MegEngine's calls for several ranks, on torch's tensors and modules: write "
+    "import rankwise.compat.megengine.distributed as dist"
+)
 
 WHAT_TO_DO = (
     # A torch without NCCL, then one with NCCL on a machine without GPUs.
@@ -49,8 +57,10 @@ WHAT_TO_DO = (
     ("trying to initialize the default process group twice", _TWICE),
     ("Expected to have finished reduction in the prior iteration", _UNUSED),
     ("EADDRINUSE", _PORT_TAKEN),
+    ("No module named 'horovod'", _HOROVOD),
+    ("No module named 'megengine'", _MEGENGINE),
 )
-"""Words of torch's message, and what mends it; the first row that fits counts."""
+"""Words of the message, mostly torch's, and what mends it; the first row that fits counts."""
 
 
 def advice_for(message: str) -> str | None:
