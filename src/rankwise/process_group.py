@@ -110,8 +110,10 @@ def join(
         )
     if dist.is_initialized():
         raise ConfigurationError(
-            "torch.distributed has a process group already.",
-            do="remove init_process_group(): rankwise.join() opens the group",
+            f"torch.distributed has a process group already{', of a world that failed' if _groups_kept else ''}.",
+            do="let the process end; a launcher starts all ranks anew: rankwise run --max-restarts 3"
+            if _groups_kept
+            else "remove init_process_group(): rankwise.join() opens the group",
         )
     check_exchange(exchange)
     reading = _read(init_method, rank, world_size)
@@ -222,6 +224,7 @@ def _keep_groups_forever() -> None:
     """
     for group in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - there is no public list
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _groups_kept.append(True)
 
 
 def _read(init_method: str | None, rank: int | None, world_size: int | None) -> Reading:
@@ -359,6 +362,8 @@ _interface_variables: list[str] = []
 _num_joins = [-1]
 """How often this process has joined before; every rank of a job joins equally often."""
 _following_exit: list[bool] = []
+_groups_kept: list[bool] = []
+"""Whether a world has failed in this process."""
 
 
 def _follow_exit() -> None:

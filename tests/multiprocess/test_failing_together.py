@@ -21,6 +21,7 @@ from rankwise.errors import (
     PeerFailed,
     PeerMissing,
 )
+from rankwise.process_group import fail
 from rankwise.testing import RankDied, kill_self
 
 if TYPE_CHECKING:
@@ -50,6 +51,19 @@ def test_a_raising_rank_makes_every_rank_raise_its_error(run_ranks: RunRanks, fa
             assert result.error.rank == failing
             assert "the batch is bad" in str(result.error)
             assert "_raise_between_collectives" in str(result.error)
+
+
+def _join_after_a_failure(world: World) -> str:
+    error = ValueError("bad")
+    fail(error)
+    with pytest.raises(ConfigurationError, match="of a world that failed") as caught:
+        rw.join()
+    return str(caught.value)
+
+
+def test_a_process_whose_world_failed_is_told_to_end(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_join_after_a_failure, 2):
+        assert "rankwise run --max-restarts" in result.get()
 
 
 def _raise_beside_a_wait_of_torch(world: World, failing: int) -> None:
