@@ -73,7 +73,7 @@ def test_ranks_get_the_variables_and_a_working_group(command: Command) -> None:
         dist.all_reduce(total)
         names = (
             "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE "
-            "MASTER_ADDR RANKWISE_ATTEMPT TORCHELASTIC_USE_AGENT_STORE"
+            "MASTER_ADDR RANKWISE_ATTEMPT"
         ).split()
         same_store = os.environ["RANKWISE_STORE"] == f"127.0.0.1:{os.environ['MASTER_PORT']}"
         facts = [total.item(), same_store, len(os.environ["RANKWISE_RUN_ID"])]
@@ -84,9 +84,7 @@ def test_ranks_get_the_variables_and_a_working_group(command: Command) -> None:
     ended = command.run("-n", "3", "train.py", env={"TORCHELASTIC_RUN_ID": "outer"})
     assert ended.returncode == 0, ended.stderr
     rows = sorted(json.loads(line) for line in ended.stdout.splitlines())
-    assert rows == [
-        [6.0, True, 16, str(rank), "3", str(rank), "3", "0", "1", "127.0.0.1", "0", "True"] for rank in range(3)
-    ]
+    assert rows == [[6.0, True, 16, str(rank), "3", str(rank), "3", "0", "1", "127.0.0.1", "0"] for rank in range(3)]
     assert ended.stderr == f"[rankwise] 3 ranks on this machine, {_threads(3)}\n"
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.buckets import own_part
 from rankwise.parallel.compress.low_rank import Plan
 
 if TYPE_CHECKING:
@@ -164,3 +165,147 @@ def test_only_matrices_that_gain_by_it_are_factored() -> None:
     assert plan.matrices == [(0, 100, 50, 2), (5016, 8, 18, 2)]
     assert plan.rest == [slice(5000, 5007), slice(5007, 5016)]
     assert (plan.num_first, plan.num_second) == (200 + 7 + 9 + 16, 100 + 36)
+
+
+class Odd(nn.Module):
+    """Parameters of kinds that few models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complex = nn.Parameter(torch.ones(30, 30, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return (self.complex * factor).sum().imag + self.empty.sum()
+
+
+def _odd(world: World, method: Method | str) -> None:
+    model = rw.replicate(Odd(), compress=method)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((1,), world.rank + 1j)).backward()
+        assert model.complex.grad is not None
+        assert torch.equal(model.complex.grad, torch.full_like(model.complex, 1 + (world.world_size - 1) / 2 * 1j))
+        assert model.empty.grad is not None
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_complex_numbers_travel_as_they_are_and_nothing_does_too(run_ranks: RunRanks, method: Method | str) -> None:
+    for result in run_ranks(_odd, 2, method):
+        result.get()
+
+
+def _in_autocast(world: World) -> None:
+    model = rw.replicate(nn.Linear(64, 64, bias=False), compress=rw.PowerSGD(rank=2))
+    given, got = torch.zeros(64, 64), torch.zeros(64, 64)
+    for step in range(60):
+        everyone = [torch.randn(64, 64, generator=torch.Generator().manual_seed(9 * step + r)) for r in range(2)]
+        if step > 3:
+            everyone = [torch.zeros(64, 64)] * 2
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16), rw.weight(model, 1):
+            (model.weight * everyone[world.rank]).sum().backward()
+        assert model.weight.grad is not None
+        given += torch.stack(everyone).mean(0)
+        got += model.weight.grad
+    assert float((given - got).abs().max()) < 1e-4
+
+
+def test_autocast_around_backward_loses_nothing(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_in_autocast, 2):
+        result.get()
+
+
+def _large_in_float16(world: World) -> None:
+    model = rw.replicate(nn.Linear(64, 64, bias=False).half(), compress="powersgd")
+    for step in range(4):
+        generator = torch.Generator().manual_seed(9 * step + world.rank)
+        model.zero_grad()
+        with rw.weight(model, 1):
+            (model.weight * (64 * torch.randn(64, 64, generator=generator)).half()).sum().backward()
+        assert model.weight.grad is not None
+        assert bool(model.weight.grad.isfinite().all())
+
+
+def test_factors_do_not_grow_with_the_square_of_the_gradients(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_large_in_float16, 2):
+        result.get()
+
+
+class _Break(torch.autograd.Function):
+    @staticmethod
+    def forward(_: object, *inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[0].clone()
+
+    @staticmethod
+    def backward(_: object, *__: torch.Tensor) -> torch.Tensor:
+        raise FloatingPointError
+
+
+def _unfrozen_together_and_broken(_: World, method: Method | str) -> None:
+    one = nn.Sequential(*[nn.Linear(600, 600) for _ in range(3)])
+    one[0].requires_grad_(requires_grad=False)
+    other = nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last)
+    rw.replicate(one, compress=method)
+    rw.replicate(other, compress=method)
+    for step in range(6):
+        if step == 3:
+            one[0].requires_grad_(requires_grad=True)
+        one.zero_grad()
+        other.zero_grad()
+        images = torch.randn(2, 16, 8, 8)
+        if step in {1, 4}:
+            with pytest.raises(FloatingPointError), rw.weight(one, 2):
+                one[1:](_Break.apply(one[0](torch.randn(2, 600).requires_grad_()))).square().mean().backward()
+        else:
+            (one(torch.randn(2, 600)).square().mean() + other(images).square().mean()).backward()
+            for parameter in (*one.parameters(), *other.parameters()):
+                assert (parameter.grad is None) == (step < 3 and parameter in set(one[0].parameters()))
+                if parameter.grad is not None:
+                    assert all(torch.equal(grad, parameter.grad) for grad in rw.all_gather(parameter.grad))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_two_models_layers_unfrozen_and_broken_steps(run_ranks: RunRanks, method: Method | str) -> None:
+    for result in run_ranks(_unfrozen_together_and_broken, 2, method):
+        result.get()
+
+
+class Split(nn.Module):
+    """Two layers to split, and a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64)
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.down(torch.relu(self.up(x))))
+
+
+def _split(world: World) -> None:
+    rw.mesh(dp_replicate=2, tp=2)
+    torch.manual_seed(0)
+    for method in ("int8", "top-k"):
+        model = Split()
+        rw.tensor_parallel(model)
+        with pytest.raises(ConfigurationError, match="would not stay copies"):
+            rw.replicate(model, compress=method)
+    for method in ("bf16", "powersgd"):
+        model = Split()
+        rw.tensor_parallel(model)
+        rw.replicate(model, compress=method)
+        for step in range(3):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(2 * step + world.rank // 2)
+            model(torch.randn(4, 64, generator=generator)).square().mean().backward()
+        for copy in (model.down.bias, *model.last.parameters()):
+            assert copy.grad is not None
+            first, *others = rw.all_gather(own_part(copy.grad))
+            assert all(torch.equal(other, first) for other in others)
+
+
+def test_copies_stay_copies_on_ranks_along_tp(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_split, 4):
+        result.get()

@@ -167,3 +167,59 @@ def test_gradients_changed_in_the_middle_of_an_accumulation_are_an_error(world_s
     for result in testing.run_ranks(_half_cleared, world_size):
         assert isinstance(result.error, ConfigurationError)
         assert "in the middle of an accumulation" in str(result.error)
+
+
+def _own_gradients(world: World) -> None:
+    del world
+    model = rw.replicate(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
+    x = torch.ones(3, 4)
+    model(x).mean().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    with rw.no_sync(model):
+        own = torch.autograd.grad(model(x).mean(), list(model.parameters()))
+    for mine, parameter, gradient in zip(own, model.parameters(), expected, strict=True):
+        assert torch.allclose(mine, gradient), "not weighed"
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient), "not put aside"
+    model.zero_grad()
+    model[0].requires_grad_(requires_grad=False)
+    with rw.no_sync(model):
+        model(x).mean().backward()
+    model(x).mean().backward()
+    for parameter, gradient in zip(model[1].parameters(), expected[2:], strict=True):
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_own_gradients_begin_no_accumulation_nor_does_a_frozen_layer_break_one(
+    run_ranks: RunRanks, world_size: int
+) -> None:
+    for result in run_ranks(_own_gradients, world_size):
+        result.get()
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_: object, *inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[0].clone()
+
+    @staticmethod
+    def backward(_: object, *__: torch.Tensor) -> None:
+        """Return nothing."""
+
+
+def _undefined(world: World) -> None:
+    del world
+    model = rw.replicate(nn.Linear(4, 1))
+    for _ in range(2):
+        with rw.no_sync(model):
+            (model(torch.ones(2, 4)).mean() + _NoGradient.apply(model.weight).sum()).backward()
+    model(torch.ones(2, 4)).mean().backward()
+    assert model.weight.grad is not None
+    assert torch.allclose(model.weight.grad, torch.ones(1, 4))
+
+
+def test_a_function_that_gives_no_gradient_breaks_no_accumulation(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_undefined, 2):
+        result.get()

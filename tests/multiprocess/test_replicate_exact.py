@@ -293,6 +293,28 @@ def test_the_step_after_a_broken_backward_is_exact(run_ranks: RunRanks) -> None:
         assert largest_difference(result.get(), reference) < TOLERANCE
 
 
+def _another_broke(world: World) -> Parameters:
+    """An error inside the backward of one model, after which another is trained."""
+    broken, model = rw.replicate(built(Net)), rw.replicate(built(Net))
+    x, y = (part(t, world.rank, world.world_size) for t in batches([6])[0])
+    x_of_broken = x.clone().requires_grad_()
+
+    def explode(_: torch.Tensor) -> None:
+        raise FloatingPointError
+
+    x_of_broken.register_hook(explode)
+    with pytest.raises(FloatingPointError):
+        broken(x_of_broken).sum().backward()
+    nn.functional.mse_loss(model(x), y).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_model_is_exact_after_the_backward_of_another_broke(run_ranks: RunRanks) -> None:
+    reference = one_rank(_another_broke)
+    for result in run_ranks(_another_broke, 2):
+        assert largest_difference(result.get(), reference) < TOLERANCE
+
+
 def _gradient_penalty(world: World) -> Parameters:
     """torch.autograd.grad through the model is no backward of it."""
     model = rw.replicate(built(Net))

@@ -78,7 +78,6 @@ def variables_for(
         "GROUP_WORLD_SIZE": str(num_nodes),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "RANKWISE_RUN_ID": run_id,
         "RANKWISE_STORE": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "RANKWISE_ATTEMPT": attempt,

@@ -79,9 +79,6 @@ def _settle(variables: dict[str, str]) -> None:
     for name in [name for name in os.environ if name.startswith(OTHER_LAUNCHERS)]:
         del os.environ[name]
     os.environ.update(variables)
-    # Ours finds the store without. Processes that the script starts itself would look for a store where it names one
-    # of its own, and none would serve it.
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     torch_env.serve_env_scheme()
     _apply_threads(int(variables["LOCAL_WORLD_SIZE"]))
     _reseed_numpy()

@@ -7,9 +7,11 @@ While an accumulation is open, each gradient is multiplied by its microstep's sh
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from rankwise.errors import ConfigurationError
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
+    from torch.autograd.graph import Node
 
 
 class Accumulation:
@@ -30,7 +33,8 @@ class Accumulation:
         self._parameters = parameters
         self._earlier: dict[int, torch.Tensor] = {}
         self._marks: dict[int, tuple[torch.Tensor, int]] = {}
-        self._scalers: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._scalers: dict[int, tuple[Node, torch.utils.hooks.RemovableHandle]] = {}
+        """Each with what adds its gradient up, which nobody else keeps."""
 
     def expect(self, numbers: Iterable[int], share: Callable[[], float]) -> None:
         """Follow gradients before torch adds them up: the first of a backward may be what begins it.
@@ -39,17 +43,28 @@ class Accumulation:
             numbers: of the parameters that get gradients.
             share: what to multiply the gradients of the backward under way with; may begin it.
         """
+        # What is kept keeps the hook: one that held the rest would keep the model's memory for ever.
+        followed, share_of_step = weakref.ref(self), weakref.WeakMethod(share)
 
-        def scaled(gradient: torch.Tensor) -> torch.Tensor:
-            factor = share()
-            if not self.is_open:
-                return gradient
+        def scaled(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+            accumulation, current_share = followed(), share_of_step()
+            if accumulation is None or current_share is None:
+                return gradients
+            factor = current_share()
+            if not accumulation.is_open:
+                return gradients
+            (gradient,) = gradients
+            if gradient is None:
+                return gradients
             # Nothing of a microstep without samples counts, not even a NaN.
-            return gradient * factor if factor else torch.zeros_like(gradient)
+            return (gradient * factor if factor else torch.zeros_like(gradient),)
 
         for number in numbers:
-            if number not in self._scalers:
-                self._scalers[number] = self._parameters[number].register_hook(scaled)
+            parameter = self._parameters[number]
+            if number not in self._scalers and parameter.requires_grad:
+                # A hook of the parameter itself would also change what torch.autograd.grad returns.
+                node = get_gradient_edge(parameter).node
+                self._scalers[number] = node, node.register_prehook(scaled)
 
     def begin(self, numbers: Iterable[int], share: Callable[[], float], *, continues: bool) -> None:
         """Prepare for a backward.
@@ -85,6 +100,15 @@ class Accumulation:
             parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
         self.close()
 
+    def close_empty(self) -> None:
+        """Undo the beginning of an accumulation if nothing was added up: ``torch.autograd.grad`` adds nothing."""
+        if not self.is_open or self._marks:
+            return
+        for number, earlier in self._earlier.items():
+            self._parameters[number].grad = earlier
+        self._earlier.clear()
+        self.is_open = False
+
     def abandon(self) -> None:
         """Forget a microstep that broke off. Earlier ones count unless the gradients have been cleared."""
         if not self._marks:
@@ -92,7 +116,7 @@ class Accumulation:
 
     def close(self) -> None:
         """Forget everything."""
-        for handle in self._scalers.values():
+        for _, handle in self._scalers.values():
             handle.remove()
         self._scalers.clear()
         self._earlier.clear()

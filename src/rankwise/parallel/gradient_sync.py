@@ -18,6 +18,7 @@ from torch.autograd import Variable
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.accumulation import Accumulation
 from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, InOrder, lane_size, own_gradient, own_part, plan
+from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.opening import open_lanes
 
 if TYPE_CHECKING:
@@ -123,6 +124,9 @@ class GradientSync:
 
         Called by: every forward pass that backward may follow.
         """
+        # None is under way: those whose end was not reached broke off, through whichever model.
+        while _round:
+            _round[-1].abandon()
         if self._in_backward:
             self.abandon()
         first = self.parameters[0]
@@ -246,6 +250,7 @@ class GradientSync:
         """Wait for the sums, divide them, and hand them to the parameters."""
         try:
             if not self._has_gradients:
+                self._accumulation.close_empty()
                 return
             if self.is_accumulating:
                 self._accumulation.add(self._share())
@@ -270,7 +275,7 @@ class GradientSync:
         # Several models that are trained together make one step.
         group.watch.record.step = max(group.watch.record.step, self._num_synced)
         # Lanes that remember what they left out stay.
-        if self._arrived is not None and self._compress is None:
+        if self._arrived is not None and (self._compress is None or isinstance(self._compress, Narrow)):
             self._rebuild_in_arrival_order(group, self._arrived)
         self._arrived = None
 

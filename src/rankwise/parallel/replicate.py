@@ -16,8 +16,9 @@ from rankwise.agreement import same_on_all_ranks
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.parallel.batchnorm import synchronise_batchnorm, unsynchronised_batchnorms
+from rankwise.parallel.buckets import own_part
 from rankwise.parallel.buffers import BufferSync
-from rankwise.parallel.compress.methods import method_of
+from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.gradient_sync import GradientSync
 from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.registrations import count_registrations
@@ -89,8 +90,9 @@ def replicate(
     Raises:
         NotJoined: before :func:`rankwise.join`.
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
-        ConfigurationError: the model is replicated already, or has nothing to train; or :func:`rankwise.mesh` laid
-            ranks out along ``dp_shard`` or ``pp``, whose strategies replicate themselves.
+        ConfigurationError: the model is replicated already, or has nothing to train; ``compress`` is none of these, or
+            is not for models of :func:`rankwise.tensor_parallel`; or :func:`rankwise.mesh` laid ranks out along
+            ``dp_shard`` or ``pp``, whose strategies replicate themselves.
 
     Source: the exact mean is sum_r w_r g_r / sum_r w_r; bucketing as in Li et al., "PyTorch Distributed"
         (VLDB 2020), section 3.2.
@@ -110,6 +112,12 @@ def replicate(
         raise ConfigurationError(
             "The model has no parameter that needs a gradient.",
             do="replicate the model you train; a frozen one needs no ranks",
+        )
+    if isinstance(method, Int8 | TopK) and any(own_part(p) is not p for p in parameters):
+        raise ConfigurationError(
+            f"The layers that tensor_parallel() copies would not stay copies with compress={compress!r}.",
+            evidence="what travels of a gradient depends on those beside it, which differ between ranks along tp",
+            do='pass compress="powersgd", "bf16" or "fp16"',
         )
     if session.axes is not None:
         check_split(model, session.axes, "replicate")

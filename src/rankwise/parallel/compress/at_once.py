@@ -35,7 +35,6 @@ class AtOnceLane:
         self.body = torch.zeros(size.num_elements, dtype=size.dtype, device=size.device)
         self.result = torch.zeros_like(self.body)
         self._memory = Memory(self.body)
-        self._given = self.body
         self._told = torch.zeros(1 + size.num_flags, dtype=torch.float64)
         self._sums = self._told
 
@@ -53,7 +52,7 @@ class AtOnceLane:
     @torch.no_grad()
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Note what is to be sent."""
-        self._given = self._memory.give(self.body, share, weight)
+        self._memory.add_to(self.body, share, weight)
         self._told = torch.ones_like(self._told)
         self._told[0] = weight
         self._told[[1 + flag for flag in absent]] = 0.0
@@ -63,7 +62,7 @@ class AtOnceLane:
         """Send it, and divide the sum."""
         self._sums = self._exchange.all_reduce(self._told, what=f"{self._what}: weights")
         weight = self.total()
-        total, left = self._travel(self._given, weight)
+        total, left = self._travel(self.body, weight)
         self._memory.leave_out(left)
         self.result.copy_(total).mul_(1.0 / weight if weight > 0 else 0.0)
 

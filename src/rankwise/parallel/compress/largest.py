@@ -18,7 +18,7 @@ class Largest:
     def __init__(self, exchange: Exchange, num_elements: int, share: float, what: str) -> None:
         self._exchange = exchange
         self._what = what
-        self._num_sent = max(1, math.ceil(share * num_elements))
+        self._num_sent = math.ceil(share * num_elements)
 
     def __call__(self, given: torch.Tensor, _: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum over ranks, and what this rank has left out."""

@@ -70,7 +70,6 @@ class LowRankLane:
         self.body = torch.zeros(size.num_elements, dtype=size.dtype, device=size.device)
         self.result = torch.zeros_like(self.body)
         self._memory = Memory(self.body)
-        self._given = self.body
         generator = torch.Generator().manual_seed(SEED)
         self._q = [
             torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(self.body)
@@ -89,16 +88,20 @@ class LowRankLane:
     @torch.no_grad()
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Send the first factors."""
-        given = self._given = self._memory.give(self.body, share, weight)
+        with _as_they_are(self.body):
+            self._start(share, weight, absent)
+
+    def _start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+        self._memory.add_to(self.body, share, weight)
         factor = self._first.factor(1.0)
         place = 0
         for (low, rows, columns, rank), q in zip(self._plan.matrices, self._q, strict=True):
-            p = given[low : low + rows * columns].view(rows, columns) @ q
+            p = self.body[low : low + rows * columns].view(rows, columns) @ q
             self._first.body[place : place + rows * rank].copy_(p.view(-1)).mul_(factor)
             place += rows * rank
         for part in self._plan.rest:
             length = part.stop - part.start
-            self._first.body[place : place + length].copy_(given[part]).mul_(factor)
+            self._first.body[place : place + length].copy_(self.body[part]).mul_(factor)
             place += length
         self._weight = weight
         self._first.start(1.0, weight, absent)
@@ -106,6 +109,10 @@ class LowRankLane:
     @torch.no_grad()
     def finish(self) -> None:
         """Send the second factors, and multiply both."""
+        with _as_they_are(self.body):
+            self._finish()
+
+    def _finish(self) -> None:
         self._first.finish()
         sums = self._first.result
         place = 0
@@ -116,18 +123,18 @@ class LowRankLane:
         for part in self._plan.rest:
             length = part.stop - part.start
             self.result[part].copy_(sums[place : place + length])
-            self._given[part].zero_()
+            self.body[part].zero_()
             place += length
         if self._second is not None:
             self._exchange_second(self._second, bases)
-        self._memory.leave_out(self._given)
+        self._memory.leave_out(self.body)
 
     def _exchange_second(self, lane: Lane, bases: Sequence[torch.Tensor]) -> None:
         lane.claim()
         factor = lane.factor(1.0)
         place = 0
         for (low, rows, columns, rank), basis in zip(self._plan.matrices, bases, strict=True):
-            left = self._given[low : low + rows * columns].view(rows, columns)
+            left = self.body[low : low + rows * columns].view(rows, columns)
             q = left.T @ basis
             left.sub_(basis @ q.T)
             lane.body[place : place + columns * rank].copy_(q.view(-1)).mul_(factor)
@@ -138,9 +145,16 @@ class LowRankLane:
         for number, ((low, rows, columns, rank), basis) in enumerate(zip(self._plan.matrices, bases, strict=True)):
             q = lane.result[place : place + columns * rank].view(columns, rank)
             torch.mm(basis, q.T, out=self.result[low : low + rows * columns].view(rows, columns))
-            if bool(q.isfinite().all()) and bool(q.any()):
-                self._q[number] = q.clone()
+            # Only its directions count. As it is, the next P would be of the size of the square of the gradients.
+            q = q / q.abs().amax()
+            if bool(q.isfinite().all()):
+                self._q[number] = q
             place += columns * rank
+
+
+def _as_they_are(tensor: torch.Tensor) -> torch.autocast:
+    """Have products keep their dtype: backward may run under autocast, whose rounding nobody would remember."""
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:

@@ -11,16 +11,14 @@ class Memory:
 
     def __init__(self, like: torch.Tensor) -> None:
         self._left_out = torch.zeros_like(like)
-        self._given = torch.zeros_like(like)
         self._weight = 0.0
 
-    def give(self, body: torch.Tensor, share: float, weight: float) -> torch.Tensor:
-        """Return what this rank is to give: its body, unless its share is 0, and what it has left out before."""
+    def add_to(self, body: torch.Tensor, share: float, weight: float) -> None:
+        """Add what was left out before to what this rank gives: its body, or nothing with share 0."""
         self._weight = weight
-        torch.mul(self._left_out, weight, out=self._given)
-        if share != 0.0:
-            self._given.add_(body)
-        return self._given
+        if share == 0.0:
+            body.zero_()
+        body.add_(self._left_out, alpha=weight)
 
     def leave_out(self, left: torch.Tensor) -> None:
         """Note what of that has not been sent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from rankwise.exchange.protocol import words_of_lanes
@@ -44,6 +45,13 @@ def open_lanes(
     """
     if method is None:
         return exchange.lanes(sizes, what)
+    is_real = [size.dtype.is_floating_point for size in sizes]
+    if not all(is_real):
+        # Complex numbers travel as they are.
+        whole = iter(exchange.lanes(list(compress(sizes, [not real for real in is_real])), what))
+        rest, shapes_of_rest = list(compress(sizes, is_real)), list(compress(shapes, is_real))
+        smaller = iter(open_lanes(method, exchange, rest, shapes_of_rest, what) if rest else ())
+        return [next(smaller if real else whole) for real in is_real]
     words = f"{what} by {method}"
     if isinstance(method, Narrow):
         return _narrow(method, exchange, sizes, words)

@@ -44,7 +44,7 @@ class Quantised:
         total = _unpack(taken, given.dtype).view(ranks, self._num_blocks, BLOCK).sum(0)
         if self._memory is None:
             self._memory = Memory(total)
-        total = self._memory.give(total, 1.0, weight)
+        self._memory.add_to(total, 1.0, weight)
         packed, own = _pack(total)
         self._memory.leave_out(total - own)
         sums = self._exchange.all_gather(packed, what=f"{self._what}: sums")
