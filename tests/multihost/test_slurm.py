@@ -87,8 +87,10 @@ def test_mpirun_within_sbatch_trains_to_the_one_rank_result(
 
 
 def test_two_agents_on_a_machine_are_one_too_many(slurm: Slurm) -> None:
-    # With labels, srun hands on whole lines.
-    ran = slurm.run(*SRUN, "--label", sys.executable, "-m", "rankwise", "run", "-n", "1", str(TRAINING))
+    # With labels, srun hands on whole lines. Each task ends by itself: one that srun ended would have another code.
+    ran = slurm.run(
+        *SRUN, "--kill-on-bad-exit=0", "--label", sys.executable, "-m", "rankwise", "run", "-n", "1", str(TRAINING)
+    )
     assert ran.exit_code == 2
     assert "srun --ntasks-per-node=1 rankwise run -n RANKS_PER_NODE train.py" in ran.stderr
 
