@@ -7,43 +7,35 @@ and travel when ranks wait: in ``synchronize``, in any call that is not ``_async
 
 from rankwise.compat.horovod import elastic
 from rankwise.compat.horovod.alias import provide
+from rankwise.compat.horovod.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
 from rankwise.compat.horovod.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 from rankwise.compat.horovod.errors import HorovodInternalError, NotOffered
+from rankwise.compat.horovod.exchanging import alltoall, alltoall_async
+from rankwise.compat.horovod.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from rankwise.compat.horovod.objects import allgather_object, broadcast_object
-from rankwise.compat.horovod.ops import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
-)
 from rankwise.compat.horovod.optimizer import DistributedOptimizer
 from rankwise.compat.horovod.parameters import broadcast_optimizer_state, broadcast_parameters
 from rankwise.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from rankwise.compat.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
+from rankwise.compat.horovod.reducing import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from rankwise.compat.horovod.scattering import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from rankwise.compat.horovod.sparse import sparse_allreduce_async
 from rankwise.compat.horovod.sync_batch_norm import SyncBatchNorm
+from rankwise.compat.horovod.waiting import barrier, join, poll, synchronize
 from rankwise.compat.horovod.world import (
     ccl_built,
     cross_rank,

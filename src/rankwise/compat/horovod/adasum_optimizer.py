@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.compat.horovod.ops import allreduce_async_, synchronize
 from rankwise.compat.horovod.passes import GradientOrderError, Passes
 from rankwise.compat.horovod.reduce_ops import Adasum
+from rankwise.compat.horovod.reducing import allreduce_async_
+from rankwise.compat.horovod.waiting import synchronize
 from rankwise.compat.horovod.wrapping import WrappedOptimizer
 
 if TYPE_CHECKING:

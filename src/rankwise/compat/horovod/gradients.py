@@ -17,9 +17,11 @@ from rankwise.collectives import exchange_of, gather_json
 from rankwise.compat.horovod import queue
 from rankwise.compat.horovod.compression import Compression
 from rankwise.compat.horovod.gradient_lanes import GradientLanes
-from rankwise.compat.horovod.ops import allreduce_async_, sparse_allreduce_async, synchronize
 from rankwise.compat.horovod.passes import Passes
 from rankwise.compat.horovod.reduce_ops import Average, Sum
+from rankwise.compat.horovod.reducing import allreduce_async_
+from rankwise.compat.horovod.sparse import sparse_allreduce_async
+from rankwise.compat.horovod.waiting import synchronize
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from rankwise.compat.horovod.ops import allgather, broadcast
+from rankwise.compat.horovod.broadcasting import broadcast
+from rankwise.compat.horovod.gathering import allgather
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
 from rankwise.compat.horovod.world import rank
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.compat.horovod.broadcasting import broadcast_async_
 from rankwise.compat.horovod.objects import broadcast_object
-from rankwise.compat.horovod.ops import broadcast_async_, synchronize
+from rankwise.compat.horovod.waiting import synchronize
 from rankwise.compat.horovod.world import rank
 from rankwise.compat.horovod.wrapping import WrappedOptimizer
 from rankwise.errors import ConfigurationError

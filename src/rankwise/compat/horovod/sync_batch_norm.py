@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rankwise.compat.horovod.ops import allgather, allreduce
+from rankwise.compat.horovod.gathering import allgather
 from rankwise.compat.horovod.reduce_ops import Sum
+from rankwise.compat.horovod.reducing import allreduce
 from rankwise.compat.horovod.world import size
 from rankwise.parallel import global_statistics
 
