@@ -21,6 +21,8 @@ $(READY): requirements/dev.lock pyproject.toml
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements/dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	# Where Python may not write its bytecode (PYTHONDONTWRITEBYTECODE), every process that starts would compile anew.
+	@$(BIN)/python -m compileall -q src
 	@touch $@
 
 demo: setup  ## train on one rank and on two, and compare

@@ -36,9 +36,12 @@ if TYPE_CHECKING:
     from rankwise.log import log
     from rankwise.parallel.compress.methods import PowerSGD, TopK
     from rankwise.parallel.device_mesh import mesh
+    from rankwise.parallel.local_sgd.calls import local_sgd
+    from rankwise.parallel.local_sgd.outer import DiLoCo
     from rankwise.parallel.pipeline.calls import pipeline
     from rankwise.parallel.place.calls import place, placement
     from rankwise.parallel.replicate import replicate
+    from rankwise.parallel.server.calls import parameter_server
     from rankwise.parallel.shard.calls import shard
     from rankwise.parallel.tensor.calls import tensor_parallel
     from rankwise.parallel.threads import data_parallel
@@ -53,6 +56,7 @@ __version__ = VERSION
 _ROOM_OF = {
     "Checkpointer": "checkpoint.checkpointer",
     "DataLoader": "data.loader",
+    "DiLoCo": "parallel.local_sgd.outer",
     "PowerSGD": "parallel.compress.methods",
     "ShardedSampler": "data.sampler",
     "TopK": "parallel.compress.methods",
@@ -72,10 +76,12 @@ _ROOM_OF = {
     "leave": "process_group",
     "load": "checkpoint.load",
     "load_weights": "checkpoint.import_weights",
+    "local_sgd": "parallel.local_sgd.calls",
     "log": "log",
     "mesh": "parallel.device_mesh",
     "new_group": "collectives",
     "no_sync": "parallel.trained",
+    "parameter_server": "parallel.server.calls",
     "pipeline": "parallel.pipeline.calls",
     "place": "parallel.place.calls",
     "placement": "parallel.place.calls",
@@ -97,6 +103,7 @@ _ROOM_OF = {
 __all__ = [
     "Checkpointer",
     "DataLoader",
+    "DiLoCo",
     "PowerSGD",
     "ShardedSampler",
     "TopK",
@@ -116,10 +123,12 @@ __all__ = [
     "leave",
     "load",
     "load_weights",
+    "local_sgd",
     "log",
     "mesh",
     "new_group",
     "no_sync",
+    "parameter_server",
     "pipeline",
     "place",
     "placement",

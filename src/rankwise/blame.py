@@ -34,6 +34,19 @@ LONGEST_LINE = 160
 LONGEST_WORDS = 2000
 
 
+def of_event(world: World, event: Event) -> RankwiseError:
+    """Return the error that an event of the log is to a rank that hears of it."""
+    match event["kind"]:
+        case "failed":
+            return peer_failed(world, event)
+        case "verdict":
+            return verdict(world, event)
+        case "broken":
+            return connection_broke(world, event)
+        case _:
+            return peer_ended(world, event)
+
+
 def peer_failed(world: World, event: Event) -> PeerFailed:
     """Return the error for the ranks that only hear of a failure."""
     host = event.get("hostname") or None
@@ -182,9 +195,23 @@ def store_lost(world: World) -> PeerMissing:
     )
 
 
+def is_of_a_connection(error: BaseException) -> bool:
+    """Return whether these are torch's words for a rank that cannot be reached."""
+    words = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in words
+        for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
+    )
+
+
 def missing_ranks(answers: Answers, sequence: int, members: Sequence[int]) -> list[int]:
     """Return the ranks that have not come to the collective of this number in its channel."""
     return [rank for rank in members if rank not in answers or answers[rank].get("count", sequence - 1) < sequence]
+
+
+def unheard(answers: Answers, ranks: Iterable[int]) -> list[int]:
+    """Return those of ``ranks`` that have not answered themselves, whatever others see of them."""
+    return [rank for rank in ranks if "count" not in answers.get(rank, {})]
 
 
 def first_difference(answers: Answers) -> int | None:

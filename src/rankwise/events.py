@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
     from rankwise.store import Store
 
+EXPENDABLE_KEY = "rankwise/expendable"
+"""Where the launcher, which does not follow the log, finds the ranks that may go: a list of numbers, as JSON."""
+LOOK_SECONDS = 10.0
+"""How long a key that is there may take to come."""
 _KEY = "rankwise/events/{}"
 
 
@@ -84,3 +88,25 @@ def post_stop(store: Store, *, reason: str, rank: int | None = None) -> None:
         rank: who asks, where it is a rank.
     """
     post(store, {"kind": "stop", "rank": rank, "reason": reason})
+
+
+def post_expendable(store: Store, ranks: Sequence[int]) -> None:
+    """Declare that the job goes on without these ranks, should they fail. Called by: any rank, or several alike.
+
+    From then on the failure of one is not everyone's error: a collective that it never came to raises it, and nothing
+    else does. What failed before is everyone's error. All of them together cannot be gone on without. A
+    rank that serves the store itself, as rank 0 does where no launcher of ours serves it, cannot be gone on without.
+
+    Args:
+        store: any connection to the job's store.
+        ranks: their numbers; those of an earlier call stay expendable.
+    """
+    declared = set[int]()
+    if store.check(EXPENDABLE_KEY):
+        declared.update(json.loads(store.get(EXPENDABLE_KEY, LOOK_SECONDS)))
+    if declared.issuperset(ranks):
+        return
+    wanted = sorted(declared.union(ranks))
+    # The event first: whoever dies in between ends the job, in the ranks' eyes or in the launcher's.
+    post(store, {"kind": "expendable", "rank": None, "ranks": wanted})
+    store.set(EXPENDABLE_KEY, json.dumps(wanted))

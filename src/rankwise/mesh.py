@@ -13,9 +13,9 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
+NAMES = ("islands", "pp", "dp_replicate", "dp_shard", "tp")
 """Outermost first: ranks that differ in the last one only are neighbours, and talk to each other most."""
-DATA_AXES = ("dp_replicate", "dp_shard")
+DATA_AXES = ("islands", "dp_replicate", "dp_shard")
 """Ranks that differ in one of these see different samples; all others see the same."""
 
 
@@ -23,6 +23,8 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 class Axes:
     """How many ranks lie along each axis. Their product is the world size."""
 
+    islands: int = 1
+    """Groups of ranks that train on their own, and are averaged seldom; each has its part of the batch."""
     pp: int = 1
     """Stages of a pipeline: each rank holds some of the layers."""
     dp_replicate: int = 1
@@ -44,6 +46,11 @@ class Axes:
     @property
     def data_world_size(self) -> int:
         """How many parts a global batch is split into."""
+        return self.islands * self.data_ranks_per_island
+
+    @property
+    def data_ranks_per_island(self) -> int:
+        """How many parts of a global batch go to each island."""
         return self.dp_replicate * self.dp_shard
 
     def size(self, name: str) -> int:
@@ -56,7 +63,10 @@ class Axes:
 
     def data_rank(self, rank: int) -> int:
         """Return which part of a global batch a rank takes, from 0 to ``data_world_size - 1``."""
-        return self.coordinate(rank, "dp_replicate") * self.dp_shard + self.coordinate(rank, "dp_shard")
+        part = 0
+        for name in DATA_AXES:
+            part = part * self.size(name) + self.coordinate(rank, name)
+        return part
 
     def groups_along(self, *names: str) -> list[list[int]]:
         """Return the ranks in groups that differ along these axes only, in rank order."""
@@ -72,7 +82,7 @@ class Axes:
         return next(group for group in self.groups_along(*names) if rank in group)
 
     def _sizes(self) -> tuple[int, ...]:
-        return (self.pp, self.dp_replicate, self.dp_shard, self.tp)
+        return (self.islands, self.pp, self.dp_replicate, self.dp_shard, self.tp)
 
     def _coordinates(self, rank: int) -> tuple[int, ...]:
         found: list[int] = []

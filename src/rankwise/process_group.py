@@ -210,7 +210,7 @@ def _close(session: Session, *, failed: bool) -> None:
 def _close_groups(session: Session, *, failed: bool) -> None:
     if not dist.is_initialized():
         return
-    if failed or (session.watch is not None and session.watch.error is not None):
+    if failed or (session.watch is not None and (session.watch.error is not None or session.watch.has_lost_ranks)):
         _keep_groups_forever()
     else:
         dist.destroy_process_group()

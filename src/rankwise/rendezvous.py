@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from rankwise.environments import Reading
     from rankwise.network import Route
     from rankwise.store import Store
+    from rankwise.world import World
 
+LOOPBACK = "127.0.0.1"
 EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 - where others come from is not known
 EXPLICIT = "explicit"
 """The source of a reading whose address every rank was given alike."""
@@ -244,6 +246,13 @@ def exchange_places(store: Store, reading: Reading, timeout_seconds: float) -> l
 def place_of(store: Store, rank: int) -> Place:
     """Return where a rank of a world that has been joined is."""
     return Place(**json.loads(store.get(_place_key(rank), LINGER_SECONDS)))
+
+
+def address_on_job(store: Store, world: World) -> str:
+    """Return the address that other ranks reach this one at: of its machine's way to the store, as join found it."""
+    if world.num_nodes == 1:
+        return LOOPBACK
+    return place_of(store, world.rank).address or EVERY_INTERFACE
 
 
 def _place_key(rank: int) -> str:

@@ -7,19 +7,34 @@ A value, set by ``process_group`` only and read by everyone above. Opens and clo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rankwise.errors import NotJoined
 from rankwise.stopping import Stopping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rankwise.exchange.protocol import Exchange
     from rankwise.mesh import Axes
     from rankwise.store import Store
     from rankwise.watch import Watch
     from rankwise.world import World
+
+
+class Loop(Protocol):
+    """What this rank does around a loop over a loader."""
+
+    is_server: bool
+    """Whether it takes no samples, and serves those who do."""
+
+    def serve(self) -> None:
+        """Return when all ranks that take samples have come to the end of the loop."""
+        ...
+
+    def finish(self) -> None:
+        """Note that this rank has come to the end of the loop."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -40,9 +55,15 @@ class Session:
     """The exchanges of some of the ranks: along some of the axes, or of a group."""
     data_parts: str | None = None
     """What has divided samples among the ranks already, while these were not laid out along axes."""
+    data_ranks: Sequence[int] | None = None
+    """The ranks that take samples, where not all do."""
+    loop: Loop | None = None
+    """What is done around a loop over a loader, where that is not the same on all ranks."""
     open_group: Callable[[], None] = lambda: None
     """Open torch's group where there is none yet: a world of one opens it for what cannot do without."""
     leaving: list[Callable[[], None]] = field(default_factory=list)
+    saving: list[Callable[[], None]] = field(default_factory=list)
+    """Called on every rank before state is saved: what makes it one state."""
     on_close: Callable[[], None] = lambda: None
     """Called last, however the process leaves the world."""
 
@@ -52,6 +73,10 @@ class Session:
         Args:
             divider: who asks, in words, for the error when ranks are laid out afterwards.
         """
+        if self.data_ranks is not None:
+            # Those that take none have a loader of the same length, which yields nothing.
+            ranks = list(self.data_ranks)
+            return ranks.index(self.world.rank) if self.world.rank in ranks else 0, len(ranks)
         if self.axes is None:
             self.data_parts = divider
             return self.world.rank, self.world.world_size
@@ -60,6 +85,15 @@ class Session:
     def on_leave(self, action: Callable[[], None]) -> None:
         """Have ``action`` called, last one first, when the process leaves the world without an error."""
         self.leaving.append(action)
+
+    def before_save(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called, on every rank, before each save: what it changes is then in it."""
+        self.saving.append(action)
+
+    def prepare_save(self) -> None:
+        """Call what was to be called before a save. Called by: every rank."""
+        for action in self.saving:
+            action()
 
 
 _open: list[Session] = []

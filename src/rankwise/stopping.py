@@ -94,6 +94,9 @@ class Stopping:
         self._has_said = False
         self._last: int | None = None
         self._someone_left = False
+        self._is_passive = False
+        self._stops_alone = False
+        self._lost: set[int] = set()
         self._saves: dict[str, _Save] = {}
         self._mid_step: list[WeakMethod[Callable[[], bool]]] = []
 
@@ -109,9 +112,14 @@ class Stopping:
         return self._told is not None
 
     @property
+    def is_asked(self) -> bool:
+        """Whether all ranks know by now that the job was asked to stop."""
+        return self._reason is not None
+
+    @property
     def will_notice(self) -> bool:
         """Whether the script has shown, so far, that it comes to boundaries."""
-        return self._is_asked_by_hand or bool(self._saves)
+        return self._is_asked_by_hand or self._is_passive or bool(self._saves)
 
     # -- what the rooms above tell -----------------------------------------------------------------
 
@@ -142,6 +150,17 @@ class Stopping:
     def unless(self, is_mid_step: WeakMethod[Callable[[], bool]]) -> None:
         """Let no boundary count where ``is_mid_step`` returns true, as it does on every rank or on none."""
         self._mid_step.append(is_mid_step)
+
+    def be_passive(self) -> None:
+        """Declare that this rank takes no steps: it passes no boundary, and the others do not count on it.
+
+        Once :attr:`is_asked`, it ends when those who take steps have left.
+        """
+        self._is_passive = True
+
+    def stop_alone(self) -> None:
+        """Have this rank stop at its own next boundary: where each steps at its own pace, no boundary is everyone's."""
+        self._stops_alone = True
 
     def close(self) -> None:
         """Let go of all that was saved with, and of the store. Called when the world is left."""
@@ -192,6 +211,8 @@ class Stopping:
             self._tell_all(self._told)
         with self._changed:
             self._passed += 1
+            if self._stops_alone:
+                return self._reason is not None
             if self._reason is None:
                 return False
             self._wait_for_agreement()
@@ -227,7 +248,8 @@ class Stopping:
 
     def _missing(self) -> PeerMissing:
         store = self._store
-        ranks = [rank for rank in range(self._world_size) if store is not None and not store.check(_count_of(rank))]
+        awaited = set(range(self._world_size)) - self._lost
+        ranks = [rank for rank in sorted(awaited) if store is not None and not store.check(_count_of(rank))]
         return PeerMissing(
             f"Stopping waited {self._timeout_seconds:.0f} s in vain. Missing: {fold_ranks(ranks)}.",
             ranks=ranks,
@@ -263,8 +285,30 @@ class Stopping:
         if not self.will_notice:
             say_nothing_to_save()
         store.set(_count_of(self._rank), str(passed))
-        if store.add("rankwise/stop/counted", 1) == self._world_size:
-            counts = [int(store.get(_count_of(rank), self._timeout_seconds)) for rank in range(self._world_size)]
+        self._agree_if_counted(store, 1, next_event)
+
+    def lose(self, store: Store, rank: int, next_event: int) -> None:
+        """Take in that the job goes on without ``rank``: its count is not waited for. Else as :meth:`read`."""
+        self._lost.add(rank)
+        if self._reason is not None and self._last is None:
+            self._agree_if_counted(store, 0, next_event)
+
+    def _agree_if_counted(self, store: Store, number: int, next_event: int) -> None:
+        """Say where all can stop, once every rank that is there has said how far it is.
+
+        Args:
+            store: the thread's own connection.
+            number: of counts that this rank adds.
+            next_event: as for :meth:`read`.
+        """
+        present = sorted(set(range(self._world_size)) - self._lost)
+        if store.add("rankwise/stop/counted", number) < len(present):
+            return
+        # A rank that is lost may be among those who counted.
+        if self._lost and not all(store.check(_count_of(rank)) for rank in present):
+            return
+        if store.add("rankwise/stop/agreed", 1) == 1:
+            counts = [int(store.get(_count_of(rank), self._timeout_seconds)) for rank in present]
             post(store, {"kind": "stop_at", "rank": self._rank, "boundary": max(counts) + 1}, next_event)
 
 

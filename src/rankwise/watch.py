@@ -22,7 +22,7 @@ from rankwise.stopping import Stopping
 from rankwise.store import StoreLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import torch
 
@@ -73,6 +73,7 @@ class Watch:
         self._world = world
         self._store = store.clone()
         self._departed: dict[int, dict[str, Any]] = {}
+        self._expendable: set[int] = set()
         self._changed = threading.Condition()
         self._waiting: Ticket | None = None
         self._is_checking = False
@@ -117,7 +118,9 @@ class Watch:
             while not is_done(SLICE_SECONDS):
                 waited = time.monotonic() - start
                 if waited > 1.0 or self.error is not None:
-                    self._raise_if_pointless(ticket)
+                    pointless = self._why_pointless(ticket)
+                    if pointless is not None:
+                        raise pointless
                 if waited > self.timeout_seconds:
                     self._post_verdict(ticket, waited)
                 elif waited > notice:
@@ -141,11 +144,24 @@ class Watch:
         Args:
             error: what this rank is about to end with; perhaps of a collective that torch waited for itself.
         """
-        if isinstance(error, RankwiseError) or not _is_of_a_connection(error):
+        if isinstance(error, RankwiseError) or not blame.is_of_a_connection(error):
             return None
         with self._changed:
             self._changed.wait_for(lambda: self.error is not None, EXPLANATION_SECONDS)
-        return self.error
+            return self.error or next(map(self._error_of, self._lost()), None)
+
+    def departed(self, rank: int) -> bool:
+        """Return whether ``rank`` has left, or has failed and may be gone on without."""
+        return rank in self._departed
+
+    def loss_of(self, rank: int) -> RankwiseError | None:
+        """Return what the failure of ``rank`` is told by, where the job goes on without it."""
+        return self._error_of(rank) if rank in self._lost() else None
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether the job goes on without ranks that have failed: what they never came to may be under way still."""
+        return bool(self._lost())
 
     def leave(self, *, wait_for_peers: bool) -> None:
         """Say that this rank is done, and stop the thread.
@@ -175,15 +191,24 @@ class Watch:
 
     def _end(self, limit_seconds: float) -> None:
         """Wait for the others to go, then have the thread read its own end."""
-        if limit_seconds:
+        deadline = time.monotonic() + limit_seconds
+        silent_ranks: set[int] = set()
+        while (left := deadline - time.monotonic()) > 0 and (others := self._still_there() - silent_ranks):
+            may_go = others <= self._expendable
             with self._changed:
-                self._changed.wait_for(lambda: self._gone() >= self._world.world_size - 1, limit_seconds)
+                has_changed = self._changed.wait_for(
+                    lambda now=others: self._still_there() - silent_ranks != now,
+                    min(left, END_SECONDS) if may_go else left,
+                )
+            if may_go and not has_changed:
+                # Of a rank that may go, perhaps nobody has said that it went.
+                silent_ranks.update(blame.unheard(self._roll_call(without=silent_ranks), others))
         post(self._store, {"kind": "end", "rank": self._world.rank}, self._next_event)
         # A thread inside torch while the interpreter ends would abort the process.
         self._thread.join(END_SECONDS)
 
-    def _gone(self) -> int:
-        return len(self._departed.keys() - {self._world.rank})
+    def _still_there(self) -> set[int]:
+        return set(range(self.world_size)) - self._departed.keys() - {self._world.rank}
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -209,8 +234,10 @@ class Watch:
         self.stopping.read(store, event, self._next_event)
         if kind == "failed":
             self._departed.setdefault(rank, event)
-            if rank != self._world.rank and self.error is None:
-                self.error = blame.peer_failed(self._world, event)
+            if rank != self._world.rank:
+                self._take_loss(store, event, [rank])
+        elif kind == "expendable":
+            self._expendable.update(event["ranks"])
         elif kind == "left":
             self._departed.setdefault(rank, event)
         elif kind == "end":
@@ -218,19 +245,35 @@ class Watch:
         elif kind == "roll_call":
             situation = self.record.situation(self._waiting, self._main_thread_id, event)
             roll_call.answer(store, event, self._world.rank, {"host": self.hostname, **situation})
-        elif kind == "verdict" and self.error is None:
-            self.error = blame.verdict(self._world, event)
-        elif kind == "broken" and self.error is None:
-            self.error = blame.connection_broke(self._world, event)
-        elif kind == "ended" and self.error is None:
-            self.error = blame.peer_ended(self._world, event)
+        elif kind in {"verdict", "broken", "ended"}:
+            gone = [] if event.get("have_left") else event.get("gone", [])
+            self._take_loss(store, event, [rank] if kind == "ended" else gone)
         return False
+
+    def _take_loss(self, store: Store, event: dict[str, Any], ranks: Sequence[int]) -> None:
+        """Note that ranks are gone: everyone's error, unless they may go and not all that may go have failed."""
+        others = self._expendable.difference(self._lost(), ranks)
+        if ranks and others and self._expendable.issuperset(ranks):
+            for rank in set(ranks) - {self._world.rank}:
+                self._departed.setdefault(rank, event)
+                self.stopping.lose(store, rank, self._next_event)
+        elif self.error is None:
+            self.error = blame.of_event(self._world, event)
+
+    def _lost(self) -> list[int]:
+        """Return the ranks that have failed, and that the job goes on without."""
+        departed = list(self._departed.items())
+        return [rank for rank, event in departed if rank in self._expendable and event["kind"] != "left"]
+
+    def _error_of(self, rank: int) -> RankwiseError:
+        return blame.of_event(self._world, self._departed[rank])
 
     # -- who is missing ----------------------------------------------------------------------------
 
-    def _raise_if_pointless(self, ticket: Ticket) -> None:
+    def _why_pointless(self, ticket: Ticket) -> RankwiseError | None:
+        """Return what is to be raised where a wait cannot end, as far as that is known."""
         if self.error is not None:
-            raise self.error
+            return self.error
         for rank, event in list(self._departed.items()):
             if rank == self._world.rank or not self.record.is_member(rank, ticket.channel):
                 continue
@@ -238,14 +281,24 @@ class Watch:
                 continue
             if event["kind"] == "left":
                 self.error = blame.peer_left(self._world, ticket.words, ticket.number, event)
-                raise self.error
+                return self.error
+            # Of no collective it is not known whether this rank has to do with it.
+            if rank in self._expendable and ticket.sequence:
+                # Not of this rank's whole job: groups without that rank go on.
+                return self._error_of(rank)
+        return None
 
-    def _roll_call(self, channel: int = 0, sequence: int = 0) -> blame.Answers:
+    def _roll_call(self, channel: int = 0, sequence: int = 0, *, without: Collection[int] = ()) -> blame.Answers:
         """Ask every rank what it is doing, and look at those of this host that do not answer."""
         world = self._world
         asked = {"channel": channel, "sequence": sequence, "stacks": "missing"}
         answers = roll_call.call(
-            self._store, rank=world.rank, world_size=world.world_size, asked=asked, first=self._next_event
+            self._store,
+            rank=world.rank,
+            world_size=world.world_size,
+            asked=asked,
+            awaited=set(range(world.world_size)).difference(self._lost(), without),
+            first=self._next_event,
         )
         silent_ranks = sorted(set(range(world.world_size)) - set(answers))
         seen = roll_call.look_at(self._store, silent_ranks)
@@ -291,10 +344,11 @@ class Watch:
         """Say for all ranks which process is gone, unless it or its launcher has said why."""
         with self._changed:
             self._changed.wait_for(lambda: self.error is not None or ended.rank in self._departed, EXPLANATION_SECONDS)
-        with contextlib.suppress(RankwiseError):
-            self._raise_if_pointless(ticket)
-        if self.error is not None:
-            return self.error
+            pointless = self._why_pointless(ticket)
+            if pointless is not None:
+                return pointless
+            if ended.rank in self._lost():
+                return self._error_of(ended.rank)
         if ended.rank in self._departed:
             event = blame.broken(
                 self._world, ticket.words, gone=[ended.rank], table="", departed=self._departed, reason=str(ended)
@@ -308,30 +362,29 @@ class Watch:
     def _explain(self, ticket: Ticket, error: RuntimeError) -> RankwiseError:
         """Find out which rank a broken connection stands for."""
         with self._changed:
-            self._changed.wait_for(lambda: self.error is not None or self._departed, EXPLANATION_SECONDS)
-        with contextlib.suppress(RankwiseError):
-            self._raise_if_pointless(ticket)
+            self._changed.wait_for(
+                lambda: self._why_pointless(ticket) or self._departed.keys() - self._lost(), EXPLANATION_SECONDS
+            )
+            pointless = self._why_pointless(ticket)
+        if pointless is not None:
+            return pointless
         with contextlib.suppress(StoreLost):
-            if self.error is None:
-                answers = self._roll_call()
-                gone = [r for r in range(self._world.world_size) if "count" not in answers.get(r, {})]
-                table = blame.table(answers, self._world.world_size)
-                event = blame.broken(
-                    self._world, ticket.words, gone=gone, table=table, departed=self._departed, reason=str(error)
+            answers = self._roll_call()
+            gone = blame.unheard(answers, sorted(set(range(self._world.world_size)).difference(self._lost())))
+            table = blame.table(answers, self._world.world_size)
+            event = blame.broken(
+                self._world, ticket.words, gone=gone, table=table, departed=self._departed, reason=str(error)
+            )
+            # Others may wait for this rank only, and would name it instead.
+            post(self._store, event, self._next_event)
+            with self._changed:
+                # It comes back to this rank too: as its error, or as ranks that it goes on without.
+                self._changed.wait_for(
+                    lambda: self.error is not None or (gone and not set(gone).difference(self._lost())),
+                    EXPLANATION_SECONDS,
                 )
-                # Others may wait for this rank only, and would name it instead.
-                post(self._store, event, self._next_event)
-                self.error = blame.connection_broke(self._world, event)
+                return self.error or blame.connection_broke(self._world, event)
         return self.error or blame.store_lost(self._world)
-
-
-def _is_of_a_connection(error: BaseException) -> bool:
-    """Return whether these are torch's words for a rank that cannot be reached."""
-    words = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in words
-        for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
-    )
 
 
 def _has_come(counts: Sequence[int], ticket: Ticket) -> bool:

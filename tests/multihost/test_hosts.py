@@ -8,9 +8,14 @@ import os
 import select
 import subprocess
 import sys
+import time
+from typing import TYPE_CHECKING
 
 import pytest
 from hosts import HOSTS_FILES, NAMESPACES, PORT, SHARED_MEMORY, Hosts, HostsError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 READ_WHERE_I_AM = """
 import json, os, pathlib, socket
@@ -38,6 +43,46 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.zeros(250_000))
 dist.destroy_process_group()
+"""
+NUM_BYTES = 8 * 2**20
+CARD = "/sys/class/net/eth0"
+# Each byte comes back; what is more than one byte at a time is only read, until the other side has no more.
+ECHO = f"""
+import socket, threading
+def serve(connection):
+    while got := connection.recv(1 << 20):
+        if len(got) == 1:
+            connection.sendall(got)
+    connection.sendall(b"all")
+with socket.create_server(("", {PORT})) as server:
+    print("ready", flush=True)
+    while True:
+        threading.Thread(target=serve, args=server.accept()[:1], daemon=True).start()
+"""
+ASK = f"""
+import socket, sys, time
+with socket.create_connection(("host0", {PORT})) as connection:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    started = time.monotonic()
+    connection.sendall(b"1")
+    connection.recv(1)
+    print(time.monotonic() - started, flush=True)
+    open(sys.argv[1]).read()
+    connection.sendall(b"2")
+    connection.settimeout(0.3)
+    try:
+        print(connection.recv(1), flush=True)
+    except TimeoutError:
+        print("silence", flush=True)
+    connection.settimeout(None)
+    print(connection.recv(1), flush=True)
+"""
+SEND = f"""
+import socket
+with socket.create_connection(("host0", {PORT})) as connection:
+    connection.sendall(bytes({NUM_BYTES}))
+    connection.shutdown(socket.SHUT_WR)
+    connection.recv(3)
 """
 
 
@@ -82,7 +127,7 @@ def test_two_rigs_at_a_time_do_not_meet(hosts: Hosts) -> None:
 
 
 def test_a_cut_link_carries_nothing_until_it_is_restored(hosts: Hosts) -> None:
-    carrier = ("cat", "/sys/class/net/eth0/carrier")
+    carrier = ("cat", f"{CARD}/carrier")
     hosts.link(1, up=False)
     assert [output_of(hosts, index, *carrier) for index in (0, 1)] == ["1", "0"]
     hosts.link(1, up=True)
@@ -97,6 +142,35 @@ def test_a_bandwidth_holds_packets_back() -> None:
             (limit,) = json.loads(output_of(hosts, index, "tc", "-s", "-j", "qdisc", "show", "dev", "eth0"))
             assert limit["kind"] == "tbf"
             assert limit["overlimits"] > 0
+
+
+def test_packets_of_a_slow_network_take_their_time_and_wait_for_a_cut_link_to_heal(tmp_path: Path) -> None:
+    delay_seconds, mbit, cut_now = 0.03, 100, tmp_path / "cut now"
+    os.mkfifo(cut_now)
+    with Hosts(3, mbit=mbit, delay_seconds=delay_seconds) as hosts:
+        assert len(traces(hosts)) == 10, "a process is the switch, and leaves no more than the other one"
+        server = hosts.start(0, [sys.executable, "-c", ECHO], stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        client = hosts.start(1, [sys.executable, "-c", ASK, str(cut_now)], stdout=subprocess.PIPE)
+        assert client.stdout is not None
+        assert float(client.stdout.readline()) >= 2 * delay_seconds
+        carrier, received = ("cat", f"{CARD}/carrier"), ("cat", f"{CARD}/statistics/rx_packets")
+        hosts.link(0, up=False)
+        assert [output_of(hosts, index, *carrier) for index in range(3)] == ["0", "1", "1"]
+        before = output_of(hosts, 0, *received)
+        cut_now.write_text("")
+        assert client.stdout.readline() == "silence\n"
+        assert output_of(hosts, 0, *received) == before
+        hosts.link(0, up=True)
+        assert client.stdout.readline() == "b'2'\n", "the connection has lived on"
+        started = time.monotonic()
+        senders = [hosts.start(index, [sys.executable, "-c", SEND]) for index in (1, 2)]
+        assert [sender.wait() for sender in senders] == [0, 0]
+        assert time.monotonic() - started >= 2 * NUM_BYTES * 8 / (mbit * 1e6), (
+            "what two hosts send to one is one link's"
+        )
+    assert traces(hosts) == []
 
 
 def test_ranks_are_numbered_host_by_host_and_say_how_they_end(hosts: Hosts) -> None:
@@ -138,8 +212,10 @@ def test_nothing_is_left_of_hosts_half_made() -> None:
     assert traces(hosts) == []
 
 
-def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("hosts.TUN", tmp_path / "tun")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(HostsError, match=r"Missing: root.*, ip \(Debian's iproute2\), tc \(.*\)\.$"), Hosts(2):
+    said = r"Missing: root.*, ip \(Debian's iproute2\), tc \(.*\), .*tun \(modprobe tun\)\.$"
+    with pytest.raises(HostsError, match=said), Hosts(2, delay_seconds=1):
         pass

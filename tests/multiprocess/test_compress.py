@@ -13,7 +13,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.buckets import own_part
-from rankwise.parallel.compress.low_rank import Plan
+from rankwise.parallel.compress.low_rank import Plan, basis_of, orthonormaliser
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks
@@ -48,21 +48,28 @@ def _step(model: Linear, gradients: list[torch.Tensor], num_samples: int) -> Non
         model(gradients).backward()
     with torch.no_grad():
         for part in model.parts:
-            assert part.grad is not None
-            part.add_(part.grad)
+            assert (part.grad is not None) == part.requires_grad
+            if part.grad is not None:
+                part.add_(part.grad)
             part.grad = None
 
 
 def _drain(world: World, method: Method | str) -> None:
     """Random steps with unequal weights, then steps that give nothing but what is remembered."""
-    model = rw.replicate(Linear(), compress=method)
+    linear = Linear()
+    linear.parts[3].requires_grad_(requires_grad=False)
+    model = rw.replicate(linear, compress=method)
     total = sum(range(1, world.world_size + 1))
     expected = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for step in range(4):
+        if step == 2:
+            # The buckets are laid out anew, and go on with what was left out before.
+            model.parts[3].requires_grad_(requires_grad=True)
         _step(model, _gradients(10 * step + world.rank), num_samples=world.rank + 1)
         for rank in range(world.world_size):
-            for mean, gradient in zip(expected, _gradients(10 * step + rank), strict=True):
-                mean.add_(gradient, alpha=(rank + 1) / total)
+            for part, mean, gradient in zip(model.parts, expected, _gradients(10 * step + rank), strict=True):
+                if part.requires_grad:
+                    mean.add_(gradient, alpha=(rank + 1) / total)
     nothing = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     far = max(float((part - mean).abs().max()) for part, mean in zip(model.parts, expected, strict=True))
     for _ in range(30):
@@ -98,6 +105,36 @@ def _round(world: World, method: str, epsilon: float) -> None:
 @pytest.mark.parametrize(("method", "epsilon"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
 def test_two_bytes_round_and_no_more(run_ranks: RunRanks, world_size: int, method: str, epsilon: float) -> None:
     for result in run_ranks(_round, world_size, method, epsilon):
+        result.get()
+
+
+def _steps_of_many_tokens(world: World, first: int, size: float, *, accumulates: bool) -> list[torch.Tensor]:
+    """Return the gradients of steps ``first`` to 2, of batches that are thousands of tokens."""
+    model = rw.replicate(Linear(), compress="fp16")
+    found: list[torch.Tensor] = []
+    for step in range(first, 3):
+        gradients = [size * gradient for gradient in _gradients(10 * step + world.rank)]
+        if accumulates:
+            with rw.weight(model, 3000), rw.no_sync(model):
+                model(gradients).backward()
+        with rw.weight(model, 3000 if world.rank == step % 2 else 5000):
+            model(gradients).backward()
+        found += [part.grad.clone() for part in model.parts if part.grad is not None]
+        model.zero_grad()
+    return found
+
+
+def _first_step(world: World) -> None:
+    for size, accumulates in ((200.0, False), (200.0, True), (1e-6, False)):
+        undisturbed = _steps_of_many_tokens(world, 0, size, accumulates=accumulates)
+        assert all(bool(gradient.isfinite().all()) and bool(gradient.any()) for gradient in undisturbed)
+        after_resume = _steps_of_many_tokens(world, 2, size, accumulates=accumulates)
+        for gradient, same in zip(after_resume, undisturbed[2 * len(SHAPES) :], strict=True):
+            assert torch.equal(gradient, same)
+
+
+def test_float16_has_room_in_the_first_step_as_in_any_other(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_first_step, 2):
         result.get()
 
 
@@ -165,6 +202,20 @@ def test_only_matrices_that_gain_by_it_are_factored() -> None:
     assert plan.matrices == [(0, 100, 50, 2), (5016, 8, 18, 2)]
     assert plan.rest == [slice(5000, 5007), slice(5007, 5016)]
     assert (plan.num_first, plan.num_second) == (200 + 7 + 9 + 16, 100 + 36)
+
+
+def test_bases_are_orthonormal_and_without_what_is_no_direction_of_its_own() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = 1e-30 * torch.randn(50, 4, generator=generator)
+    p[:, 1] = 2 * p[:, 0]
+    p[:, 2] = 0
+    p[:, 3] *= 1e30
+    basis = basis_of(p, orthonormaliser(p.double()))
+    ones = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    torch.testing.assert_close(basis.T @ basis, ones.diag(), atol=1e-6, rtol=0)
+    p[7, 3] = math.inf
+    assert bool(basis_of(p, orthonormaliser(p.double())).isnan().all())
+    assert not bool(basis_of(p, orthonormaliser(torch.zeros(50, 4, dtype=torch.float64))).nan_to_num().any())
 
 
 class Odd(nn.Module):

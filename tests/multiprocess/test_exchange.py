@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tensors travel: the same bits on every rank whatever the sizes, chosen by itself, and said when not."""
+"""How tensors travel: the same bits on every rank, whatever the sizes and in whatever order."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import logging
-import resource
+import hashlib
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.errors import CollectiveMismatch, ConfigurationError
-from rankwise.exchange.shared_memory import SLOT_BYTES, SharedMemory
-from rankwise.exchange.torch_group import TorchGroup
-from rankwise.log import logger
-from rankwise.session import current
+from rankwise.exchange.shared_memory import SLOT_BYTES
 from rankwise.testing import run_ranks as run_ranks_auto
 
 if TYPE_CHECKING:
@@ -30,7 +26,10 @@ if TYPE_CHECKING:
 
     from rankwise.world import World
 
+
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
 OTHERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64)
 
 
@@ -99,11 +98,16 @@ class Net(nn.Module):
         return self.odd(x) if with_odd else x
 
 
-def _gradients(world: World) -> list[torch.Tensor | None]:
+def _bits(tensor: torch.Tensor | None) -> str | None:
+    """Return what differs where a bit does: megabytes would take longer to come back than to compute."""
+    return None if tensor is None else hashlib.sha256(tensor.numpy()).hexdigest()
+
+
+def _gradients(world: World) -> list[str | None]:
     return [gradient for dtype in FLOATS for gradient in _gradients_of(world, dtype)]
 
 
-def _gradients_of(world: World, dtype: torch.dtype) -> list[torch.Tensor | None]:
+def _gradients_of(world: World, dtype: torch.dtype) -> list[str | None]:
     torch.manual_seed(0)
     model = rw.replicate(Net(dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -121,7 +125,7 @@ def _gradients_of(world: World, dtype: torch.dtype) -> list[torch.Tensor | None]
         optimizer.step()
         if step < 3:
             optimizer.zero_grad()
-    return [None if p.grad is None else p.grad.float().clone() for p in model.parameters()]
+    return [_bits(None if p.grad is None else p.grad.float()) for p in model.parameters()]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -130,11 +134,10 @@ def test_gradients_are_the_same_bits_on_every_rank_and_in_every_run(world_size: 
     reference = first[0].get()
     assert all(gradient is not None for gradient in reference)
     for result in (*first, *second):
-        for got, expected in zip(result.get(), reference, strict=True):
-            assert torch.equal(got, expected)
+        assert result.get() == reference
 
 
-def _two_models_in_either_order(world: World) -> list[torch.Tensor]:
+def _two_models_in_either_order(world: World) -> list[str | None]:
     torch.manual_seed(0)
     first, second = (rw.replicate(nn.Linear(400, 400).double()) for _ in range(2))
     x = torch.full((2, 400), world.rank + 1.0, dtype=torch.float64)
@@ -149,15 +152,14 @@ def _two_models_in_either_order(world: World) -> list[torch.Tensor]:
             b = second(x).square().mean()
             a = first(x).square().mean()
         (a + b).backward()
-    return [p.grad for model in (first, second) for p in model.parameters() if p.grad is not None]
+    return [_bits(p.grad) for model in (first, second) for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_models_may_come_in_another_order_on_every_rank(world_size: int, run_ranks: RunRanks) -> None:
     reference, *others = (result.get() for result in run_ranks(_two_models_in_either_order, world_size))
     assert len(reference) == 4
-    for other in others:
-        assert all(torch.equal(got, expected) for got, expected in zip(other, reference, strict=True))
+    assert others == [reference] * (world_size - 1)
 
 
 class Branching(nn.Module):
@@ -173,16 +175,16 @@ class Branching(nn.Module):
         return self.own[rank](self.body(self.norm(self.first(x))))
 
 
-def _wait_elsewhere(world: World) -> list[torch.Tensor]:
+def _wait_elsewhere(world: World) -> list[str | None]:
     torch.manual_seed(0)
     model = rw.replicate(Branching(), sync_batchnorm=True)
     for _ in range(2):
         model.zero_grad()
         model(torch.randn(4, 8), world.rank).mean().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    return [_bits(p.grad) for p in model.parameters() if p.grad is not None]
 
 
-def _large_models_in_either_order(world: World) -> list[torch.Tensor]:
+def _large_models_in_either_order(world: World) -> list[str | None]:
     torch.manual_seed(0)
     first, second = (rw.replicate(nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(5)])) for _ in range(2))
     for _ in range(2):
@@ -190,14 +192,14 @@ def _large_models_in_either_order(world: World) -> list[torch.Tensor]:
             model.zero_grad()
         x = torch.randn(4, 1024)
         (first(second(x)) if world.rank else second(first(x))).mean().backward()
-    return [p.grad for model in (first, second) for p in model.parameters() if p.grad is not None]
+    return [_bits(p.grad) for model in (first, second) for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("train", [_wait_elsewhere, _large_models_in_either_order])
 def test_a_full_arena_does_not_hold_up_a_backward_that_others_wait_for(train: Any, run_ranks: RunRanks) -> None:
     first, second = (result.get() for result in run_ranks(train, 2, join_timeout_seconds=15.0))
-    assert len(first) == len(second) > 9
-    assert all(torch.equal(left, right) for left, right in zip(first, second, strict=True))
+    assert len(first) > 9
+    assert first == second
 
 
 def _descriptors() -> Iterator[str]:
@@ -265,111 +267,6 @@ def _odd_views(world: World) -> None:
 def test_lazy_views_and_rare_dtypes_travel(run_ranks: RunRanks) -> None:
     for result in run_ranks(_odd_views, 2):
         result.get()
-
-
-def _how(_: World) -> str:
-    return type(current().exchange).__name__
-
-
-@pytest.mark.parametrize(
-    ("exchange", "expected"),
-    [("auto", SharedMemory), ("shared_memory", SharedMemory), ("gloo", TorchGroup)],
-)
-def test_ranks_of_one_host_take_shared_memory_by_themselves(exchange: str, expected: type) -> None:
-    for result in run_ranks_auto(_how, 2, exchange=exchange):
-        assert result.get() == expected.__name__
-
-
-def test_an_unknown_exchange_names_the_known_ones() -> None:
-    (result,) = run_ranks_auto(_how, 1, exchange="sockets")
-    assert isinstance(result.error, ConfigurationError)
-    assert "auto, shared_memory, gloo" in str(result.error)
-
-
-class Said(logging.Handler):
-    """Keeps what rankwise says, while attached to its logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-        return self.lines
-
-    def __exit__(self, *_: object) -> None:
-        logger.removeHandler(self)
-
-
-def _join_again(world: World, folder: Path, wanted: str, *, short_of_memory: bool) -> tuple[str, list[str]]:
-    """Join a second world over the first one's store, with what this rank wants and may have."""
-    rw.leave()
-    if short_of_memory:
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_BYTES, hard))
-    again = {"init_method": f"file://{folder}/again", "rank": world.rank, "world_size": world.world_size}
-    with Said() as lines:
-        try:
-            with rw.join(**again, exchange=wanted, timeout_seconds=20):
-                total = rw.all_reduce(1)
-                return f"{type(current().exchange).__name__} of {total}", lines
-        except ConfigurationError as error:
-            return str(error), lines
-
-
-def _without_memory(world: World, folder: Path, wanted: str) -> tuple[str, list[str]]:
-    return _join_again(world, folder, wanted, short_of_memory=world.rank == 0)
-
-
-def test_without_memory_it_is_gloo_and_rank_zero_says_why(tmp_path: Path) -> None:
-    results = [result.get() for result in run_ranks_auto(_without_memory, 3, tmp_path, "auto")]
-    assert [how for how, _ in results] == ["TorchGroup of 3"] * 3
-    said = [[line for line in lines if line.startswith("exchange: ")] for _, lines in results]
-    assert said[1:] == [[], []]
-    (line,) = said[0]
-    assert line.startswith("exchange: Gloo; not shared memory: rank 0: ")
-    assert "File too large" in line
-
-
-def test_without_memory_shared_memory_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    for result in run_ranks_auto(_without_memory, 2, tmp_path, "shared_memory"):
-        text, _ = result.get()
-        assert "cannot exchange through shared memory" in text
-        assert "File too large" in text
-
-
-def _different(world: World, folder: Path) -> tuple[str, list[str]]:
-    return _join_again(world, folder, "gloo" if world.rank else "auto", short_of_memory=False)
-
-
-def test_different_exchanges_are_an_error_on_every_rank(tmp_path: Path) -> None:
-    for result in run_ranks_auto(_different, 3, tmp_path):
-        text, _ = result.get()
-        assert "different exchanges" in text
-        assert "ranks 1-2: exchange='gloo'" in text
-
-
-def _train_short_of_memory(world: World) -> tuple[float, list[str]]:
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_BYTES, hard))
-    torch.manual_seed(0)
-    with Said() as lines:
-        model = rw.replicate(nn.Linear(1000, 1000))
-    model(torch.full((1, 1000), float(world.rank))).mean().backward()
-    assert model.weight.grad is not None
-    return model.weight.grad[0, 0].item(), lines
-
-
-def test_gradients_that_find_no_memory_go_through_gloo() -> None:
-    (gradient, lines), (other, _) = (
-        result.get() for result in run_ranks_auto(_train_short_of_memory, 2, exchange="shared_memory")
-    )
-    assert gradient == other == pytest.approx(0.5 / 1000)
-    assert "gradients go through Gloo: no shared memory" in lines[0]
 
 
 def _many_sums(world: World, number: int) -> list[int]:

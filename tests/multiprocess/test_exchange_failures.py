@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from left_in_memory import held, names, names_left
 from torch import nn
 
 import rankwise as rw
@@ -115,25 +115,11 @@ def _all_die(world: World) -> None:
 
 
 def test_nothing_of_ranks_that_were_all_killed_is_left() -> None:
-    names = _in_shared_memory()
+    before = names()
     results = run_ranks_auto(_all_die, NUM_RANKS, exchange="shared_memory")
     assert all(isinstance(result.error, RankDied) for result in results)
-    assert _in_shared_memory() == names
-    assert _mapped() == [], "the memory is freed"
-
-
-def _in_shared_memory() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}  # noqa: S108 - only looked at
-
-
-def _mapped() -> list[str]:
-    """Processes that still hold memory of an exchange."""
-    found = []
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if "/memfd:rankwise" in maps.read_text(encoding="utf-8"):
-                found.append(str(maps))
-    return found
+    assert held() == [], "the memory is freed"
+    assert names_left(before) == set()
 
 
 def _one_of_four_dies(world: World, dying: int) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from left_in_memory import held, names, names_left
 from torch.utils.data import Dataset, TensorDataset
 
 import rankwise as rw
@@ -167,21 +168,10 @@ def _killed(world: World) -> None:
 
 
 def test_kill_nine_leaves_nothing() -> None:
-    before = _shmem_bytes()
-    names = _names()
+    before = names()
     run_ranks(_killed, 3)
-    assert _names() == names
-    assert _shmem_bytes() - before < ROWS * ROW_BYTES / 2
-
-
-def _names() -> list[str]:
-    return sorted(entry.name for entry in Path("/dev/shm").iterdir())  # noqa: S108 - looked at only
-
-
-def _shmem_bytes() -> int:
-    """Return the bytes of all memory files and shared memory of this machine."""
-    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")]
-    return 1024 * int(line.split()[1])
+    assert held() == [], "the memory is freed"
+    assert names_left(before) == set()
 
 
 def _cannot_reach(world: World) -> tuple[bool, list[str]]:

@@ -6,8 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+from rankwise import session
 from rankwise.process_group import join, leave
+from rankwise.session import Session
+from rankwise.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,3 +23,32 @@ def world_of_one() -> Iterator[None]:
     join(device="cpu")
     yield
     leave()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one as a value: nothing is joined."""
+    world = World(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        num_nodes=1,
+        device="cpu",
+        backend="none",
+        hostname="here",
+        source="nobody",
+    )
+    session.set_current(Session(world=world))
+    yield
+    session.set_current(None)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Every fetching thread would otherwise start threads of its own on a machine with other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

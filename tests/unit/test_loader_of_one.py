@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader in a world of one: datasets of every kind, epochs, resume, errors."""
+"""The loader in a world of one: datasets of every kind, augmentation, streams."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import signal
 import warnings
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -14,74 +11,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from small_datasets import Counting, Squares, flat, joined
 from torch.utils.data import (
     Dataset,
-    IterableDataset,
     Subset,
     TensorDataset,
     get_worker_info,
     random_split,
 )
 
-from rankwise import session
 from rankwise.data.loader import DataLoader
-from rankwise.errors import ConfigurationError, DatasetError, NotJoined
-from rankwise.session import Session
-from rankwise.world import World
+from rankwise.errors import ConfigurationError, DatasetError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
+    from collections.abc import Iterator
 
-ALONE = World(
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    node_rank=0,
-    num_nodes=1,
-    device="cpu",
-    backend="none",
-    hostname="here",
-    source="nobody",
-)
-
-
-def joined(parts: Iterable[list[Any]]) -> list[Any]:
-    return [item for part in parts for item in part]
-
-
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    session.set_current(Session(world=ALONE))
-    yield
-    session.set_current(None)
-
-
-class Squares(Dataset[dict[str, Any]]):
-    def __init__(self, length: int = 20) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"i": index, "square": torch.tensor([float(index**2)]), "name": str(index)}
-
-
-class Counting(IterableDataset[torch.Tensor]):
-    def __init__(self, length: int = 20) -> None:
-        self.length = length
-        self.read = 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in range(self.length):
-            self.read += 1
-            yield torch.tensor(number)
-
-
-def flat(loader: DataLoader) -> list[list[int]]:
-    return [batch.tolist() for batch in loader]
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_columns_of_every_kind() -> None:
@@ -176,81 +121,6 @@ def test_getitems_reads_whole_batches() -> None:
     assert flat(DataLoader(Subset(data, [1, 2]), global_batch_size=2)) == [[10, 20]]
 
 
-def test_epochs_differ_and_repeat_with_the_seed() -> None:
-    def epochs(seed: int) -> list[list[list[int]]]:
-        loader = DataLoader(torch.arange(20), global_batch_size=5, shuffle=True, seed=seed)
-        assert len(loader) == 4
-        found = []
-        for epoch in range(3):
-            assert loader.epoch == epoch
-            found.append(flat(loader))
-        return found
-
-    first = epochs(0)
-    assert all(sorted(joined(epoch)) == list(range(20)) for epoch in first)
-    assert len({json.dumps(epoch) for epoch in first}) == 3
-    assert epochs(0) == first
-    assert epochs(1) != first
-
-
-@pytest.mark.parametrize(
-    "data", [torch.arange(20), list(range(20)), Counting(20)], ids=["columns", "samples", "stream"]
-)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("remainder", ["keep", "drop"])
-def test_resume_after_every_batch(data: Any, num_workers: int, remainder: str) -> None:
-    options = {"global_batch_size": 6, "num_workers": num_workers, "remainder": remainder}
-    whole = DataLoader(data, **options)
-    first, second = flat(whole), flat(whole)
-    running = DataLoader(data, **options)
-    for taken, batch in enumerate(running, 1):
-        assert batch.tolist() == first[taken - 1]
-        state = json.loads(json.dumps(running.state_dict()))
-        resumed = DataLoader(data, **options)
-        resumed.load_state_dict(state)
-        assert (resumed.epoch, state["position"]) == (0, min(6 * taken, 20))
-        assert flat(resumed) == first[taken:]
-        assert resumed.epoch == 1
-        assert flat(resumed) == second
-    assert (running.epoch, running.state_dict()["position"]) == (1, 0)
-
-
-def test_resume_with_another_batch_size() -> None:
-    before = DataLoader(torch.arange(20), global_batch_size=6, shuffle=True)
-    order = joined(flat(DataLoader(torch.arange(20), global_batch_size=20, shuffle=True)))
-    next(running := iter(before))
-    next(running)
-    after = DataLoader(torch.arange(20), global_batch_size=5, shuffle=True)
-    after.load_state_dict(before.state_dict())
-    assert flat(after) == [order[12:17], order[17:]]
-
-
-def test_resume_where_less_than_a_whole_batch_is_left_to_drop() -> None:
-    state = DataLoader(torch.arange(20), global_batch_size=6).state_dict() | {"position": 18}
-    loader = DataLoader(torch.arange(20), global_batch_size=6, remainder="drop")
-    loader.load_state_dict(state)
-    assert (loader.epoch, len(list(loader))) == (0, 0)
-    assert (loader.epoch, len(list(loader))) == (1, 3)
-
-
-def test_leaving_early_ends_the_epoch_and_a_look_does_not() -> None:
-    data = torch.arange(20)
-    whole = DataLoader(data, global_batch_size=5, shuffle=True)
-    epochs = [flat(whole) for _ in range(3)]
-    loader = DataLoader(data, global_batch_size=5, shuffle=True)
-    assert next(iter(loader)).tolist() == epochs[0][0]
-    assert flat(loader) == epochs[0]
-    for number, _ in enumerate(loader):
-        if number == 2:
-            break
-    assert loader.epoch == 1
-    assert loader.state_dict()["position"] == 15
-    resumed = DataLoader(data, global_batch_size=5, shuffle=True)
-    resumed.load_state_dict(loader.state_dict())
-    assert flat(resumed) == epochs[1][3:]
-    assert flat(loader) == epochs[2]
-
-
 class Noisy(Dataset[tuple[float, ...]]):
     def __len__(self) -> int:
         return 12
@@ -342,128 +212,6 @@ def test_streams() -> None:
         DataLoader((number for number in range(3)), global_batch_size=3)
     with pytest.raises(ConfigurationError, match="neither"):
         DataLoader(3, global_batch_size=3)
-
-
-class Broken(Squares):
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index == 13:
-            message = "bad pixel"
-            raise KeyError(message)
-        return super().__getitem__(index)
-
-
-class BrokenStream(Counting):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from super().__iter__()
-        message = "bad pixel"
-        raise KeyError(message)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_in_the_dataset_names_sample_and_rank(num_workers: int) -> None:
-    with pytest.raises(DatasetError, match=r"dataset\[13\] raised KeyError") as caught:
-        list(DataLoader(Broken(), global_batch_size=4, num_workers=num_workers))
-    assert "rank 0/1" in str(caught.value)
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert caught.value.__cause__.args == ("bad pixel",)
-    if num_workers:
-        assert "in __getitem__" in str(caught.value)
-    with pytest.raises(DatasetError, match="iterating the dataset") as caught:
-        list(DataLoader(BrokenStream(), global_batch_size=4, num_workers=num_workers))
-    assert isinstance(caught.value.__cause__, KeyError)
-    with pytest.raises(DatasetError, match="collate_fn of 4 samples raised ZeroDivisionError"):
-        list(DataLoader(Squares(), global_batch_size=4, num_workers=num_workers, collate_fn=lambda _: 1 // 0))
-
-
-class BrokenOnce(Squares):
-    mended: Path
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index == 13 and not self.mended.exists():
-            self.mended.touch()
-            raise KeyError(index)
-        return super().__getitem__(index)
-
-
-def test_persistent_workers_start_anew_after_an_error(tmp_path: Path) -> None:
-    data = BrokenOnce()
-    data.mended = tmp_path / "mended"
-    loader = DataLoader(data, global_batch_size=4, num_workers=1, persistent_workers=True)
-    with pytest.raises(DatasetError):
-        list(loader)
-    assert len(list(loader)) == 5
-    assert len(list(loader)) == 5
-
-
-class Unpicklable(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__("only one")
-
-
-class BrokenOddly(Squares):
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        raise Unpicklable(index, index)
-
-
-def test_an_error_that_cannot_leave_its_worker_is_still_shown() -> None:
-    with pytest.raises(DatasetError, match=r"dataset\[0\] raised Unpicklable") as caught:
-        list(DataLoader(BrokenOddly(), global_batch_size=4, num_workers=1))
-    assert "in __getitem__" in str(caught.value)
-
-
-class Dying(Squares):
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
-
-
-def test_a_dead_worker_is_an_error() -> None:
-    with pytest.raises(DatasetError, match="worker process") as caught:
-        list(DataLoader(Dying(), global_batch_size=2, num_workers=1))
-    assert "rank 0/1" in str(caught.value)
-    assert "worker 0 ended with exit code -9 (SIGKILL)" in str(caught.value)
-
-
-def test_batch_size_is_refused_with_the_two_words() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        DataLoader(Squares(), batch_size=4)
-    assert "global_batch_size" in str(caught.value)
-    assert "local_batch_size" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"drop_last": True, "global_batch_size": 4}, 'remainder="drop"'),
-        ({"sampler": [1], "global_batch_size": 4}, "Subset"),
-        ({"suffle": True, "global_batch_size": 4}, "shuffle"),
-        ({}, "global_batch_size"),
-        ({"global_batch_size": 4, "local_batch_size": 4}, "Both"),
-        ({"global_batch_size": 4, "remainder": "pad"}, '"keep"'),
-        ({"global_batch_size": 4, "num_workers": -1}, "num_workers"),
-        ({"global_batch_size": 4, "prefetch_factor": 2}, "num_workers=1"),
-        ({"global_batch_size": 4, "persistent_workers": True}, "num_workers=1"),
-        ({"global_batch_size": 21, "remainder": "drop"}, "leaves nothing"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        DataLoader(Squares(), **options)
-    assert words in str(caught.value)
-
-
-def test_an_empty_dataset_and_no_world() -> None:
-    with pytest.raises(DatasetError, match="empty"):
-        DataLoader(Squares(0), global_batch_size=4)
-    session.set_current(None)
-    with pytest.raises(NotJoined):
-        DataLoader(Squares(), global_batch_size=4)
-
-
-def test_state_of_another_dataset_is_refused() -> None:
-    state = DataLoader(Squares(20), global_batch_size=4).state_dict()
-    with pytest.raises(DatasetError, match=r"dataset_length=20.*dataset_length=19"):
-        DataLoader(Squares(19), global_batch_size=4).load_state_dict(state)
 
 
 def test_another_device() -> None:

@@ -231,6 +231,7 @@ class Checkpointer:
 
     def _save(self, session: Session, step: int | None, objects: dict[str, object], *, asynchronous: bool) -> Path:
         self.wait()
+        session.prepare_save()
         ranks = Together(session)
         content = contents.read(ranks, objects)
         target, token = agree_on_target(ranks, lambda: self._choose(step))

@@ -17,6 +17,7 @@ from rankwise.checkpoint import files, manifest, spread, state
 from rankwise.checkpoint.layout import Layout, Report, bounds, differs, layouts_of, report_of, united_entries
 from rankwise.checkpoint.manifest import ObjectEntry, Part, Region, TensorEntry, whole
 from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -121,7 +122,8 @@ def gather(ranks: Ranks, objects: Mapping[str, object]) -> Gathered:
 
     Tensors may lie on the ranks in any way: whole and equal, in regions (DTensors), or on some ranks only, the
     others having meta tensors in their place. Everything else must be the same on every rank, but for the state of
-    an optimizer, whose entries lie where their parameters lie.
+    an optimizer, whose entries lie where their parameters lie. Of several islands, whose optimizers have a state each,
+    the first one's tensors and entries count.
 
     Raises:
         CheckpointError: something cannot be saved, differs between ranks, or lies on none of them.
@@ -135,7 +137,8 @@ def gather(ranks: Ranks, objects: Mapping[str, object]) -> Gathered:
     digests = ranks.confirm("reading the state to save", read_own)
     mine = own[0]
     held = {name: spread.local(tensor) for name, tensor in mine.tensors.items()}
-    if not any(is_spread for _, is_spread in digests):
+    num_counting = _num_counting(ranks)
+    if num_counting == ranks.world_size and not any(is_spread for _, is_spread in digests):
         if len({digest for digest, _ in digests}) > 1:
             raise _difference(ranks, mine)
         everywhere = range(ranks.world_size)
@@ -151,12 +154,19 @@ def gather(ranks: Ranks, objects: Mapping[str, object]) -> Gathered:
     told = ranks.confirm("finding out which rank holds what", lambda: (digest, mine.report.as_json()))
     if len({digest for digest, _ in told}) > 1:
         raise _difference(ranks, mine, frames)
-    reports = [report_of(sections) for _, sections in told]
+    reports = [report_of(sections) for _, sections in told[:num_counting]]
     united = {name: _with_entries(frame, united_entries(name, reports)) for name, frame in frames.items()}
     merged = {
         name: ObjectEntry(kind=entry.kind, state=united.get(name, entry.state)) for name, entry in mine.objects.items()
     }
     return Gathered(objects=merged, layouts=layouts_of(reports), held=held)
+
+
+def _num_counting(ranks: Ranks) -> int:
+    """Return how many ranks, from the first, hold what is saved: those of the first island."""
+    session = current_or_none()
+    axes = None if session is None else session.axes
+    return ranks.world_size if axes is None else ranks.world_size // axes.islands
 
 
 def _read_own(objects: Mapping[str, object]) -> _Own:

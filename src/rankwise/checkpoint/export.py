@@ -73,6 +73,8 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     """
     session = current_or_none()
     ranks = Alone() if session is None else Together(session)
+    if session is not None:
+        session.prepare_save()
     weights = unwrapped(model)
 
     def check() -> tuple[str, str]:

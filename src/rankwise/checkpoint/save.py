@@ -74,7 +74,8 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
 
     Tensors may lie on the ranks in any way: the same on all, as those of a replicated model, in regions, as those of
     a sharded one, or on some ranks only, as those of a pipeline. Each rank writes only what it holds, and what several
-    hold is written by one of them. Everything else must be the same on every rank, and is compared. A checkpoint
+    hold is written by one of them. Of islands (:func:`rankwise.local_sgd`), which are averaged first, the first one's
+    state is written. Everything else must be the same on every rank, and is compared. A checkpoint
     that ``directory`` holds already is replaced at the very end. Random number generators are not saved: their state
     belongs to a rank, and means nothing on another number of ranks; rankwise's loaders derive their randomness from
     the sample instead.
@@ -93,6 +94,7 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
             the folder cannot be written. What ``directory`` held before is still there.
         PeerFailed: that happened on another rank.
     """
+    current().prepare_save()
     ranks = Together(current())
     content = contents.read(ranks, objects)
     target, token = agree_on_target(ranks, lambda: Path(directory).absolute())

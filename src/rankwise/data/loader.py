@@ -194,6 +194,25 @@ class DataLoader(StepSource):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's batches, from where ``load_state_dict`` pointed to, else from 0."""
+        session = current_or_none()
+        loop = None if session is None else session.loop
+        if loop is None:
+            yield from self._batches()
+        elif loop.is_server:
+            iteration = self._cursor.begin()
+            loop.serve()
+            self._cursor.finish(iteration)
+        else:
+            try:
+                yield from self._batches()
+            except GeneratorExit:
+                # A loop that an error has ended is let go of when the world is no more.
+                if current_or_none() is session:
+                    loop.finish()
+                raise
+            loop.finish()
+
+    def _batches(self) -> Iterator[Batch]:
         iteration = self._cursor.begin()
         batches = to_device(self._fetched(self._cursor.epoch, self._cursor.start), self.device)
         while True:

@@ -87,10 +87,13 @@ class Agent:
         self._link: Link | None = None
         self._is_attempt_on = False
         self._ending: _Ending | None = None
+        self._kill_at: dict[int, float] = {}
+        """When ranks are killed that the others go on without, should they not have ended by then."""
         self._exit_code: int | None = None
         self._deeds: dict[str, Callable[[dict[str, Any]], None]] = {
             "start": self._start,
             "stop": self._begin_to_end,
+            "end_rank": self._begin_to_end_rank,
             "save": self._have_saved,
             "say": self._say_for_all,
             "report": self._tell_of_failure,
@@ -200,6 +203,7 @@ class Agent:
 
     def _start(self, message: dict[str, Any]) -> None:
         self._ending = None
+        self._kill_at.clear()
         self._is_attempt_on = True
         hostnames = message.pop("hostnames")
         layout = Layout(**message)
@@ -213,6 +217,10 @@ class Agent:
         terminate_at = time.monotonic() + message["settle_seconds"]
         at_once = not message["settle_seconds"]
         self._ending = _Ending(terminate_at, terminate_at + (0.0 if at_once else TERMINATE_SECONDS), at_once)
+
+    def _begin_to_end_rank(self, message: dict[str, Any]) -> None:
+        if self._ranks.layout is not None and message["attempt"] == self._ranks.layout.attempt:
+            self._kill_at[message["rank"]] = time.monotonic() + message["settle_seconds"]
 
     def _have_saved(self, _: dict[str, Any]) -> None:
         """Ask the one rank of the job to save and end: alone it follows no event log."""
@@ -254,6 +262,9 @@ class Agent:
 
     def _go_on_ending(self) -> None:
         ending, now = self._ending, time.monotonic()
+        for rank in [rank for rank, kill_at in self._kill_at.items() if now >= kill_at]:
+            del self._kill_at[rank]
+            self._ranks.kill(rank)
         if ending is None or not self._ranks.running:
             return
         if not ending.has_asked and now >= ending.terminate_at:

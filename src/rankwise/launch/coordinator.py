@@ -8,14 +8,17 @@ Values in, messages out: no socket, no clock, no thread. Times are seconds of on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankwise.launch import failure
+from rankwise.launch.attempt import Attempt, failed_event
 from rankwise.launch.failure import FailedAttempt, Failure
 from rankwise.launch.nodes import Member, Node, place, ranks_in_words, refusal_of, who_is_missing
 from rankwise.stopping import STOPPED_EXIT_CODE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 Message = dict[str, Any]
 
@@ -44,28 +47,6 @@ class Phase(Enum):
     OVER = "over"
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """What has been heard of one attempt."""
-
-    number: int
-    world_size: int
-    failures: dict[int, Failure] = field(default_factory=dict[int, Failure])
-    ends: dict[int, str] = field(default_factory=dict[int, str])
-    hostnames: dict[int, str] = field(default_factory=dict[int, str])
-    tails: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
-    logs: dict[int, str] = field(default_factory=dict[int, str])
-    lost_ranks: set[int] = field(default_factory=set[int])
-    has_stopped: bool = False
-    """Whether a rank saved and stopped, as it was asked to."""
-    is_to_grow: bool = False
-    """Whether its ranks were asked to save and end for a machine that has come."""
-    grow_deadline: float | None = None
-    """When they are ended for it, should they not save; ``None`` where it has gone again."""
-    arrivals: dict[int, int] = field(default_factory=dict[int, int])
-    """In which order the failures of ranks were heard of: clocks of machines differ."""
-
-
 class Coordinator:
     """The job's state. Each method takes in one thing that happened; ``take`` gives out what follows from it."""
 
@@ -87,7 +68,7 @@ class Coordinator:
         self._restarts_used = 0
         self._run_id = run_id
         self._members: dict[str, Member] = {}
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._num_arrivals = 0
         self._deadline = now + timeout_seconds
@@ -130,6 +111,16 @@ class Coordinator:
             self._have_saved(f"{node.hostname} has come")
         self.tick(now)
 
+    @property
+    def attempt(self) -> int | None:
+        """Number of the attempt that is on, or was the last."""
+        return None if self._attempt is None else self._attempt.number
+
+    def may_lose(self, attempt: int, ranks: Collection[int]) -> None:
+        """Ranks have declared that the job goes on without some of them."""
+        if self._attempt is not None and self._attempt.number == attempt:
+            self._attempt.expendable = frozenset(ranks)
+
     def hear(self, node_id: str, now: float) -> None:
         """A machine has given a sign of life."""
         if node_id in self._members:
@@ -142,13 +133,18 @@ class Coordinator:
             return
         self._say(f"[rankwise] {member.node.hostname} {why}\n")
         if self.phase in {Phase.RUNNING, Phase.STOPPING} and member.is_running and self._attempt is not None:
-            for rank in member.ranks:
+            still_there = self._attempt.running(member.ranks)
+            is_borne = self.phase is Phase.RUNNING and self._attempt.bears(still_there)
+            for rank in still_there if is_borne else member.ranks:
                 # Whatever else failed first of itself is to blame, not the loss.
                 lost = failure.from_lost_node(rank, member.node.hostname, math.inf)
                 self._attempt.failures.setdefault(rank, lost)
                 self._attempt.lost_ranks.add(rank)
-                self._events.append((self._attempt.number, _failed_event(lost, member.node.hostname)))
-            self._stop(0.0 if self._goes_on_without() or self._restarts_left() else PEERS_SECONDS)
+                self._events.append((self._attempt.number, failed_event(lost, member.node.hostname)))
+            if is_borne:
+                self._say(self._attempt.bear(still_there))
+            else:
+                self._stop(0.0 if self._goes_on_without() or self._restarts_left() else PEERS_SECONDS)
             self._conclude_if_ended(now)
         elif self._attempt is not None and all(other.is_running for other in self._members.values()):
             self._attempt.grow_deadline = None
@@ -166,9 +162,15 @@ class Coordinator:
         current.failures.setdefault(failed.rank, failed)
         current.arrivals.setdefault(failed.rank, len(current.arrivals))
         current.hostnames[failed.rank] = member.node.hostname
-        if not failed.secondary:
-            self._events.append((attempt, _failed_event(failed, member.node.hostname)))
-        if not self._restarts_left():
+        is_borne = failed.rank in current.borne or current.bears({failed.rank})
+        if is_borne or not failed.secondary:
+            self._events.append((attempt, failed_event(failed, member.node.hostname)))
+        if is_borne:
+            self._say(current.bear({failed.rank}))
+            settle_seconds = 0.0 if failed.type == "stopped" else PEERS_SECONDS
+            end = {"do": "end_rank", "attempt": attempt, "rank": failed.rank, "settle_seconds": settle_seconds}
+            self._messages.append((node_id, end))
+        elif not self._restarts_left():
             self._stop(PEERS_SECONDS)
         else:
             self._stop(CAUSE_SECONDS if failed.secondary else 0.0)
@@ -176,6 +178,7 @@ class Coordinator:
     def depart(self, attempt: int, rank: int) -> None:
         """A rank has ended well while others run."""
         if self._attempt is not None and self._attempt.number == attempt:
+            self._attempt.departed.add(rank)
             self._events.append((attempt, {"kind": "left", "rank": rank, "exit_code": 0, "last": None}))
 
     def leave(self, node_id: str, signal_name: str, exit_code: int, now: float, *, ends_job: bool) -> None:
@@ -250,7 +253,7 @@ class Coordinator:
     def _start(self) -> None:
         members = sorted(self._members.values(), key=place)
         world_size = sum(member.node.num_ranks for member in members)
-        self._attempt = _Attempt(number=self._num_attempts, world_size=world_size)
+        self._attempt = Attempt(number=self._num_attempts, world_size=world_size)
         self._num_attempts += 1
         self.phase = Phase.RUNNING
         first_rank = 0
@@ -288,6 +291,9 @@ class Coordinator:
         if self.phase is Phase.OVER:
             over = {"what": "The job is over.", "evidence": "", "advice": "start it anew on every machine"}
             return {"do": "refuse", **over}
+        if self.phase is Phase.RUNNING and self._attempt and self._attempt.borne and self.min_nodes == self.max_nodes:
+            # The others go on without it; only a restart takes it in.
+            return {"do": "wait"}
         return refusal_of(node, list(self._members.values()), self.max_nodes, now)
 
     # -- stopping ----------------------------------------------------------------------------------
@@ -318,21 +324,23 @@ class Coordinator:
         is_anyone_running = any(member.is_running for member in self._members.values())
         if current is None or is_anyone_running or self.phase is Phase.OVER:
             return
-        if current.failures:
+        if current.failures.keys() - current.borne:
             self._conclude_failure(current, now)
         elif self._grows(current):
             self._restart("starting anew with the nodes that have come", now)
         else:
+            self._say(current.reminder())
             self._over(STOPPED_EXIT_CODE if current.has_stopped else 0)
 
-    def _grows(self, current: _Attempt) -> bool:
+    def _grows(self, current: Attempt) -> bool:
         """Return whether the attempt ended for machines that have come, and not by itself."""
         was_ended = current.has_stopped or self.phase is Phase.STOPPING
         return current.is_to_grow and was_ended and not self._asked_to_stop
 
-    def _conclude_failure(self, current: _Attempt, now: float) -> None:
-        failed = self._failed_attempt(current)
-        causes = [one for one in failed.failures if not one.secondary and one.rank not in current.lost_ranks]
+    def _conclude_failure(self, current: Attempt, now: float) -> None:
+        failed = current.failed()
+        spared = current.lost_ranks | current.borne
+        causes = [one for one in failed.failures if not one.secondary and one.rank not in spared]
         if not causes and current.lost_ranks and self._goes_on_without():
             self._restart("going on without the lost node", now)
             return
@@ -355,21 +363,6 @@ class Coordinator:
             self._say(f"[rankwise] waiting up to {RETURN_SECONDS:.0f} s for nodes to come back\n")
         self._gather(now)
 
-    def _failed_attempt(self, current: _Attempt) -> FailedAttempt:
-        by_clock = failure.by_blame(current.failures.values())
-        last = len(current.arrivals)
-        failures = tuple(sorted(by_clock, key=lambda one: (one.secondary, current.arrivals.get(one.rank, last))))
-        first = failures[0].rank
-        return FailedAttempt(
-            attempt=current.number,
-            world_size=current.world_size,
-            failures=failures,
-            ends={rank: how for rank, how in current.ends.items() if rank not in current.failures},
-            hostname=current.hostnames.get(first, ""),
-            stderr_tail=tuple(current.tails.get(first, ())),
-            log_path=current.logs.get(first),
-        )
-
     def _goes_on_without(self) -> bool:
         return self.min_nodes < self.max_nodes and len(self._members) >= self.min_nodes
 
@@ -386,15 +379,10 @@ class Coordinator:
         self._messages += [(node_id, {"do": "report", "failed": told}) for node_id in self._members]
 
     def _say(self, text: str) -> None:
-        self._messages += [(node_id, {"do": "say", "text": text}) for node_id in self._members]
+        if text:
+            self._messages += [(node_id, {"do": "say", "text": text}) for node_id in self._members]
 
     def _how_many(self) -> str:
         if self.min_nodes == self.max_nodes:
             return f"{self.max_nodes} nodes"
         return f"{self.min_nodes} to {self.max_nodes} nodes"
-
-
-def _failed_event(failed: Failure, hostname: str) -> Message:
-    """Return what the other ranks hear of a failure."""
-    text = failed.traceback or failed.message or f"the process ended with exit code {failed.exit_code}"
-    return {"kind": "failed", "rank": failed.rank, "error_type": failed.type, "text": text, "hostname": hostname}

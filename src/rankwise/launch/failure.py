@@ -67,6 +67,8 @@ class FailedAttempt:
     """At least one, in the order of blame: what came first, then the rest, then the echoes."""
     ends: Mapping[int, str]
     """How each rank that did not fail ended, in a few words."""
+    borne: tuple[int, ...] = ()
+    """Ranks whose failure had not ended the others."""
     hostname: str = ""
     """Where the first failure happened."""
     stderr_tail: tuple[str, ...] = ()
@@ -200,7 +202,10 @@ def signal_name(number: int) -> str:
 
 def report(failed: FailedAttempt) -> str:
     """Return the text for a person: how the other ranks ended, then the first failure, whole."""
-    ends = {failure.rank: f"then failed too: {failure.type}" for failure in failed.failures[1:]}
+    ends = {
+        one.rank: f"failed on the way: {briefly(one)}" if one.rank in failed.borne else f"then failed too: {one.type}"
+        for one in failed.failures[1:]
+    }
     ranks_of: dict[str, list[int]] = {}
     for rank, how in sorted({**failed.ends, **ends}.items()):
         ranks_of.setdefault(how, []).append(rank)
@@ -227,7 +232,8 @@ def report_elsewhere(failed: FailedAttempt) -> str:
 
 def _first_line(failed: FailedAttempt) -> str:
     who = rank_prefix(failed.first.rank, failed.world_size, failed.hostname or None)
-    first = " first" if failed.world_size > 1 else ""
+    came_later = bool(failed.borne) and failed.first.rank not in failed.borne
+    first = " first" if failed.world_size > 1 and not came_later else ""
     return f"[rankwise] {who} failed{first}: {in_words(failed.first)}"
 
 
@@ -242,6 +248,7 @@ def from_dict(told: Mapping[str, Any]) -> FailedAttempt:
         **told,
         "failures": tuple(Failure(**one) for one in told["failures"]),
         "ends": {int(rank): how for rank, how in told["ends"].items()},
+        "borne": tuple(told["borne"]),
         "stderr_tail": tuple(told["stderr_tail"]),
     }
     return FailedAttempt(**fields)
@@ -258,6 +265,16 @@ def in_words(failure: Failure) -> str:
     if -code == signal.SIGKILL:
         hint = "; where nobody killed it, the machine was out of memory (see `dmesg`)"
     return f"killed by {signal_name(-code)}, exit code {shell_code(code)}{hint}"
+
+
+def briefly(failure: Failure) -> str:
+    """Return how a rank ended in a few words, for a line that says more: ``ValueError: boom``, ``SIGKILL``."""
+    if failure.traceback:
+        first_line = failure.message.strip().partition("\n")[0]
+        return f"{failure.type}: {first_line}" if first_line else failure.type
+    if failure.exit_code < 0 and failure.type != "stopped":
+        return f"{failure.type}, {OUT_OF_MEMORY}" if OUT_OF_MEMORY in failure.how else failure.type
+    return failure.how or f"exit code {failure.exit_code}"
 
 
 def _is_echo(error: BaseException | None) -> bool:

@@ -166,6 +166,12 @@ class LocalRanks:
         with contextlib.suppress(OSError):
             self._server.signal(rank, number)
 
+    def kill(self, rank: int) -> None:
+        """Kill one rank, where it still runs; what it has started goes with the attempt."""
+        if rank in self.running:
+            self._ends.setdefault(rank, "had to be killed by the launcher")
+            self.send_signal(rank, signal.SIGKILL)
+
     def stack_files(self) -> dict[int, str]:
         """Return where each rank of the attempt writes its stack when it is asked for it."""
         attempt = self.layout.attempt if self.layout is not None else 0

@@ -13,7 +13,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from rankwise.events import post
+from rankwise.events import EXPENDABLE_KEY, post
 from rankwise.launch.failure import Failure
 from rankwise.launch.link import LARGEST_MESSAGE_BYTES, PURPOSE
 from rankwise.launch.nodes import introduced
@@ -58,6 +58,7 @@ class JobServer:
 
     async def _tick(self) -> None:
         while True:
+            self._tell_who_may_go()
             self._coordinator.tick(time.monotonic())
             for node_id in list(self._writers):
                 self._send(node_id, {"do": "alive"})
@@ -73,6 +74,7 @@ class JobServer:
         hello = json.loads(await read_frame(reader, LARGEST_MESSAGE_BYTES))
         node = introduced(hello["node"])
         self._writers[node.node_id] = writer
+        self._tell_who_may_go()
         try:
             self._coordinator.come(node, time.monotonic())
             self._flush()
@@ -86,12 +88,21 @@ class JobServer:
             # It may have come anew over another connection meanwhile.
             if self._writers.get(node.node_id) is writer:
                 del self._writers[node.node_id]
+                self._tell_who_may_go()
                 self._coordinator.go(node.node_id, time.monotonic(), "is gone: its launcher has ended")
                 self._flush()
                 if self._gone is not None and not self._writers:
                     self._gone.set()
 
+    def _tell_who_may_go(self) -> None:
+        """Have the coordinator know what ranks have declared in the store, before it hears of anything else."""
+        attempt = self._coordinator.attempt
+        declared = None if attempt is None else self._keys.peek(f"attempt/{attempt}/{EXPENDABLE_KEY}")
+        if attempt is not None and declared is not None:
+            self._coordinator.may_lose(attempt, json.loads(declared))
+
     def _obey(self, node_id: str, message: dict[str, Any]) -> None:
+        self._tell_who_may_go()
         coordinator, now = self._coordinator, time.monotonic()
         coordinator.hear(node_id, now)
         do = message["do"]

@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
     from rankwise.parallel.gradient_sync import GradientSync
 
-_sync_of: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
+_sync_of: WeakKeyDictionary[nn.Module, tuple[GradientSync, Exchange]] = WeakKeyDictionary()
 
 
 class _GlobalStatistics(_BatchNorm):
     """What the three subclasses share. Without a sync (a copied model) it is the plain layer."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
-        sync = _sync_of.get(self)
+        noted = _sync_of.get(self)
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if sync is None or not uses_batch:
+        if noted is None or not uses_batch:
             return super().forward(input)
         self._check_input_dim(input)
-        exchange = current().exchange
-        if exchange is None:
+        if current().exchange is None:
             return super().forward(input)
+        sync, exchange = noted
         output, mean, variance, count = _SyncedNorm.apply(input, self.weight, self.bias, self.eps, exchange, sync)
         if self.training and self.track_running_stats:
             self._track(mean, variance, count)
@@ -86,8 +86,8 @@ _CLASS_OF: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def synchronise_batchnorm(model: nn.Module, sync: GradientSync) -> None:
-    """Have every BatchNorm layer of ``model`` take its statistics over all ranks, in place.
+def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchange) -> None:
+    """Have every BatchNorm layer of ``model`` take its statistics over all ranks of ``exchange``, in place.
 
     Raises:
         ConfigurationError: a layer is of a subclass of torch's.
@@ -102,7 +102,7 @@ def synchronise_batchnorm(model: nn.Module, sync: GradientSync) -> None:
         if replacement is not None:
             module.__class__ = replacement  # pyright: ignore[reportAttributeAccessIssue] - a subclass of its own
         if isinstance(module, SYNCHRONISED):
-            _sync_of[module] = sync
+            _sync_of[module] = sync, exchange
 
 
 def unsynchronised_batchnorms(model: nn.Module) -> list[str]:

@@ -120,6 +120,10 @@ class Bucket:
                 parameter.grad = gradient_of(parameter, result) if self._is_split else result
         self.num_missing = len(self.parameters)
 
+    def pieces(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the part of each parameter in something of its lane's size."""
+        return flat.split([own_part(parameter).numel() for parameter in self.parameters])
+
 
 class InOrder:
     """Buckets that are sent in one order on all ranks, each when it and those before it are full.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
 
 
-def mesh(*, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, tp: int = 1) -> DeviceMesh:
+def mesh(*, islands: int = 1, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, tp: int = 1) -> DeviceMesh:
     """Lay the ranks out along axes, for every strategy and loader that follows.
 
     Called by: every rank, with the same sizes, once, right after :func:`rankwise.join`. Not needed where all ranks
@@ -26,17 +26,20 @@ def mesh(*, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, tp: int = 1) 
 
     Afterwards ``tensor_parallel`` splits layers over ``tp``; ``replicate`` averages over ``dp_replicate``; ``shard``
     over ``dp_replicate`` and ``dp_shard``; ``pipeline`` has its stages along ``pp`` and averages over
-    ``dp_replicate``. :class:`rankwise.DataLoader` gives ranks that differ only in ``pp`` or ``tp`` the same samples.
-    Ranks along ``tp`` are neighbours, then those along ``dp_shard``, ``dp_replicate`` and ``pp``.
+    ``dp_replicate``. None of them averages over ``islands``: that is :func:`rankwise.local_sgd`, which needs them.
+    :class:`rankwise.DataLoader` gives ranks that differ only in ``pp`` or ``tp`` the same samples.
+    Ranks along ``tp`` are neighbours, then those along ``dp_shard``, ``dp_replicate``, ``pp`` and ``islands``.
 
     Args:
+        islands: groups of ranks with a slow network between them. Ranks of one island have numbers in a row: start
+            them host by host.
         dp_replicate: copies of the model.
         dp_shard: parts that its parameters are sharded into.
         pp: stages of a pipeline.
-        tp: parts of each layer. One of the four may be -1, for the ranks that are left.
+        tp: parts of each layer. One of the five may be -1, for the ranks that are left.
 
     Returns:
-        torch's mesh, with the dimensions ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``.
+        torch's mesh, with the dimensions ``islands``, ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``.
 
     Raises:
         ConfigurationError: the product of the sizes is not the world size, ranks gave different sizes, or the ranks
@@ -45,7 +48,7 @@ def mesh(*, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, tp: int = 1) 
 
     Source: torch.distributed.device_mesh.init_device_mesh.
     """
-    sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "pp": pp, "tp": tp}
+    sizes = {"islands": islands, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "pp": pp, "tp": tp}
     return _lay_out({name: size for name, size in sizes.items() if size != 1}, "rankwise.mesh()")
 
 

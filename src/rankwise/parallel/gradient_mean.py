@@ -64,13 +64,16 @@ class GradientMean:
             parameter.grad = earlier
         self._earlier.clear()
 
-    def average(self, weight: float) -> None:
+    def average(self, weight: float) -> float:
         """Replace each gradient by sum_r weight_r g_r / sum_r weight_r, and add what was set aside.
 
         Called by: every rank of the exchange, once per step.
 
         Args:
             weight: what this rank's gradients count; with 0 it need not have any.
+
+        Returns:
+            The sum of the weights; this rank's own where there is nothing to average.
         """
         for bucket in self._buckets:
             bucket.send(weight, weight)
@@ -83,6 +86,7 @@ class GradientMean:
                 else:
                     own_part(parameter.grad).add_(own_part(earlier))
         self._earlier.clear()
+        return self._buckets[0].lane.total() if self._buckets else weight
 
 
 def clip_to_norm(

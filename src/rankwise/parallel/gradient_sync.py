@@ -18,6 +18,7 @@ from torch.autograd import Variable
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.accumulation import Accumulation
 from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, InOrder, lane_size, own_gradient, own_part, plan
+from rankwise.parallel.compress.memory import carry_over
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.opening import open_lanes
 
@@ -39,7 +40,7 @@ _round: list[GradientSync] = []
 class GradientSync:
     """The gradients of one model, from ``replicate`` until the model is gone."""
 
-    strategy = "replicate"
+    strategy: str = "replicate"
 
     def __init__(
         self,
@@ -60,10 +61,20 @@ class GradientSync:
         """Weight of the latest forward pass, for a backward that does not pass through its output."""
         self.weight = 0.0
         """Weight of the backward under way: the samples, or tokens, that its loss is the mean of."""
+        self.on_mean: Callable[[float], None] | None = None
+        """Where there is no group: called at the end of backward with what the gradients are the mean over."""
+        self.step_weight: float | None = None
+        """What the latest gradients are a mean of, on all ranks that they are averaged over."""
+        self.weight_so_far = 0.0
+        """Sum of it over all steps."""
         self._group = group
         self._what = f"gradients of {model_name}"
         self._num_synced = 0
         self._unit = 1.0
+        # float16 has no room for numbers of whatever unit: the first step agrees on one before it sends anything.
+        self._is_unit_open = Narrow("fp16") == compress or any(p.dtype == torch.float16 for p in self.parameters)
+        self._scale = 1.0
+        """What this step sends, of what it has: one over the unit that it agreed on, or one."""
         self._accumulation = Accumulation(self.names, self.parameters)
         self._in_backward = False
         self._has_gradients = False
@@ -85,6 +96,11 @@ class GradientSync:
         self._is_accumulating = value
         if value:
             self._accumulation.expect(sorted(self._hooked), self._share)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the gradients are averaged over."""
+        return 1 if self._group is None else self._group.world_size
 
     def is_mid_step(self) -> bool:
         """Whether gradients of some microsteps wait, on every rank, for those of the last."""
@@ -112,6 +128,7 @@ class GradientSync:
         shapes = [[own_part(self.parameters[number]).shape for number in numbers] for numbers in members]
         lanes = open_lanes(self._compress, group, sizes, shapes, self._what)
         buckets = [Bucket(numbers, self.parameters, lane) for numbers, lane in zip(members, lanes, strict=True)]
+        carry_over(self._buckets.buckets, buckets)
         self._buckets = InOrder(buckets, self._send)
         nowhere = buckets[0]
         self._bucket_of = [nowhere] * len(self.parameters)
@@ -132,9 +149,10 @@ class GradientSync:
         first = self.parameters[0]
         if (first.dtype, first.device) != self._kind:
             raise ConfigurationError(
-                f"Parameter {self.names[0]} was {self._kind[0]} on {self._kind[1]} in replicate(), and is no more.",
+                f"Parameter {self.names[0]} was {self._kind[0]} on {self._kind[1]} in {self.strategy}(), and is no "
+                "more.",
                 evidence=f"it is {first.dtype} on {first.device}",
-                do="call model.to(...) first, then rankwise.replicate(model)",
+                do=f"call model.to(...) first, then rankwise.{self.strategy}(model)",
             )
         self.hook_new_parameters()
 
@@ -144,9 +162,10 @@ class GradientSync:
         new = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
         if new:
             raise ConfigurationError(
-                f"Parameter {new[0]} came to the model after replicate(): no rank would hear of its gradients.",
+                f"Parameter {new[0]} came to the model after {self.strategy}(): no rank would hear of its gradients.",
                 evidence=f"new parameters: {', '.join(new)}",
-                do="change the model first (layers, load_state_dict(assign=True)), then call rankwise.replicate(model)",
+                do="change the model first (layers, load_state_dict(assign=True)), "
+                f"then call rankwise.{self.strategy}(model)",
             )
 
     # -- while backward runs -----------------------------------------------------------------------
@@ -216,7 +235,8 @@ class GradientSync:
                 evidence="a part of the model runs backward several times within one backward()",
                 do="use torch.utils.checkpoint with use_reentrant=False",
             )
-        self._buckets.send_full()
+        if not self._is_unit_open:
+            self._buckets.send_full()
 
     def _note_first_arrival(self, number: int) -> None:
         gradient = self.parameters[number].grad
@@ -236,7 +256,8 @@ class GradientSync:
                 do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
             )
         share = self._share()
-        bucket.send(1.0 if self._accumulation.is_open else share, self._accumulation.carried + share)
+        own = 1.0 if self._accumulation.is_open else share
+        bucket.send(self._scale * own, self._scale * (self._accumulation.carried + share))
 
     # -- when backward has run ---------------------------------------------------------------------
 
@@ -244,7 +265,22 @@ class GradientSync:
         """Send the buckets whose parameters this rank did not all use."""
         if self._group is None or self.is_accumulating or not self._has_gradients:
             return
+        if self._is_unit_open:
+            self._agree_on_unit(self._group)
         self._buckets.send_rest()
+
+    def _agree_on_unit(self, group: Exchange) -> None:
+        """Make what a rank's step weighs the unit of what is about to be sent, where no step has told it yet."""
+        own = torch.tensor([self._accumulation.carried + self._share()], dtype=torch.float64)
+        total = group.all_reduce(own, what=f"weights of {self._what}").item()
+        if total > 0:
+            self._scale = 1.0 / self._unit_near(total / group.world_size)
+            self._is_unit_open = False
+
+    def _unit_near(self, weight: float) -> float:
+        # A power of two, by which multiplying rounds nothing: a step after a resume, whose unit is 1, or with float16
+        # its own, is then the same bits as in the undisturbed run.
+        return 2.0 ** round(math.log2(weight))
 
     def collect(self) -> None:
         """Wait for the sums, divide them, and hand them to the parameters."""
@@ -265,12 +301,12 @@ class GradientSync:
 
     def _hand_back(self, group: Exchange) -> None:
         self._buckets.take_back()
-        total = self._buckets.buckets[0].lane.total()
+        total = self._buckets.buckets[0].lane.total() / self._scale
+        self._note_weight(total)
         self._accumulation.give_back_earlier()
         if total > 0:
-            # A power of two, by which multiplying rounds nothing: a step after a resume, whose unit is 1, is then the
-            # same bits as in the undisturbed run.
-            self._unit = 2.0 ** round(math.log2(self._unit * total / group.world_size))
+            self._unit = self._unit_near(self._unit * total / group.world_size)
+            self._scale = 1.0
         self._num_synced += 1
         # Several models that are trained together make one step.
         group.watch.record.step = max(group.watch.record.step, self._num_synced)
@@ -279,12 +315,23 @@ class GradientSync:
             self._rebuild_in_arrival_order(group, self._arrived)
         self._arrived = None
 
+    def _note_weight(self, total: float) -> None:
+        self.step_weight = total * self._unit
+        self.weight_so_far += self.step_weight
+
+    @torch.no_grad()
     def _divide_alone(self) -> None:
-        if not self._accumulation.is_open:
-            return
         total = self._accumulation.carried + self._share()
+        self._note_weight(total)
+        if self.on_mean is not None:
+            self.on_mean(total)
+        if total > 0 and not self._accumulation.is_open:
+            return
         gradients = [own for p in self.parameters if (own := own_gradient(p)) is not None]
-        if total > 0:
+        if total == 0:
+            # The mean of nothing is not a number; several ranks would have zeros too.
+            torch._foreach_zero_(gradients)
+        else:
             torch._foreach_div_(gradients, total)
         self._accumulation.give_back_earlier()
 

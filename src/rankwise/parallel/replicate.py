@@ -7,7 +7,7 @@ around forward; what happens in backward is gradient_sync's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -15,21 +15,19 @@ import torch
 from rankwise.agreement import same_on_all_ranks
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
+from rankwise.parallel.after_forward import AfterForward
 from rankwise.parallel.batchnorm import synchronise_batchnorm, unsynchronised_batchnorms
 from rankwise.parallel.buckets import own_part
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.gradient_sync import GradientSync
 from rankwise.parallel.own_hooks import OwnHook
-from rankwise.parallel.registrations import count_registrations
 from rankwise.parallel.same_model import broadcast_model, check_same_model
 from rankwise.parallel.trained import (
     check_callable,
     check_split,
     check_untrained,
     note_trained,
-    samples_of,
-    tensors_with_grad,
 )
 from rankwise.parallel.uncompiled import uncompiled
 from rankwise.session import current
@@ -134,14 +132,14 @@ def replicate(
     session.stopping.unless(WeakMethod(sync.is_mid_step))
     if exchange is not None:
         if sync_batchnorm:
-            synchronise_batchnorm(model, sync)
+            synchronise_batchnorm(model, sync, exchange)
         elif names := unsynchronised_batchnorms(model):
             warn(
                 f"{names[0]} and {len(names) - 1} more BatchNorm layers take their statistics per rank, so that the "
                 "result depends on the number of ranks; replicate(model, sync_batchnorm=True) makes it exact"
             )
         model.register_forward_pre_hook(_BeforeForward(BufferSync(model, exchange)))
-    model.register_forward_hook(_AfterForward(sync, weight), with_kwargs=True)
+    model.register_forward_hook(AfterForward(sync, weight), with_kwargs=True)
     return model
 
 
@@ -174,30 +172,3 @@ class _BeforeForward(OwnHook):
     def __call__(self, module: nn.Module, _: object) -> None:
         if module.training and torch.is_grad_enabled():
             self._buffers.before_forward()
-
-
-class _AfterForward(OwnHook):
-    """Notes how many samples a forward call stands for, and when backward reaches its output."""
-
-    def __init__(self, sync: GradientSync, weight: Callable[..., float | torch.Tensor] | None) -> None:
-        self._sync = sync
-        self._weight = weight
-        self._counts = count_registrations()
-        self._count_seen = self._counts.parameters
-
-    @uncompiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        if not torch.is_grad_enabled():
-            return
-        sync = self._sync
-        if self._count_seen != self._counts.parameters:
-            sync.check_followed(module)
-            self._count_seen = self._counts.parameters
-        if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - not a recomputation inside backward
-            sync.before_backward()
-        amount = samples_of(self._weight, args, kwargs)
-        if amount is None:
-            return
-        sync.forward_weight = amount
-        for reached in tensors_with_grad(output):
-            reached.register_hook(lambda _: sync.begin(amount))

@@ -60,15 +60,15 @@ def broadcast_model(model: nn.Module, exchange: Exchange) -> None:
         broadcast_tensors([own_part(t).detach() for t in tensors], exchange, what="parameters of rank 0")
 
 
-def broadcast_tensors(tensors: Iterable[torch.Tensor], exchange: Exchange, *, what: str) -> None:
-    """Overwrite ``tensors`` with rank zero's, many at a time.
+def broadcast_tensors(tensors: Iterable[torch.Tensor], exchange: Exchange, *, what: str, source: int = 0) -> None:
+    """Overwrite ``tensors`` with those of rank ``source``, many at a time.
 
     Called by: every rank, with tensors of the same shapes and dtypes.
     """
     for chunk in _chunks(tensors):
         # As bytes: a broadcast calculates nothing, and Gloo does not know every dtype.
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in chunk])
-        pieces = exchange.broadcast(flat, 0, what=what).split([tensor.nbytes for tensor in chunk])
+        pieces = exchange.broadcast(flat, source, what=what).split([tensor.nbytes for tensor in chunk])
         for tensor, piece in zip(chunk, pieces, strict=True):
             # A copy is aligned for its dtype; a piece of bytes need not be.
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))

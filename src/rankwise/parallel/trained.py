@@ -87,7 +87,7 @@ def check_untrained(model: nn.Module, strategy: str) -> None:
             do=f"call rankwise.replicate(model), which trains placed models data parallel; or {strategy}() "
             "without place()",
         )
-    own = _found(model)
+    own = trained_as(model)
     if own is not None:
         raise ConfigurationError(
             f"This model went through {own.strategy}() already.", do=_instead(own.strategy, strategy)
@@ -107,6 +107,8 @@ def _instead(first: str, second: str) -> str:
     pair = {first, second}
     if first == second:
         return f"call {second}() once per model"
+    if "local_sgd" in pair:
+        return f"call {(pair - {'local_sgd'}).pop()}() first, then local_sgd()"
     if "tensor_parallel" in pair:
         return f"call tensor_parallel() first, then {(pair - {'tensor_parallel'}).pop()}()"
     if "place" in pair:
@@ -124,7 +126,7 @@ def _strategies() -> dict[int, str]:
 
 def is_trained(model: nn.Module) -> bool:
     """Return whether the gradients of a model are averaged: it, or a model it is part of, went through a strategy."""
-    if _found(model) is not None:
+    if trained_as(model) is not None:
         return True
     strategies = _strategies()
     return any(id(parameter) in strategies for parameter in model.parameters())
@@ -208,7 +210,7 @@ def weight(model: nn.Module, amount: float | torch.Tensor) -> Generator[None]:
 
 
 def _trained_of(model: nn.Module, caller: str) -> Trained:
-    found = _found(model)
+    found = trained_as(model)
     if found is None:
         raise ConfigurationError(
             f"{caller}() was given a {type(model).__name__} that is neither replicated nor sharded.",
@@ -217,7 +219,8 @@ def _trained_of(model: nn.Module, caller: str) -> Trained:
     return found
 
 
-def _found(model: nn.Module) -> Trained | None:
+def trained_as(model: nn.Module) -> Trained | None:
+    """Return what was noted of a model; ``None`` where it went through no strategy."""
     one = _trained.get(model)
     return None if one is None else one()
 
@@ -291,5 +294,5 @@ def check_split(model: nn.Module, axes: Axes, strategy: str) -> None:
             f"{strategy}() was given a model that is not split, and {axes.tp} ranks along tp would have a copy each.",
             evidence=f"the ranks are laid out as {axes}",
             do="call rankwise.tensor_parallel(model) first, or lay the ranks out without tp: "
-            f"rankwise.mesh(dp_replicate={axes.data_world_size * axes.tp})",
+            f"rankwise.mesh(dp_replicate={axes.data_ranks_per_island * axes.tp})",
         )

@@ -38,6 +38,18 @@ class Patience:
     store: Store
     broken: Callable[[], str | None]
     """Why nothing can come any more, where that is known."""
+    spare_seconds: float = 0.0
+    """How much longer than the world's limit to wait."""
+    do: str = (
+        "let that rank send or run backward() too, in the same order; two ranks that both wait in recv() wait for "
+        "each other: have one send first. Where the wait is meant, join(timeout_seconds=...) is the limit"
+    )
+    """What to do where the limit passes."""
+    do_when_left: str = (
+        "let every recv(source=...) have one send(to=...) on that rank, in the same order, "
+        "and every backward() of what was sent one of what was received"
+    )
+    """What to do where the peer has left."""
 
 
 def wait(patience: Patience, changed: threading.Condition, is_there: Callable[[], bool]) -> None:
@@ -75,13 +87,14 @@ def _wait(patience: Patience, changed: threading.Condition, is_there: Callable[[
         waited = time.monotonic() - begun
         if reason is not None:
             if waited > explained_by:
-                raise reason
+                # Whoever failed and is gone on without may have said so meanwhile.
+                raise patience.watch.loss_of(patience.peer) or reason
         elif broken is not None or waited > next_look:
             next_look = waited + LOOK_SECONDS
             reason = _why_in_vain(patience, broken)
             # Whoever ends may have sent something before, or say why in a moment.
             explained_by = waited + EXPLANATION_SECONDS
-        if waited > patience.watch.timeout_seconds:
+        if waited > patience.watch.timeout_seconds + patience.spare_seconds:
             error = _in_vain(patience, waited)
             # Another rank's limit may have passed first, and it knew more.
             raise patience.watch.error or error
@@ -93,6 +106,9 @@ def _wait(patience: Patience, changed: threading.Condition, is_there: Callable[[
 
 def _why_in_vain(patience: Patience, broken: str | None) -> Exception | None:
     """Return what is to be raised where the peer can send nothing any more."""
+    loss = patience.watch.loss_of(patience.peer)
+    if loss is not None:
+        return loss
     process = roll_call.process_of(patience.store, patience.peer)
     if process is None:
         return PeerMissing(
@@ -100,8 +116,7 @@ def _why_in_vain(patience: Patience, broken: str | None) -> Exception | None:
             ranks=[patience.peer],
             where=str(patience.world),
             evidence=broken,
-            do="let every recv(source=...) have one send(to=...) on that rank, in the same order, "
-            "and every backward() of what was sent one of what was received",
+            do=patience.do_when_left,
         )
     if process.host and process.host == silent.this_process().host and _has_ended(process):
         return PeerEnded(patience.peer, process.pid)
@@ -122,8 +137,7 @@ def _in_vain(patience: Patience, waited: float) -> PeerMissing:
         ranks=[patience.peer],
         where=str(patience.world),
         evidence=_doing(patience),
-        do="let that rank send or run backward() too, in the same order; two ranks that both wait in recv() wait for "
-        "each other: have one send first. Where the wait is meant, join(timeout_seconds=...) is the limit",
+        do=patience.do,
     )
 
 

@@ -82,6 +82,10 @@ class Keys:
         """Return whether every key is set."""
         return all(key in self._values for key in keys)
 
+    def peek(self, key: str) -> bytes | None:
+        """Return what ``key`` holds now, or ``None``."""
+        return self._values.get(key)
+
     def delete(self, key: str) -> bool:
         """Remove a key; return whether it was there."""
         return self._values.pop(key, None) is not None

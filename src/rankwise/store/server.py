@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwise.store.wire import (
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 Service = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one authenticated connection until it returns; the connection is then closed."""
+SocketService = Callable[["socket.socket"], Awaitable[None]]
+"""The same with the socket itself, which does not block: for much data, that a stream would copy once more."""
 
 MOST_STRANGERS = 64
 """How many connections may be open that have not shown the secret; the oldest goes for a new one."""
@@ -56,20 +59,30 @@ class AuthenticatedServer:
     this one have nothing of it.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, services: Mapping[str, Service]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        services: Mapping[str, Service],
+        socket_services: Mapping[str, SocketService] | None = None,
+    ) -> None:
         """Take over a socket that listens already.
 
         Args:
             listener: bound to one address; closed with the server.
             secret: of the job.
             services: a coroutine function for each purpose that a client may name.
+            socket_services: the same, for those that take the socket itself.
         """
         self.loop = asyncio.new_event_loop()
         """The loop the services run on; ``asyncio.run_coroutine_threadsafe`` reaches it from other threads."""
         self.port = int(listener.getsockname()[1])
         listener.setblocking(False)
         close_in_children(listener)
-        front = _Front(listener, checked_secret(secret), dict(services))
+        taking: dict[str, SocketService] = {
+            purpose: partial(_as_stream, service=service) for purpose, service in services.items()
+        }
+        front = _Front(listener, checked_secret(secret), taking | dict(socket_services or {}))
         # The thread must not refer to this object, or the object would never go.
         self._thread = threading.Thread(target=_run, args=(self.loop, front), name="rankwise-server", daemon=True)
         self._close = weakref.finalize(self, _close, self.loop, front, self._thread, os.getpid())
@@ -86,7 +99,7 @@ class AuthenticatedServer:
 class _Front:
     """What accepts connections and asks for the secret."""
 
-    def __init__(self, listener: socket.socket, secret: bytes, services: dict[str, Service]) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes, services: dict[str, SocketService]) -> None:
         self.listener = listener
         self._secret = secret
         self._services = services
@@ -125,7 +138,7 @@ class _Front:
         self._known.discard(task)
 
     async def _serve(self, connection: socket.socket) -> None:
-        service: Service | None = None
+        service: SocketService | None = None
         try:
             with contextlib.suppress(OSError, ValueError):
                 prepare(connection)
@@ -133,11 +146,13 @@ class _Front:
                     service = await self._greet(connection)
             if service is not None:
                 self._know(asyncio.current_task())
-                await _hand_over(connection, service)
+                # The client may go at any time; its own side says so where it matters.
+                with contextlib.suppress(ConnectionError, TimeoutError):
+                    await service(connection)
         finally:
             connection.close()
 
-    async def _greet(self, connection: socket.socket) -> Service | None:
+    async def _greet(self, connection: socket.socket) -> SocketService | None:
         """Return the service of who has shown the secret, ``None`` for others."""
         nonce = new_nonce()
         await _send(connection, hello(nonce))
@@ -176,7 +191,7 @@ async def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     return data
 
 
-async def _hand_over(connection: socket.socket, service: Service) -> None:
+async def _as_stream(connection: socket.socket, service: Service) -> None:
     """Have ``service`` serve a connection to its end."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=BUFFER_BYTES, loop=loop)
@@ -187,8 +202,6 @@ async def _hand_over(connection: socket.socket, service: Service) -> None:
         await service(reader, writer)
         writer.close()
         await writer.wait_closed()
-    except (ConnectionError, TimeoutError):
-        pass  # The client has gone; its own side says so where it matters.
     finally:
         transport.abort()
 

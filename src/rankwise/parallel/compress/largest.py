@@ -8,26 +8,34 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.exchange.bytes_of import bytes_of
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rankwise.exchange.protocol import Exchange
 
 
 class Largest:
     """Adds up over the ranks of an exchange what each has chosen."""
 
-    def __init__(self, exchange: Exchange, num_elements: int, share: float, what: str) -> None:
+    def __init__(self, exchange: Exchange, share: float, what: str) -> None:
         self._exchange = exchange
         self._what = what
-        self._num_sent = math.ceil(share * num_elements)
+        self._share = share
 
-    def __call__(self, given: torch.Tensor, _: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over ranks, and what this rank has left out."""
-        places = given.abs().topk(self._num_sent, sorted=False).indices
-        all_numbers = self._exchange.all_gather(given[places], what=f"{self._what}: largest")
-        all_places = self._exchange.all_gather(places.int(), what=f"{self._what}: their places")
-        total = torch.zeros_like(given)
-        for numbers, of_rank in zip(all_numbers, all_places, strict=True):
-            total.index_add_(0, of_rank, numbers)
-        left = given.clone()
-        left[places] = 0.0
-        return total, left
+    def __call__(self, told: torch.Tensor, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """See :class:`rankwise.parallel.compress.at_once.Way`."""
+        pieces = [told]
+        for body in given:
+            places = body.abs().topk(math.ceil(self._share * len(body)), sorted=False).indices
+            pieces += [bytes_of(body[places]), bytes_of(places.int())]
+            body[places] = 0.0
+        rows = self._exchange.all_gather(torch.cat(pieces), what=f"{self._what}: largest")
+        totals = [torch.zeros_like(body) for body in given]
+        for row in rows:
+            _, *of_lanes = row.split([len(piece) for piece in pieces])
+            for total, numbers, places in zip(totals, of_lanes[::2], of_lanes[1::2], strict=True):
+                # Copied: as they lie, bytes need not begin where a number may.
+                total.index_add_(0, places.clone().view(torch.int32), numbers.clone().view(total.dtype))
+        return rows[:, : len(told)], totals

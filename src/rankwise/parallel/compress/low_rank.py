@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A lane whose matrices travel as two thin factors: PowerSGD.
 
-Legend: a matrix M [n, m] of what this rank gives, factors P [n, r] and Q [m, r].
+Legend: a matrix M [n, m] of what this rank gives, factors P [n, r] and Q [m, r]. Ranks may have unlike processors, on
+which products of matrices are rounded differently: what must be the same on all comes from rank zero, or from single
+operations, element by element.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ from rankwise.parallel.compress.memory import Memory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.exchange.protocol import Lane, LaneSize
+    from rankwise.exchange.protocol import Exchange, Lane, LaneSize
 
 SEED = 5
+DEPENDENT = 1e-10
+"""How much of a column must be new, of its length, to make a direction of its own: less is rounding."""
+CHUNK_ELEMENTS = 2**16
+"""What the cache of a core holds."""
 
 
 class Plan:
@@ -53,6 +59,55 @@ class Plan:
         """How many travel then: the Q of all matrices."""
 
 
+class Factors:
+    """What the lanes of a model have in common: all second factors are sent before any is waited for.
+
+    Args:
+        exchange: for rank zero's word on the bases.
+        what: travels, in words.
+    """
+
+    def __init__(self, exchange: Exchange, what: str) -> None:
+        self.lanes: list[LowRankLane] = []
+        self._exchange = exchange
+        self._what = what
+        self._is_over = False
+
+    def prepare(self) -> None:
+        """Begin a step."""
+        self._is_over = False
+
+    def finish(self) -> None:
+        """Bring all lanes to their end, once in a step."""
+        if self._is_over:
+            return
+        for lane in self.lanes:
+            lane.take_first()
+        with_matrices = [lane for lane in self.lanes if lane.plan.matrices]
+        by_device: dict[torch.device, list[LowRankLane]] = {}
+        for lane in with_matrices:
+            by_device.setdefault(lane.body.device, []).append(lane)
+        for device, lanes in by_device.items():
+            self._agree_on_bases(lanes, device)
+        for lane in with_matrices:
+            lane.start_second()
+        for lane in self.lanes:
+            lane.finish_second()
+        self._is_over = True
+
+    def _agree_on_bases(self, lanes: Sequence[LowRankLane], device: torch.device) -> None:
+        ranks = [rank for lane in lanes for *_, rank in lane.plan.matrices]
+        squares = torch.zeros(sum(rank * rank for rank in ranks), dtype=torch.float64)
+        if self._exchange.rank == 0:
+            # Few numbers, for which a processor is as good as a GPU, and is waited for once per lane.
+            sums = [p for lane in lanes for p in lane.first_factors(lane.sums.cpu())]
+            torch.cat([orthonormaliser(p.double()).view(-1) for p in sums], out=squares)
+        told = self._exchange.broadcast(squares.to(device), 0, what=f"bases of {self._what}")
+        mine = iter(told.split([rank * rank for rank in ranks]))
+        for lane in lanes:
+            lane.bases = [basis_of(p, next(mine).view(p.shape[1], p.shape[1])) for p in lane.first_factors(lane.sums)]
+
+
 class LowRankLane:
     """See :class:`rankwise.exchange.protocol.Lane`.
 
@@ -61,15 +116,18 @@ class LowRankLane:
         first: a lane for the P and the rest, with the flags.
         second: a lane for the Q; ``None`` without matrices.
         size: of this lane.
+        factors: of all lanes.
     """
 
-    def __init__(self, plan: Plan, first: Lane, second: Lane | None, size: LaneSize) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, first: Lane, second: Lane | None, size: LaneSize, factors: Factors) -> None:
+        self.plan = plan
         self._first = first
         self._second = second
-        self.body = torch.zeros(size.num_elements, dtype=size.dtype, device=size.device)
-        self.result = torch.zeros_like(self.body)
-        self._memory = Memory(self.body)
+        self._factors = factors
+        self.body = self.result = torch.zeros(size.num_elements, dtype=size.dtype, device=size.device)
+        self.memory = Memory(self.body)
+        self.bases: list[torch.Tensor] = []
+        """[n, r] of each matrix, in this step."""
         generator = torch.Generator().manual_seed(SEED)
         self._q = [
             torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(self.body)
@@ -80,26 +138,39 @@ class LowRankLane:
         self.claim = first.claim
         self.total = first.total
         self.is_flag_set = first.is_flag_set
+        factors.lanes.append(self)
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """What came first: the P of all matrices, and the rest."""
+        return self._first.result
 
     def factor(self, share: float) -> float:
         """Return the share: the lanes below divide."""
         return share
 
+    def first_factors(self, sums: torch.Tensor) -> list[torch.Tensor]:
+        """Return the P [n, r] of each matrix among what came first."""
+        sizes = [rows * rank for _, rows, _, rank in self.plan.matrices]
+        parts = sums[: sum(sizes)].split(sizes)
+        return [part.view(-1, rank) for part, (*_, rank) in zip(parts, self.plan.matrices, strict=True)]
+
     @torch.no_grad()
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Send the first factors."""
+        self._factors.prepare()
         with _as_they_are(self.body):
             self._start(share, weight, absent)
 
     def _start(self, share: float, weight: float, absent: Sequence[int]) -> None:
-        self._memory.add_to(self.body, share, weight)
+        self.memory.add_to(self.body, share, weight)
         factor = self._first.factor(1.0)
         place = 0
-        for (low, rows, columns, rank), q in zip(self._plan.matrices, self._q, strict=True):
+        for (low, rows, columns, rank), q in zip(self.plan.matrices, self._q, strict=True):
             p = self.body[low : low + rows * columns].view(rows, columns) @ q
             self._first.body[place : place + rows * rank].copy_(p.view(-1)).mul_(factor)
             place += rows * rank
-        for part in self._plan.rest:
+        for part in self.plan.rest:
             length = part.stop - part.start
             self._first.body[place : place + length].copy_(self.body[part]).mul_(factor)
             place += length
@@ -108,48 +179,54 @@ class LowRankLane:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send the second factors, and multiply both."""
+        """Have the second factors of all lanes sent, and multiply both."""
         with _as_they_are(self.body):
-            self._finish()
+            self._factors.finish()
 
-    def _finish(self) -> None:
+    def take_first(self) -> None:
+        """Wait for the first factors."""
         self._first.finish()
-        sums = self._first.result
-        place = 0
-        bases: list[torch.Tensor] = []
-        for _, rows, _, rank in self._plan.matrices:
-            bases.append(_orthonormal(sums[place : place + rows * rank].view(rows, rank)))
-            place += rows * rank
-        for part in self._plan.rest:
-            length = part.stop - part.start
-            self.result[part].copy_(sums[place : place + length])
-            self.body[part].zero_()
-            place += length
-        if self._second is not None:
-            self._exchange_second(self._second, bases)
-        self._memory.leave_out(self.body)
 
-    def _exchange_second(self, lane: Lane, bases: Sequence[torch.Tensor]) -> None:
+    def start_second(self) -> None:
+        """Send the second factors, and keep in the body what both leave out."""
+        lane = self._second
+        if lane is None:
+            return
         lane.claim()
         factor = lane.factor(1.0)
         place = 0
-        for (low, rows, columns, rank), basis in zip(self._plan.matrices, bases, strict=True):
+        for (low, rows, columns, rank), basis in zip(self.plan.matrices, self.bases, strict=True):
             left = self.body[low : low + rows * columns].view(rows, columns)
             q = left.T @ basis
             left.sub_(basis @ q.T)
             lane.body[place : place + columns * rank].copy_(q.view(-1)).mul_(factor)
             place += columns * rank
         lane.start(1.0, self._weight, ())
-        lane.finish()
+
+    def finish_second(self) -> None:
+        """Wait for the second factors, remember what was left out, and put the mean in its place."""
+        if self._second is not None:
+            self._second.finish()
+        for part in self.plan.rest:
+            self.body[part].zero_()
+        self.memory.leave_out(self.body, 0.0)
+        if self._second is not None:
+            self._multiply(self._second.result)
+        place = self.plan.num_first
+        for part in reversed(self.plan.rest):
+            place -= part.stop - part.start
+            self.result[part].copy_(self.sums[place : place + part.stop - part.start])
+
+    def _multiply(self, sums: torch.Tensor) -> None:
         place = 0
-        for number, ((low, rows, columns, rank), basis) in enumerate(zip(self._plan.matrices, bases, strict=True)):
-            q = lane.result[place : place + columns * rank].view(columns, rank)
-            torch.mm(basis, q.T, out=self.result[low : low + rows * columns].view(rows, columns))
-            # Only its directions count. As it is, the next P would be of the size of the square of the gradients.
-            q = q / q.abs().amax()
-            if bool(q.isfinite().all()):
-                self._q[number] = q
+        for number, ((low, rows, columns, rank), basis) in enumerate(zip(self.plan.matrices, self.bases, strict=True)):
+            q = sums[place : place + columns * rank].view(columns, rank)
             place += columns * rank
+            _product_into(self.result[low : low + rows * columns].view(rows, columns), basis, q)
+            # Only its directions count. As it is, the next P would be of the size of the square of the gradients.
+            directions = q / q.abs().amax(0)
+            self._q[number] = torch.where(directions.isfinite().all(0), directions, self._q[number])
+        self.bases = []
 
 
 def _as_they_are(tensor: torch.Tensor) -> torch.autocast:
@@ -157,9 +234,41 @@ def _as_they_are(tensor: torch.Tensor) -> torch.autocast:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis [n, r] of the columns; of one that is not finite, the same without a number."""
-    if not bool(matrix.isfinite().all()):
-        return torch.full_like(matrix, float("nan"))
-    wide = matrix.float() if matrix.dtype in {torch.float16, torch.bfloat16} else matrix
-    return torch.linalg.qr(wide)[0].to(matrix.dtype)
+def orthonormaliser(p: torch.Tensor) -> torch.Tensor:
+    """Return T [r, r] so that the columns of ``p`` @ T are orthonormal, or zero where they are none of their own.
+
+    Of a matrix that is not finite it has no numbers.
+    """
+    squares = p.new_zeros(p.shape[1], p.shape[1])
+    if not bool(p.isfinite().all()):
+        return squares.fill_(float("nan"))
+    lengths = p.norm(dim=0)
+    unit = p / torch.where(lengths > 0, lengths, 1.0)
+    own = (torch.linalg.qr(unit, mode="r")[1].diagonal().abs() > DEPENDENT).nonzero()[:, 0]
+    if len(own):
+        triangle = torch.linalg.qr(unit[:, own], mode="r")[1]
+        inverse = torch.linalg.solve_triangular(triangle, torch.eye(len(own), dtype=p.dtype), upper=True)
+        squares[own[:, None], own] = inverse / lengths[own, None]
+    return squares
+
+
+def basis_of(p: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+    """Return ``p`` @ ``square``, the same bits on every processor."""
+    basis = torch.empty_like(p)
+    _product_into(basis, p.double(), square.T)
+    return basis
+
+
+def _product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Write ``left`` [n, r] @ ``right`` [m, r].T into ``out`` [n, m], the same bits on every processor."""
+    if left.dtype in {torch.float16, torch.bfloat16}:
+        left, right = left.float(), right.float()
+    rows_of_right = right.T.contiguous()
+    # As many rows at a time as stay in the cache: there is a pass for every column.
+    step = max(CHUNK_ELEMENTS // out.shape[1], 1) if out.device.type == "cpu" else len(out)
+    for part, of_left in zip(out.split(step), left.split(step), strict=True):
+        total = of_left[:, :1] * rows_of_right[:1]
+        for column, row in zip(of_left.T[1:], rows_of_right[1:], strict=True):
+            # Not in one operation: some processors round that once, and some twice.
+            total += column[:, None] * row
+        part.copy_(total)

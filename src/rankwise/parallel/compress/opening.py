@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING
 
 from rankwise.exchange.protocol import words_of_lanes
-from rankwise.parallel.compress.at_once import AtOnceLane
+from rankwise.parallel.compress.at_once import AtOnceLane, Journey
 from rankwise.parallel.compress.largest import Largest
-from rankwise.parallel.compress.low_rank import LowRankLane, Plan
+from rankwise.parallel.compress.low_rank import Factors, LowRankLane, Plan
 from rankwise.parallel.compress.methods import Narrow, PowerSGD, TopK
 from rankwise.parallel.compress.narrow import DTYPES, NarrowLane
 from rankwise.parallel.compress.quantised import Quantised
@@ -58,13 +57,10 @@ def open_lanes(
     if isinstance(method, PowerSGD):
         return _low_rank(method, exchange, sizes, shapes, words)
     own = exchange.twin()
-    names = words_of_lanes(sizes, words)
-    exchange.meet("; ".join(names))
-    way = partial(Largest, share=method.share) if isinstance(method, TopK) else Quantised
-    return [
-        AtOnceLane(own, size, way(own, size.num_elements, what=name), name)
-        for size, name in zip(sizes, names, strict=True)
-    ]
+    exchange.meet("; ".join(words_of_lanes(sizes, words)))
+    way = Largest(own, method.share, words) if isinstance(method, TopK) else Quantised(own, words)
+    journeys = {device: Journey(own, way) for device in dict.fromkeys(size.device for size in sizes)}
+    return [AtOnceLane(journeys[size.device], size) for size in sizes]
 
 
 def _narrow(method: Narrow, exchange: Exchange, sizes: Sequence[LaneSize], what: str) -> list[Lane]:
@@ -88,12 +84,12 @@ def _low_rank(
         [replace(size, num_elements=plan.num_first) for size, plan in zip(sizes, plans, strict=True)], what
     )
     thin = [
-        replace(size, num_elements=plan.num_second, num_flags=0)
-        for size, plan in zip(sizes, plans, strict=True)
-        if plan.matrices
+        replace(size, num_elements=plan.num_second) for size, plan in zip(sizes, plans, strict=True) if plan.matrices
     ]
-    second = iter(exchange.twin().lanes(thin, f"second factors of {what}") if thin else ())
+    own = exchange.twin()
+    second = iter(own.lanes(thin, f"second factors of {what}") if thin else ())
+    factors = Factors(own, what)
     return [
-        LowRankLane(plan, lane, next(second) if plan.matrices else None, size)
+        LowRankLane(plan, lane, next(second) if plan.matrices else None, size, factors)
         for plan, lane, size in zip(plans, first, sizes, strict=True)
     ]

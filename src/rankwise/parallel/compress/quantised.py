@@ -2,6 +2,7 @@
 """Sums of numbers that travel as integers of one byte.
 
 Each rank adds up a slice: it takes that slice of every rank, quantised, and gives everyone the sum, quantised again.
+Two ranks give each other everything: the bytes are as many, and travel once.
 Legend: b blocks of BLOCK numbers, one scale each.
 """
 
@@ -10,45 +11,82 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from rankwise.exchange.bytes_of import bytes_of
-from rankwise.parallel.compress.memory import Memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rankwise.exchange.protocol import Exchange
 
 BLOCK = 256
+PACKED = BLOCK + 4
+"""Bytes of a block and its scale."""
 MOST = 127.0
 
 
 class Quantised:
-    """Adds up over the ranks of an exchange, and remembers what rounding the sum of its slice left out."""
+    """Adds up over the ranks of an exchange."""
 
-    def __init__(self, exchange: Exchange, num_elements: int, what: str) -> None:
+    def __init__(self, exchange: Exchange, what: str) -> None:
         self._exchange = exchange
         self._what = what
-        self._num_blocks = -(-num_elements // (BLOCK * exchange.world_size))
-        self._memory: Memory | None = None
 
-    def __call__(self, given: torch.Tensor, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over ranks, and what this rank has left out of its part."""
-        ranks = self._exchange.world_size
-        padded = given.new_zeros(ranks * self._num_blocks * BLOCK)
-        padded[: len(given)] = given
-        packed, sent = _pack(padded.view(-1, BLOCK))
-        num_bytes = len(packed) // ranks
+    def __call__(self, told: torch.Tensor, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """See :class:`rankwise.parallel.compress.at_once.Way`."""
+        if self._exchange.world_size <= 2:  # noqa: PLR2004 - a pair
+            return self._in_one_pass(told, given)
+        return self._in_slices(told, given)
+
+    def _in_one_pass(
+        self, told: torch.Tensor, given: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        packed = [_take_out(body, 1).view(-1) for body in given]
+        rows = self._exchange.all_gather(torch.cat([told, *packed]), what=f"{self._what}: all of each")
+        sums: list[torch.Tensor] = []
+        start = len(told)
+        for body, piece in zip(given, packed, strict=True):
+            first, *others = [_unpack(row[start : start + len(piece)], body.dtype) for row in rows]
+            for other in others:
+                first += other
+            sums.append(first.view(-1)[: len(body)])
+            start += len(piece)
+        return rows[:, : len(told)], sums
+
+    def _in_slices(self, told: torch.Tensor, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        ranks, rank = self._exchange.world_size, self._exchange.rank
+        packed = [_take_out(body, ranks) for body in given]
+        lengths = [len(told), *[piece.shape[1] for piece in packed]]
+        num_bytes = sum(lengths)
         taken = self._exchange.all_to_all(
-            # Slice by slice: [ranks, blocks, BLOCK + scale] bytes.
-            packed, [[num_bytes] * ranks] * ranks, what=f"{self._what}: slices"
-        )  # fmt: skip
-        total = _unpack(taken, given.dtype).view(ranks, self._num_blocks, BLOCK).sum(0)
-        if self._memory is None:
-            self._memory = Memory(total)
-        self._memory.add_to(total, 1.0, weight)
-        packed, own = _pack(total)
-        self._memory.leave_out(total - own)
-        sums = self._exchange.all_gather(packed, what=f"{self._what}: sums")
-        return _unpack(sums.view(-1), given.dtype).view(-1)[: len(given)], given - sent.view(-1)[: len(given)]
+            # Rank by rank: what all are told, and that rank's slice of each lane.
+            torch.cat([told.expand(ranks, -1), *packed], 1).view(-1),
+            [[num_bytes] * ranks] * ranks,
+            what=f"{self._what}: slices",
+        ).view(ranks, -1)
+        all_told, *slices = taken.split(lengths, 1)
+        own: list[torch.Tensor] = []
+        for body, slice_ in zip(given, slices, strict=True):
+            total = _unpack(slice_, body.dtype).view(ranks, -1, BLOCK).sum(0)
+            packed_sum, sent = _pack(total)
+            own.append(packed_sum)
+            # Rounding the sum leaves out some too: whoever added up gives it next time.
+            left = body[rank * total.numel() : (rank + 1) * total.numel()]
+            left += (total - sent).view(-1)[: len(left)]
+        rows = self._exchange.all_gather(torch.cat(own), what=f"{self._what}: sums")
+        pieces = rows.split([len(piece) for piece in own], 1)
+        return all_told, [
+            _unpack(piece, body.dtype).view(-1)[: len(body)] for piece, body in zip(pieces, given, strict=True)
+        ]
+
+
+def _take_out(body: torch.Tensor, num_slices: int) -> torch.Tensor:
+    """Return ``body`` as [num_slices, bytes], and leave in it what those bytes do not say."""
+    num_blocks = -(-len(body) // (BLOCK * num_slices)) * num_slices
+    packed, sent = _pack(pad(body, (0, num_blocks * BLOCK - len(body))).view(-1, BLOCK))
+    body -= sent.view(-1)[: len(body)]
+    return packed.view(num_slices, -1)
 
 
 def _pack(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,6 +102,7 @@ def _pack(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _unpack(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers [b, BLOCK] that bytes say."""
-    rows = packed.view(-1, BLOCK + 4)
-    scales = rows[:, BLOCK:].contiguous().view(torch.float32)
+    rows = packed.reshape(-1, PACKED)
+    # Copied: as they lie, bytes need not begin where a number may.
+    scales = rows[:, BLOCK:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (rows[:, :BLOCK].contiguous().view(torch.int8).to(dtype) * scales).to(dtype)

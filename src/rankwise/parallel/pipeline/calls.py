@@ -138,9 +138,10 @@ def pipeline(
     empty = keep_own(plan, place)
     kept = {id(parameter) for parameter in model.parameters()}
     replaced = [one for one in before if id(one()) not in kept]
-    note_trained(model, cast("Any", Piped(plan.own_parameters(place))))
+    piped = Piped(plan.own_parameters(place))
+    note_trained(model, cast("Any", piped))
     first = FirstSteps(exchange_along("pp"), replaced, empty)
-    step = Pipeline(plan, loss_fn, num_micro_batches, weight, place=place, first=first)
+    step = Pipeline(plan, loss_fn, num_micro_batches, weight, place=place, first=first, piped=piped)
     log(f"pipeline: {type(model).__name__} in {plan.num_stages} stages, {chosen.name}\n{step}")
     return step
 

@@ -56,11 +56,12 @@ def check_axes(axes: Axes, model: nn.Module) -> None:
     Raises:
         ConfigurationError: names the nearest sizes.
     """
+    islands = f"islands={axes.islands}, " if axes.islands > 1 else ""
     if axes.dp_shard > 1:
         raise ConfigurationError(
             f"A pipeline's stages are not sharded, and the ranks are laid out with dp_shard={axes.dp_shard}.",
             evidence=f"mesh: {axes}",
-            do=f"rankwise.mesh(pp={axes.pp}, dp_replicate={axes.dp_replicate * axes.dp_shard}, tp={axes.tp}), "
+            do=f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.data_ranks_per_island}, tp={axes.tp}), "
             "or rankwise.shard() without pp",
         )
     if axes.tp > 1 and all(own_part(parameter) is parameter for parameter in model.parameters()):
@@ -68,7 +69,7 @@ def check_axes(axes: Axes, model: nn.Module) -> None:
             f"The ranks are laid out with tp={axes.tp}, and the model is not split along tp.",
             evidence=f"mesh: {axes}",
             do="call rankwise.tensor_parallel(model) first, or "
-            f"rankwise.mesh(pp={axes.pp}, dp_replicate={axes.dp_replicate * axes.tp})",
+            f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.dp_replicate * axes.tp})",
         )
 
 

@@ -53,6 +53,15 @@ class Piped:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
+        self.step_weight: float | None = None
+        """What the latest gradients are a mean of, on all ranks that they are averaged over."""
+        self.weight_so_far = 0.0
+        """Sum of it over all steps."""
+
+    def note_weight(self, total: float) -> None:
+        """Note what the gradients of a step are a mean of."""
+        self.step_weight = total
+        self.weight_so_far += total
 
     @property
     def is_accumulating(self) -> bool:

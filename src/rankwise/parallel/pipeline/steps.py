@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from rankwise.exchange.protocol import Exchange
     from rankwise.parallel.pipeline.first_steps import FirstSteps
-    from rankwise.parallel.pipeline.plan import Plan, StageReport
+    from rankwise.parallel.pipeline.plan import Piped, Plan, StageReport
     from rankwise.parallel.pipeline.program import Program
     from rankwise.store import Store
 
@@ -51,6 +51,7 @@ class Pipeline:
         *,
         place: int,
         first: FirstSteps,
+        piped: Piped,
     ) -> None:
         session = current()
         world = session.world
@@ -61,6 +62,7 @@ class Pipeline:
         self._weight = weight
         self._place = place
         self._first = first
+        self._piped = piped
         self._last_place = plan.schedule.rank_of(plan.num_stages - 1, plan.num_ranks)
         self._along: Exchange | None = exchange_along("pp")
         group = submesh("pp").get_group() if axes.pp > 1 else None
@@ -111,7 +113,9 @@ class Pipeline:
         # What can be refused is, before anything changes.
         prepared = self._prepared_step(arguments, target, samples) if samples else None
         if self._mean is None:
-            return self._train(prepared)[0]
+            loss, total = self._train(prepared)
+            self._piped.note_weight(total)
+            return loss
         self._mean.begin()
         try:
             if self._buffers is not None and self._plan.model.training:
@@ -120,7 +124,7 @@ class Pipeline:
         except BaseException:
             self._mean.give_up()
             raise
-        self._mean.average(total)
+        self._piped.note_weight(self._mean.average(total))
         return loss
 
     def predict(self, x: object) -> Any:  # noqa: ANN401 - whatever the model returns

@@ -21,6 +21,7 @@ from rankwise.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, warn
+from rankwise.mesh import NAMES
 from rankwise.parallel.batchnorm import unsynchronised_batchnorms
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 
 _WEIGHTS = ("weights of sharded models",)
+_WITHIN_ISLAND = tuple(name for name in NAMES if name != "islands")
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -155,7 +157,7 @@ def shard(
     if session.exchange is not None and not session.world.device.startswith("cuda"):
         _watch_waits(model, session.exchange.watch, axes.ranks_along(session.world.rank, "dp_shard"))
     was_meta = FromMeta("shard", model, session.world.device)
-    sync = ShardSync(model, None if session.exchange is None else _own_group(session, session.exchange))
+    sync = ShardSync(model, None if session.exchange is None else _own_group(session, session.exchange, axes))
     note_trained(model, ref(sync))
     session.stopping.unless(WeakMethod(sync.is_mid_step))
     along = exchange_along("dp_shard")
@@ -166,7 +168,8 @@ def shard(
                 f"{norms[0]} and {len(norms) - 1} more BatchNorm layers take their statistics per rank, so that the "
                 "result depends on the number of ranks"
             )
-        buffers = BufferSync(model, session.exchange)
+        island = exchange_along(*_WITHIN_ISLAND)
+        buffers = None if island is None else BufferSync(model, island)
     # Before torch's own, which gathers the parameters: a broken backward is cleared away first.
     model.register_forward_pre_hook(
         BeforeForward(sync, SameForward(along, f"sharded {name}"), weight, _Prepare(buffers, before, was_meta)),
@@ -199,18 +202,19 @@ class _Prepare:
 
 def _check_axes(axes: Axes) -> None:
     tp = f", tp={axes.tp}" if axes.tp > 1 else ""
+    islands = f"islands={axes.islands}, " if axes.islands > 1 else ""
     if axes.pp > 1:
         raise ConfigurationError(
             f"shard() does not go with pp={axes.pp}.",
             evidence=f"the ranks are laid out as {axes}",
-            do=f"call rankwise.mesh(dp_shard={axes.data_world_size * axes.pp}{tp}) and shard(), or "
-            f"rankwise.mesh(pp={axes.pp}, dp_replicate={axes.data_world_size}{tp}) and pipeline()",
+            do=f"call rankwise.mesh({islands}dp_shard={axes.data_ranks_per_island * axes.pp}{tp}) and shard(), or "
+            f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.data_ranks_per_island}{tp}) and pipeline()",
         )
     if axes.dp_shard == 1 and axes.dp_replicate > 1:
         raise ConfigurationError(
             "shard() has no rank to share parameters with: the axis dp_shard has one.",
             evidence=f"the ranks are laid out as {axes}",
-            do=f"call rankwise.replicate(model), or rankwise.mesh(dp_shard={axes.dp_replicate}{tp})",
+            do=f"call rankwise.replicate(model), or rankwise.mesh({islands}dp_shard={axes.dp_replicate}{tp})",
         )
 
 
@@ -296,8 +300,8 @@ def _start_equal(model: nn.Module, exchange: Exchange) -> None:
             broadcast_tensors(parts, along, what="parts of parameters of data rank 0")
 
 
-def _own_group(session: Session, exchange: Exchange) -> TorchGroup:
-    """Return torch's group of all ranks, another one, which all sharded models use. Called by: every rank."""
+def _own_group(session: Session, exchange: Exchange, axes: Axes) -> TorchGroup:
+    """Return a group of torch's of the ranks of this island, for all sharded models. Called by: every rank."""
     known = session.parts.get(_WEIGHTS)
     if isinstance(known, TorchGroup):
         return known
@@ -306,6 +310,8 @@ def _own_group(session: Session, exchange: Exchange) -> TorchGroup:
         raise TypeError(f"torch.distributed.new_group() gave {group!r} for a group of all ranks")
     watch = exchange.watch
     own = TorchGroup(watch, exchange.rank, exchange.world_size, group, watch.record.open_channel())
+    if axes.islands > 1:
+        own = own.among(axes.groups_along(*_WITHIN_ISLAND))
     session.parts[_WEIGHTS] = own
     return own
 

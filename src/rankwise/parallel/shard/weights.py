@@ -60,6 +60,10 @@ class ShardSync:
             exchange: of its own. torch's: it moves on while this rank calculates, or waits in torch.
         """
         self.given_weight: float | None = None
+        self.step_weight: float | None = None
+        """What the latest gradients are a mean of, on all ranks that they are averaged over."""
+        self.weight_so_far = 0.0
+        """Sum of it over all steps."""
         self._model = ref(model)
         self._exchange = exchange
         self._groups = _groups_of(model)
@@ -174,7 +178,8 @@ class ShardSync:
             if self.given_weight is not None or announced.num_carried != self._num_carried or not is_told:
                 self._announce(announced, amount)
             self._learn()
-            self._divide_by(announced.total or 0.0, amount)
+            self.step_weight = announced.total or 0.0
+            self._divide_by(self.step_weight, amount)
             self._without_gradient = {
                 number
                 for number, (group, index) in enumerate(self._places)
@@ -239,6 +244,7 @@ class ShardSync:
             self._forget_unused()
         finally:
             self._close()
+        self.weight_so_far += self.step_weight or 0.0
         if self._exchange is not None:
             self._num_synced += 1
             record = self._exchange.watch.record

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows a forward pass whose gradients will be made exact. Used by replicate and the parameter servers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.parallel.own_hooks import OwnHook
+from rankwise.parallel.registrations import count_registrations
+from rankwise.parallel.trained import samples_of, tensors_with_grad
+from rankwise.parallel.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from rankwise.parallel.gradient_sync import GradientSync
+
+
+class AfterForward(OwnHook):
+    """Notes how many samples a forward call stands for, and when backward reaches its output."""
+
+    def __init__(self, sync: GradientSync, weight: Callable[..., float | torch.Tensor] | None) -> None:
+        self._sync = sync
+        self._weight = weight
+        self._counts = count_registrations()
+        self._count_seen = self._counts.parameters
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        """Take a forward call in. Called by torch."""
+        if not torch.is_grad_enabled():
+            return
+        sync = self._sync
+        if self._count_seen != self._counts.parameters:
+            sync.check_followed(module)
+            self._count_seen = self._counts.parameters
+        if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - not a recomputation inside backward
+            sync.before_backward()
+        amount = samples_of(self._weight, args, kwargs)
+        if amount is None:
+            return
+        sync.forward_weight = amount
+        for reached in tensors_with_grad(output):
+            reached.register_hook(lambda _: sync.begin(amount))

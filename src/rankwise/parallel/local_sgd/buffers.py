@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers of floating-point numbers, as BatchNorm's statistics, averaged over the islands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+
+from rankwise.parallel.buckets import own_part
+from rankwise.parallel.same_model import broadcast_tensors
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rankwise.exchange.protocol import Exchange
+
+
+class MeanBuffers:
+    """The buffers of one model, for as long as it lives."""
+
+    def __init__(self, model: nn.Module, islands: Exchange, data: Exchange | None) -> None:
+        """Note whose they are.
+
+        Args:
+            model: any.
+            islands: this rank, and that of its coordinate on each other island.
+            data: the ranks of this island that see samples of their own; the first one's buffers count.
+        """
+        self._model = ref(model)
+        self._islands = islands
+        self._data = data
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Replace each buffer by its mean over the islands. Called by: every rank."""
+        model = self._model()
+        if model is None:
+            return
+        parts = [own_part(buffer).detach() for buffer in model.buffers()]
+        parts = [part for part in parts if part.is_floating_point() and not part.is_meta]
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for part in parts:
+            by_kind.setdefault((part.dtype, part.device), []).append(part)
+        for same in by_kind.values():
+            flat = torch.cat([part.reshape(-1) for part in same])
+            mean = self._islands.all_reduce(flat, what="buffers of all islands").div_(self._islands.world_size)
+            for part, piece in zip(same, mean.split([part.numel() for part in same]), strict=True):
+                part.copy_(piece.view(part.shape))
+        if self._data is not None:
+            broadcast_tensors(parts, self._data, what="buffers of an island's first rank")

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a round changed on each island, averaged over the islands while training goes on.
+
+Ranks of one island that hold copies share the work: each exchanges some of the parameters with the ranks of its
+coordinate on the other islands and hands the means to its island, so that what is slow carries everything once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from rankwise.exchange.protocol import LaneSize
+from rankwise.parallel.buckets import plan
+from rankwise.parallel.compress.opening import open_lanes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.exchange.protocol import Exchange, Lane
+    from rankwise.parallel.compress.methods import Method
+
+
+class Changes:
+    """The lanes of one model between islands, used again in every round: :meth:`send`, then :meth:`take`."""
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        islands: Exchange,
+        copies: Exchange | None,
+        compress: Method | None,
+        what: str,
+    ) -> None:
+        """Open the lanes.
+
+        Called by: every rank of ``islands`` and ``copies``, with parts of the same shapes.
+
+        Args:
+            parts: what this rank holds of each parameter.
+            islands: of its own: this rank, and that of its coordinate on each other island.
+            copies: of its own: the ranks of this island that hold the same.
+            compress: how what travels between islands is compressed.
+            what: travels, in words.
+        """
+        self._shapes = [part.shape for part in parts]
+        self._copies = copies
+        self._what = what
+        self._num_islands = islands.world_size
+        self._rank = 0 if copies is None else copies.rank
+        num_copies = 1 if copies is None else copies.world_size
+        owner_of = shared_out([part.nbytes for part in parts], num_copies)
+        limit_bytes = islands.lane_bytes(parts[0].device) if parts else 1
+        self._buckets = [
+            plan(
+                cast("Any", parts),
+                [number for number, other in enumerate(owner_of) if other == owner],
+                limit_bytes,
+                limit_bytes,
+            )
+            for owner in range(num_copies)
+        ]
+        """For each of the copies, the numbers of the parameters on each of its lanes."""
+        self._like = [[parts[numbers[0]] for numbers in lanes] for lanes in self._buckets]
+        own = self._buckets[self._rank]
+        sizes = [
+            LaneSize(sum(parts[n].numel() for n in numbers), 0, parts[numbers[0]].dtype, parts[numbers[0]].device)
+            for numbers in own
+        ]
+        shapes = [[parts[number].shape for number in numbers] for numbers in own]
+        self._lanes: list[Lane] = open_lanes(compress, islands, sizes, shapes, what) if own else []
+        self._unit = 1.0
+
+    @torch.no_grad()
+    def send(self, anchors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], weight: float) -> None:
+        """Start averaging ``anchors - parts``.
+
+        Called by: every rank.
+
+        Args:
+            anchors: what the round began from.
+            parts: what it came to.
+            weight: what the change of this island counts; the same on its ranks.
+        """
+        share = weight / self._unit
+        for lane, numbers in zip(self._lanes, self._buckets[self._rank], strict=True):
+            lane.claim()
+            if share:
+                for number, place in zip(numbers, self._views(lane.body, numbers), strict=True):
+                    torch.sub(anchors[number], parts[number], out=place)
+                lane.body.mul_(lane.factor(share))
+            lane.start(share, share, ())
+
+    def move(self) -> None:
+        """Move on what is under way as far as it goes without waiting."""
+        for lane in self._lanes:
+            # What travels in shared memory moves when asked for; the answer does not matter.
+            lane.can_claim()
+
+    def finish(self) -> None:
+        """Wait for the means between islands. Called by: every rank."""
+        for lane in self._lanes:
+            lane.finish()
+
+    @torch.no_grad()
+    def take(self) -> list[torch.Tensor]:
+        """Wait for the means, and return them, one for each part; they stay until the next :meth:`send`.
+
+        Called by: every rank.
+        """
+        self.finish()
+        if self._lanes and (total := self._lanes[0].total()) > 0:
+            # A power of two, by which dividing rounds nothing; what travels stays about as large as the changes are.
+            self._unit = 2.0 ** round(math.log2(self._unit * total / self._num_islands))
+        means: list[torch.Tensor] = [torch.empty(0)] * len(self._shapes)
+        for owner, lanes in enumerate(self._buckets):
+            for index, numbers in enumerate(lanes):
+                flat = self._from_owner(owner, index)
+                for number, place in zip(numbers, self._views(flat, numbers), strict=True):
+                    means[number] = place
+        return means
+
+    def _from_owner(self, owner: int, index: int) -> torch.Tensor:
+        """Return the means of a lane, which the owner among the copies has."""
+        if self._copies is None:
+            return self._lanes[index].result
+        if owner == self._rank:
+            flat = self._lanes[index].result
+        else:
+            num_elements = sum(self._shapes[number].numel() for number in self._buckets[owner][index])
+            flat = self._like[owner][index].new_empty(num_elements)
+        return self._copies.broadcast(flat, owner, what=self._what)
+
+    def _views(self, flat: torch.Tensor, numbers: Sequence[int]) -> list[torch.Tensor]:
+        shapes = [self._shapes[number] for number in numbers]
+        pieces = flat.split([shape.numel() for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def shared_out(sizes: Sequence[int], num_owners: int) -> list[int]:
+    """Return who takes each of some things so that all have about as much: the largest first, to who has least."""
+    load = [0] * num_owners
+    owner_of = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        owner = load.index(min(load))
+        owner_of[number] = owner
+        load[owner] += sizes[number]
+    return owner_of

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the mean of the islands' changes does to the parameters they began from: the outer optimizer, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """The mean change of a round is a gradient, and an outer SGD with Nesterov's momentum makes one step of it.
+
+    The inner optimizer is the one of the training loop; AdamW in the paper.
+
+    Args:
+        lr: of the outer step. 1 without momentum is the plain mean.
+        momentum: at least 0, below 1.
+
+    Raises:
+        ConfigurationError: they are not such numbers.
+
+    Source: Douillard et al., "DiLoCo" (arXiv:2311.08105), algorithm 1, with its values for ``lr`` and ``momentum``;
+        torch.optim.SGD(nesterov=True) for the step.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name, value in (("lr", self.lr), ("momentum", self.momentum)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigurationError(f"DiLoCo has no {name} {value!r}.", do=f"pass a number: DiLoCo({name}=...)")
+        if not 0.0 < self.lr < float("inf"):
+            raise ConfigurationError(f"DiLoCo has no lr {self.lr}.", do="pass lr above 0; the paper's is 0.7")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ConfigurationError(
+                f"DiLoCo has no momentum {self.momentum}.", do="pass momentum from 0, below 1; the paper's is 0.9"
+            )
+
+
+MEAN = "mean"
+
+
+def outer_of(outer: object) -> DiLoCo | None:
+    """Return what ``outer=`` asks for; ``None`` for the plain mean.
+
+    Raises:
+        ConfigurationError: there is no such outer optimizer; names those there are.
+    """
+    if isinstance(outer, DiLoCo):
+        return outer
+    if outer == MEAN:
+        return None
+    if outer == "diloco":
+        return DiLoCo()
+    raise ConfigurationError(
+        f"local_sgd() knows no outer={outer!r}.",
+        do='pass outer="mean", "diloco" or rankwise.DiLoCo(lr=..., momentum=...)',
+    )
+
+
+@torch.no_grad()
+def step_outer(
+    outer: DiLoCo | None,
+    anchors: Sequence[torch.Tensor],
+    changes: Sequence[torch.Tensor],
+    momentum: Sequence[torch.Tensor],
+) -> None:
+    """Move ``anchors`` by one outer step, in place.
+
+    Args:
+        outer: ``None`` for the plain mean.
+        anchors: what the round began from.
+        changes: the mean of what the islands subtracted from it.
+        momentum: of earlier rounds, moved in place; empty where there is none.
+    """
+    if not anchors:
+        return
+    if outer is None:
+        torch._foreach_sub_(list(anchors), list(changes))
+        return
+    if momentum:
+        torch._foreach_mul_(list(momentum), outer.momentum)
+        torch._foreach_add_(list(momentum), list(changes))
+        torch._foreach_add_(list(anchors), list(momentum), alpha=-outer.lr * outer.momentum)
+    torch._foreach_add_(list(anchors), list(changes), alpha=-outer.lr)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rounds of one model: when islands exchange what they changed, and when that is applied."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, cast
+from weakref import WeakMethod, ref
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.log import warn
+from rankwise.parallel.buckets import gradient_of, own_part
+from rankwise.parallel.local_sgd.counting import follow_steps
+from rankwise.parallel.local_sgd.outer import step_outer
+from rankwise.session import current_or_none
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    from rankwise.parallel.local_sgd.buffers import MeanBuffers
+    from rankwise.parallel.local_sgd.changes import Changes
+    from rankwise.parallel.local_sgd.outer import DiLoCo
+    from rankwise.session import Session
+
+
+class Weighed(Protocol):
+    """What says how much the steps of an island count."""
+
+    @property
+    def step_weight(self) -> float | None:
+        """What the latest gradients are a mean of, on the whole island."""
+        ...
+
+    @property
+    def weight_so_far(self) -> float:
+        """Sum of it over all steps."""
+        ...
+
+
+def exchanged(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters, by name, of which this rank has something to exchange."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [(name, p) for name, p in trained if not (part := own_part(p)).is_meta and part.numel()]
+
+
+class LocalSGD:
+    """The rounds of a model, from :func:`rankwise.local_sgd` until the model is gone or the world is left.
+
+    Save it with the model and the optimizer: ``checkpoints.save(model=model, optimizer=optimizer, outer=outer)``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        session: Session,
+        trained: Weighed,
+        *,
+        every: int,
+        overlap: int,
+        outer: DiLoCo | None,
+        changes: Changes | None,
+        buffers: MeanBuffers | None,
+        meet: Callable[[str], None] | None,
+    ) -> None:
+        """See :func:`rankwise.local_sgd`, which calls it.
+
+        Args:
+            model: through its strategy already, the same on all islands.
+            session: the open one.
+            trained: says what steps stood for.
+            every: steps of a round.
+            overlap: steps of the next round before what comes of a round is applied.
+            outer: ``None`` for the plain mean.
+            changes: the lanes between islands; ``None`` where there is one island.
+            buffers: what averages buffers; ``None`` as for ``changes``.
+            meet: returns when all islands came to what its argument says; ``None`` as for ``changes``.
+        """
+        self._session = session
+        self._name = type(model).__name__
+        self._every = every
+        self._overlap = overlap
+        self._outer = outer
+        self._trained = trained
+        self._changes = changes
+        self._buffers = buffers
+        self._meet = meet
+        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self._all = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._own = exchanged(model)
+        parts = [own_part(parameter).detach() for _, parameter in self._own]
+        self._anchors = [torch.empty_like(part) for part in parts]
+        has_momentum = outer is not None and outer.momentum > 0
+        self._momentum = [torch.zeros_like(part) for part in parts] if has_momentum else []
+        self._ends: list[torch.Tensor] | None = None
+        """What the parameters were when the round ended whose result is under way; ``None`` where none is."""
+        self._has_anchors = False
+        self._num_rounds = 0
+        self._num_steps = 0
+        self._weight_before = trained.weight_so_far
+        self._is_settled = True
+        """Whether nothing has changed since all islands were the same."""
+        self._stop_following = follow_steps(self, [parameter for _, parameter in self._all])
+        synchronize, leave = WeakMethod(self.synchronize), ref(self)
+        session.before_save(lambda: None if (call := synchronize()) is None else call())
+        session.on_leave(lambda: None if (one := leave()) is None else one._leave())  # noqa: SLF001 - its own
+
+    @property
+    def every(self) -> int:
+        """Optimizer steps of a round."""
+        return self._every
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that ended so far, those before a resume among them."""
+        return self._num_rounds
+
+    def synchronize(self) -> None:
+        """End a round now: afterwards parameters and buffers are the same on all islands.
+
+        Called by: every rank. At the end of training, and before evaluating; a save calls it by itself.
+
+        What is under way is applied first; then the steps since are averaged, as at the end of a round. Statistics
+        of BatchNorm, and other buffers of floating-point numbers, become their mean over the islands. Does nothing
+        where no step was made since the last time.
+
+        Raises:
+            ConfigurationError: the world was left.
+            CollectiveMismatch: islands have made different numbers of steps.
+            PeerFailed: another rank failed.
+        """
+        if current_or_none() is not self._session:
+            raise ConfigurationError(
+                "synchronize() needs the world that local_sgd() was called in, and that was left.",
+                do="call outer.synchronize() before the end of `with rankwise.join():`",
+            )
+        if self._meet is not None:
+            self._meet(
+                f"synchronize() of local_sgd({self._name}) after {self._num_rounds} rounds and {self._num_steps} steps"
+            )
+        if self._is_settled:
+            return
+        self._apply()
+        if self._num_steps:
+            self._send()
+            self._apply()
+        if self._buffers is not None:
+            self._buffers.average()
+        self._is_settled = True
+
+    # -- what optimizers tell ------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Note where a first round begins. Called before each step of an optimizer of the model."""
+        if current_or_none() is not self._session:
+            self._stop_following()
+            return
+        self._is_settled = False
+        if not self._has_anchors:
+            # Not earlier: weights may have been loaded since local_sgd().
+            for anchor, part in zip(self._anchors, self._parts(), strict=True):
+                anchor.copy_(part)
+            self._has_anchors = True
+        if self._trained.step_weight == 0:
+            # Nothing was learnt: also no decay, and no momentum of earlier steps.
+            for _, parameter in self._all:
+                parameter.grad = None
+
+    def after_step(self) -> None:
+        """Count a step, and do what is due after it. Called after each step of the optimizer that counts."""
+        if current_or_none() is not self._session:
+            return
+        self._num_steps += 1
+        if self._num_steps == self._overlap:
+            self._apply()
+        elif self._ends is not None and self._changes is not None:
+            self._changes.move()
+        if self._num_steps == self._every:
+            self._send()
+            if not self._overlap:
+                self._apply()
+
+    # -- a round -------------------------------------------------------------------------------------
+
+    def _parts(self) -> list[torch.Tensor]:
+        return [own_part(parameter).detach() for _, parameter in self._own]
+
+    def _send(self) -> None:
+        """End a round: send what it changed, and begin the next."""
+        unfrozen = next((p for p in self._frozen if p.requires_grad), None)
+        if unfrozen is not None:
+            raise ConfigurationError(
+                f"A layer of {self._name} was unfrozen after local_sgd(): no other island would hear of its changes.",
+                evidence=f"a parameter of shape {list(unfrozen.shape)} needs gradients now",
+                do="unfreeze layers before local_sgd(), and give their parameters to the optimizer when they train",
+            )
+        parts = self._parts()
+        if self._changes is not None:
+            weight = self._trained.weight_so_far - self._weight_before
+            self._changes.send(self._anchors, parts, weight)
+        self._weight_before = self._trained.weight_so_far
+        self._ends = [part.clone() for part in parts]
+        self._num_steps = 0
+        self._num_rounds += 1
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        """Let the outer optimizer make its step, if a round is under way; what was trained since stays on top of it."""
+        parts, ends, self._ends = self._parts(), self._ends, None
+        if ends is None:
+            return
+        if self._changes is not None:
+            changes = self._changes.take()
+        elif self._outer is not None:
+            changes = [anchor - end for anchor, end in zip(self._anchors, ends, strict=True)]
+        else:
+            return  # the mean of one island is what it is
+        if parts:
+            step_outer(self._outer, self._anchors, changes, self._momentum)
+            torch._foreach_sub_(parts, ends)
+            torch._foreach_add_(parts, self._anchors)
+
+    def _leave(self) -> None:
+        """Let nothing be under way when the world is left."""
+        if self._ends is not None and self._changes is not None:
+            self._changes.finish()
+        if not self._is_settled and self._changes is not None:
+            warn(
+                f"the world is left with steps of {self._name} that the islands have not exchanged, so that its "
+                "parameters differ between them; call outer.synchronize() at the end of training"
+            )
+        self._stop_following()
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the outer optimizer remembers, as of the last round that was applied.
+
+        Belongs to parameters, so that it loads on any number of islands. Call :meth:`synchronize` first, as a save
+        does: what the islands have not yet exchanged is not in it.
+        """
+        own = dict(zip([name for name, _ in self._own], self._momentum, strict=False))
+        momentum: dict[str, torch.Tensor] = {}
+        if self._outer is not None and self._outer.momentum > 0:
+            for name, parameter in self._all:
+                # As the parameter lies on the ranks; a stage of another rank is on the meta device here.
+                part = own[name] if name in own else torch.empty_like(own_part(parameter), requires_grad=False)
+                momentum[name] = gradient_of(parameter, part)
+        return {"num_rounds": self._num_rounds, "momentum": momentum}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, with a new round that begins at the parameters as they will be at the next step.
+
+        Called by: every rank, with the same state; :meth:`rankwise.Checkpointer.restore` does. What is under way is
+        dropped, so load the model's parameters too, on every island the same.
+
+        Raises:
+            ConfigurationError: it is of another model, or of another outer optimizer.
+        """
+        momentum = cast("Mapping[str, torch.Tensor]", state.get("momentum", {}))
+        names = [name for name, _ in self._all] if self._outer is not None and self._outer.momentum > 0 else []
+        if sorted(momentum) != sorted(names):
+            raise ConfigurationError(
+                f"This state is not of the outer optimizer of {self._name}.",
+                evidence=f"it holds the momentum of {len(momentum)} parameters; here are {len(names)} with momentum",
+                do="pass the same outer= and the same model as when it was saved",
+            )
+        if self._ends is not None and self._changes is not None:
+            self._changes.finish()
+        with torch.no_grad():
+            for (name, _), own in zip(self._own, self._momentum, strict=False):
+                own.copy_(own_part(momentum[name]))
+        self._ends = None
+        self._num_rounds = int(state["num_rounds"])
+        self._num_steps = 0
+        self._weight_before = self._trained.weight_so_far
+        self._has_anchors = False
+        self._is_settled = True

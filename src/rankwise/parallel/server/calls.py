@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public call: some ranks keep the parameters and update them, the others compute gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rankwise.agreement import same_on_all_ranks
+from rankwise.errors import ConfigurationError, fold_ranks
+from rankwise.events import post_expendable
+from rankwise.log import log
+from rankwise.parallel.replicate import replicate
+from rankwise.parallel.same_model import broadcast_model, broadcast_tensors, check_same_model
+from rankwise.parallel.server.checks import check_model, check_session, checked
+from rankwise.parallel.server.layout import spread
+from rankwise.parallel.server.opening import Ground, Opened, open_ends
+from rankwise.parallel.server.options import options_of
+from rankwise.parallel.server.same_state import give_optimizer_state, give_parameters
+from rankwise.parallel.trained import check_callable
+from rankwise.session import current
+from rankwise.stopping import StepSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+
+class ParameterServer:
+    """What ``parameter_server`` returns: this rank's part in it."""
+
+    def __init__(self, ground: Ground | None, opened: Opened, model: nn.Module) -> None:
+        self.servers: tuple[int, ...] = () if ground is None else tuple(ground.setting.servers)
+        """The ranks that keep parameters."""
+        self.workers: tuple[int, ...] = (0,) if ground is None else tuple(ground.setting.workers)
+        """The ranks that compute gradients."""
+        self.is_server = opened.serving is not None
+        """Whether this rank keeps parameters."""
+        self._ground = ground
+        self._model = model
+        self._worker = opened.worker
+        self._serving = opened.serving
+        self._loader_state = opened.loader_state
+        self._num_steps_finished = 0
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that the servers had made, as far as this rank knows; of this server, where it is one."""
+        if self._serving is not None:
+            return self._serving.num_updates
+        return 0 if self._worker is None else self._worker.num_updates
+
+    def restore(self, loader: Any) -> None:  # noqa: ANN401 - a DataLoader, or another with a state
+        """Move ``loader`` to where the saved state was taken, and have the servers save where it stands from now on.
+
+        Called by: every rank, before the first loop. Nothing was saved: the loader stays where it is. Where workers
+        stood at different places (``mode="async"``), all go on from the first of them.
+
+        Args:
+            loader: of the training loop, with ``state_dict`` and ``load_state_dict``.
+        """
+        if self._loader_state is not None:
+            loader.load_state_dict(self._loader_state)
+        if self._worker is not None:
+            self._worker.loader_state = loader.state_dict
+        if self._ground is not None and self._ground.setting.folder is not None and isinstance(loader, StepSource):
+            # The servers save when the workers have left.
+            session = current()
+            session.stopping.save_with(str(self._ground.setting.folder), loader, _nothing, is_restored=True)
+
+    def serve(self) -> None:
+        """Serve until every worker has come to the end of one loop.
+
+        Called by: servers, in the place of a loop that is not one over a :class:`rankwise.DataLoader`, which does it by
+        itself. Workers call :meth:`finish` after such a loop. On a worker it does nothing.
+
+        Raises:
+            PeerFailed, PeerMissing: a rank failed that the others cannot go on without, or all workers are gone.
+        """
+        if self._serving is not None:
+            self._serving.serve()
+
+    def finish(self) -> None:
+        """Take the newest parameters, and tell the servers that a loop is over.
+
+        Called by: workers, after a loop that is not one over a :class:`rankwise.DataLoader`, which does it by itself.
+        On a server it does nothing.
+        """
+        if self._worker is not None:
+            self._worker.end_loop()
+            self._num_steps_finished = self._worker.num_steps
+
+    def leave(self) -> None:
+        """Let go of the other ranks: a server serves until all workers have. The end of the world calls it."""
+        if self._worker is not None:
+            self._worker.leave()
+        if self._serving is not None:
+            self._serving.leave()
+
+    def synchronize(self) -> None:
+        """Give every rank, servers too, the parameters and the optimizer's state that the servers keep.
+
+        Called by: every rank, after a loop: before model and optimizer are saved by other means than ``directory=``, or
+        evaluated in ``mode="async"``, where each worker has what it took at the end of its own loop. Buffers are those
+        of the first worker.
+
+        Raises:
+            ConfigurationError: in the middle of a loop: the servers are busy.
+            PeerFailed, PeerMissing: a rank failed or is gone.
+        """
+        if self._worker is not None and self._worker.num_steps != self._num_steps_finished:
+            raise ConfigurationError(
+                "synchronize() came in the middle of a loop, where the servers are busy serving.",
+                do="call it after the loop over rankwise.DataLoader, or after finish(); to save within a loop, "
+                "pass parameter_server(..., directory=...)",
+            )
+        ground = self._ground
+        if ground is None:
+            return
+        for server, numbers in zip(self.servers, ground.numbers_of, strict=True):
+            kept = [ground.parameters[number] for number in numbers]
+            give_parameters(kept, server, ground.exchange)
+            give_optimizer_state(ground.optimizer, kept, server, ground.exchange)
+        buffers = [buffer.detach() for buffer in self._model.buffers()]
+        broadcast_tensors(buffers, ground.exchange, what="buffers of the first worker", source=self.workers[0])
+
+
+def _nothing() -> None:
+    pass
+
+
+def parameter_server(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    servers: int | Sequence[int] = 1,
+    mode: str = "sync",
+    max_staleness: int | None = None,
+    weight: Callable[..., float | torch.Tensor] | None = None,
+    directory: str | Path | None = None,
+    save_every: int = 100,
+) -> ParameterServer:
+    """Train with parameter servers: some ranks keep the parameters and update them, the others compute gradients.
+
+    Called by: every rank, with the same arguments, before the :class:`rankwise.DataLoader` is built: only workers get
+    samples. The same script runs on all ranks. A server's loop over the loader yields nothing, and ends when all
+    workers have come to the end of theirs. On a worker ``optimizer.step()`` sends the gradients and takes parameters;
+    the optimizer itself runs on the servers, with the options (learning rate) that the workers' has at each step.
+
+    ``mode="sync"``: every step is one update with the mean over all samples of all workers: exactly the result of
+    data parallel training on the workers, or of one rank. Gradients between ``backward()`` and ``step()`` are the
+    worker's own: clipping them is not clipping their mean. A ``GradScaler`` would skip steps on one worker only.
+
+    ``mode="async"``: each worker's gradients are an update of their own, as they come (Hogwild). A slow worker does not
+    hold up the others, and under ``rankwise run`` one that fails does not end them: they go on, and no collective
+    of all ranks can follow. The parameters that a gradient is computed from may be older than those it is applied to,
+    the result depends on timing, and nothing of rankwise's promise about results holds. A worker begins its next step
+    before the servers have answered to the last one.
+
+    Every whole parameter is kept by one server. Sparse gradients (``nn.Embedding(sparse=True)``) move only
+    the rows they have, and with SGD without momentum, Adagrad and SparseAdam only rows that changed come back.
+    On one rank this is :func:`rankwise.replicate`, and nothing is saved.
+
+    Args:
+        model: on its device; a plain one, no other strategy's.
+        optimizer: of parameters of ``model``, with no state yet. Any that updates each parameter by itself.
+        servers: how many ranks are servers (the last ones), or which.
+        mode: ``"sync"`` or ``"async"``.
+        max_staleness: with ``"async"``: no worker begins a step while it is more than so many steps ahead of the
+            slowest (stale-synchronous). A worker that is gone is not waited for.
+        weight: as for :func:`rankwise.replicate`.
+        directory: where each server saves parameters and optimizer state; a job that starts again goes on from there.
+            Of the same number of servers. A server on a host of its own may have it on its own disk.
+        save_every: after how many updates servers save; they also do at the end of every loop.
+
+    Returns:
+        This rank's part: :class:`ParameterServer`, with ``is_server``, ``restore(loader)`` and ``synchronize()``.
+
+    Raises:
+        NotJoined: before :func:`rankwise.join`.
+        ConfigurationError: bad or contradictory arguments, or arguments that differ between ranks; the loader was built
+            before; the ranks are laid out along axes; there is no worker left.
+        ModelMismatch: the model is not the same on every rank.
+        CheckpointError: ``directory`` is of another model or another number of servers.
+
+    Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014); Recht et al.,
+        "Hogwild!" (arXiv:1106.5730); Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
+        Parameter Server" (NIPS 2013).
+    """
+    session = current()
+    world = session.world
+    setting = checked(
+        world,
+        servers=servers,
+        mode=mode,
+        max_staleness=max_staleness,
+        directory=directory,
+        save_every=save_every,
+    )
+    check_callable(weight, "parameter_server")
+    numbers = check_model(model, optimizer)
+    check_session(session)
+    if world.world_size == 1:
+        replicate(model, weight=weight)
+        return ParameterServer(None, Opened(worker=None, serving=None, loader_state=None), model)
+    words = "pass the same arguments on every rank"
+    same_on_all_ranks("parameter_server()", [str(setting), mode], do=words, error=ConfigurationError)
+    same_on_all_ranks(
+        "the optimizer", [type(optimizer).__name__, options_of(optimizer), numbers], do=words, error=ConfigurationError
+    )
+    check_same_model(model)
+    exchange = session.exchange
+    if exchange is None or session.store is None or session.watch is None:
+        raise TypeError(f"a world of {world.world_size} ranks has no exchange")
+    broadcast_model(model, exchange)
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    ground = Ground(
+        world=world,
+        watch=session.watch,
+        store=session.store,
+        exchange=exchange,
+        setting=setting,
+        optimizer=optimizer,
+        names=[name_of[id(parameter)] for parameter in own],
+        parameters=own,
+        numbers_of=spread([parameter.nbytes for parameter in own], len(setting.servers)),
+    )
+    opened = open_ends(ground, model, weight)
+    server = ParameterServer(ground, opened, model)
+    session.data_ranks = setting.workers
+    session.loop = server
+    session.on_leave(server.leave)
+    session.before_save(server.synchronize)
+    if server.is_server:
+        session.stopping.be_passive()
+    if not setting.is_sync:
+        session.stopping.stop_alone()
+        post_expendable(session.store, setting.workers)
+    what = mode if max_staleness is None else f"{mode}, at most {max_staleness} steps apart"
+    log(f"parameter servers: {fold_ranks(setting.servers)}; workers: {fold_ranks(setting.workers)}; {what}")
+    return server

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's connection to one server: a thread that sends what the main thread hands it and takes the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from rankwise.errors import RankwiseError
+from rankwise.parallel.server.layout import Body
+from rankwise.parallel.server.wire import PURPOSE, Message, framed, packed, places
+from rankwise.store.wire import NUMBER, open_connection
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from rankwise.parallel.server.wire import Head, Rows
+
+JOINED_BYTES = 2**16
+"""Up to which size pieces go out together: each on its own would be a packet."""
+
+
+class Channel:
+    """The way to one server, from the first message to ``close``.
+
+    Args:
+        rank: of this worker.
+        parameters: what the server keeps.
+        changed: told when an answer has come, or the connection has broken.
+    """
+
+    def __init__(self, rank: int, parameters: Sequence[torch.Tensor], changed: threading.Condition) -> None:
+        self.outgoing = Body(parameters)
+        """What goes to the server; to be written while nothing is asked."""
+        self.incoming = Body(parameters)
+        """What has come from it; to be read while nothing is asked."""
+        self.error: str | None = None
+        """Why nothing more can be asked."""
+        self._is_connected = False
+        self._rank = rank
+        self._changed = changed
+        self._answer: Message | None = None
+        self._asked: queue.SimpleQueue[tuple[bytes, list[memoryview]] | None] = queue.SimpleQueue()
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    def open(self, host: str, port: int, secret: bytes, timeout_seconds: float) -> None:
+        """Begin to connect.
+
+        Args:
+            host: of the server.
+            port: where it listens.
+            secret: that it asks for.
+            timeout_seconds: how long to try.
+        """
+        arguments = (host, port, secret, timeout_seconds)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="rankwise-to-server", daemon=True)
+        self._thread.start()
+
+    def ask(self, head: Head, positions: Sequence[int], rows: Sequence[Rows]) -> None:
+        """Have a message sent, and its answer taken.
+
+        Args:
+            head: what is said.
+            positions: which tensors of ``outgoing`` go with it.
+            rows: of others.
+        """
+        self._asked.put(packed(head, self.outgoing, positions, rows))
+
+    def has_connected(self) -> bool:
+        """Return whether the server can be asked."""
+        return self._is_connected
+
+    def has_answer(self) -> bool:
+        """Return whether the answer to what was asked is there."""
+        return self._answer is not None
+
+    def take(self) -> Message:
+        """Return the answer that is there; the whole tensors it tells of are in ``incoming``."""
+        answer, self._answer = self._answer, None
+        if answer is None:
+            raise RuntimeError("no answer has come")
+        return answer
+
+    def leave(self) -> None:
+        """Say that nothing more will be asked, and close."""
+        self._asked.put(None)
+
+    def close(self) -> None:
+        """Close at once."""
+        sock = self._socket
+        if sock is not None:
+            with contextlib.suppress(OSError):  # It is closed already.
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for the thread to end, once it was told to."""
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self, host: str, port: int, secret: bytes, timeout_seconds: float) -> None:
+        try:
+            with open_connection(host, port, secret, PURPOSE, timeout_seconds) as sock:
+                self._socket = sock
+                self._talk(sock)
+        except (OSError, RankwiseError) as error:
+            self.error = str(error) or type(error).__name__
+        finally:
+            self._socket = None
+            with self._changed:
+                self.error = self.error or "the connection has been closed"
+                self._changed.notify_all()
+
+    def _talk(self, sock: socket.socket) -> None:
+        sock.sendall(framed({"worker": self._rank}))
+        with self._changed:
+            self._is_connected = True
+            self._changed.notify_all()
+        while (asked := self._asked.get()) is not None:
+            head, pieces = asked
+            _send(sock, head, pieces)
+            answer_head = _head(sock)
+            memory, rows = places(answer_head, self.incoming)
+            for piece in memory:
+                _fill(sock, piece)
+            with self._changed:
+                self._answer = Message(answer_head, rows)
+                self._changed.notify_all()
+        sock.sendall(framed({"kind": "leave"}))
+
+
+def _send(sock: socket.socket, head: bytes, pieces: Sequence[memoryview]) -> None:
+    if sum(piece.nbytes for piece in pieces) <= JOINED_BYTES:
+        sock.sendall(b"".join([head, *pieces]))
+        return
+    sock.sendall(head)
+    for piece in pieces:
+        sock.sendall(piece)
+
+
+def _head(sock: socket.socket) -> Head:
+    length = bytearray(NUMBER.size)
+    _fill(sock, memoryview(length))
+    text = bytearray(NUMBER.unpack(length)[0])
+    _fill(sock, memoryview(text))
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def _fill(sock: socket.socket, memory: memoryview) -> None:
+    done = 0
+    while done < memory.nbytes:
+        count = sock.recv_into(memory[done:])
+        if not count:
+            raise ConnectionError("the server ended the connection")
+        done += count

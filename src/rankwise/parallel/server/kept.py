@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters that one server keeps: updating them, and knowing what has changed since when. Sends nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.parallel.server.layout import Body
+from rankwise.parallel.server.wire import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+ROW_LOCAL = {
+    "SGD": ("momentum", "weight_decay"),
+    "Adagrad": ("weight_decay",),
+    "SparseAdam": (),
+}
+"""Optimizers of torch that change no other rows than a sparse gradient has, where these options are zero."""
+
+
+class Kept:
+    """Parameters of one server, from the first update to the last.
+
+    Args:
+        parameters: those it keeps.
+        optimizer: of the whole model.
+        step: updates every parameter that has a gradient.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, step: Callable[[], object]
+    ) -> None:
+        self.parameters = list(parameters)
+        self.num_updates = 0
+        self.optimizer = optimizer
+        self._step = step
+        self._body = Body(self.parameters)
+        self._changed_at = [0] * len(self.parameters)
+        """After which update each was last changed as a whole."""
+        self._rows_changed_at: dict[int, torch.Tensor] = {}
+        """[rows] of those that get sparse gradients: the same for each row."""
+        self._is_copied = [False] * len(self.parameters)
+        """Whether the body holds what the parameter is now."""
+
+    @torch.no_grad()
+    def update(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Have the optimizer take a step.
+
+        Args:
+            gradients: by position; ``None`` for a parameter that is left alone.
+        """
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        with torch.enable_grad():
+            self._step()
+        self.num_updates += 1
+        for position, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            parameter.grad = None
+            if gradient is not None:
+                self._note_change(position, gradient)
+
+    def change_all(self) -> None:
+        """Note that all parameters may have other values now."""
+        self._changed_at = [self.num_updates] * len(self.parameters)
+        self._is_copied = [False] * len(self.parameters)
+
+    @torch.no_grad()
+    def since(self, update: int) -> tuple[Body, list[int], list[Rows]]:
+        """Return what has changed after ``update``: a body, which positions in it are meant, and rows of others."""
+        whole = [position for position, changed_at in enumerate(self._changed_at) if changed_at > update]
+        stale = [position for position in whole if not self._is_copied[position]]
+        if stale:
+            own = [self.parameters[position].detach() for position in stale]
+            torch._foreach_copy_([self._body.views[position] for position in stale], own)
+            for position in stale:
+                self._is_copied[position] = True
+        rows: list[Rows] = []
+        for position, changed_at in self._rows_changed_at.items():
+            if self._changed_at[position] > update:
+                continue
+            indices = (changed_at > update).nonzero()[:, 0]
+            if not len(indices):
+                continue
+            parameter = self.parameters[position].detach()
+            values = parameter.index_select(0, indices.to(parameter.device)).cpu().contiguous()
+            rows.append(Rows(position, indices, values))
+        return self._body, whole, rows
+
+    def _note_change(self, position: int, gradient: torch.Tensor) -> None:
+        self._is_copied[position] = False
+        if not (gradient.is_sparse and self._is_row_local(position)):
+            self._changed_at[position] = self.num_updates
+            return
+        changed_at = self._rows_changed_at.get(position)
+        if changed_at is None:
+            changed_at = torch.zeros(gradient.shape[0], dtype=torch.int64)
+            self._rows_changed_at[position] = changed_at
+        changed_at[gradient._indices()[0].cpu()] = self.num_updates  # noqa: SLF001 - indices() asks for a coalesced one
+
+    def _is_row_local(self, position: int) -> bool:
+        options = ROW_LOCAL.get(type(self.optimizer).__name__)
+        if options is None or not type(self.optimizer).__module__.startswith("torch.optim"):
+            return False
+        parameter = self.parameters[position]
+        group = next(one for one in self.optimizer.param_groups if any(p is parameter for p in one["params"]))
+        return not any(group.get(option) for option in options)
+
+
+def weighted_mean(parts: Sequence[tuple[float, torch.Tensor | None]], total: float) -> torch.Tensor | None:
+    """Return sum_r weight_r g_r / total in the order given; ``None`` where no part has a gradient.
+
+    Args:
+        parts: weight and gradient of each worker; a weight of zero leaves its gradient out, also a NaN.
+        total: what the weights sum to.
+    """
+    found = [(weight / total, gradient) for weight, gradient in parts if gradient is not None and weight > 0]
+    if not found:
+        return None
+    if any(gradient.is_sparse for _, gradient in found):
+        dense = [one for one in found if not one[1].is_sparse]
+        sparse = [share * gradient for share, gradient in found if gradient.is_sparse]
+        added = sum(sparse[1:], start=sparse[0]).coalesce()
+        for share, gradient in dense:
+            added = added + share * gradient
+        return added
+    (share, first), *others = found
+    mean = first * share
+    for share, gradient in others:
+        mean.add_(gradient, alpha=share)
+    return mean

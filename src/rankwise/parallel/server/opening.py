@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening both ends: servers begin to listen, take up what was saved, and workers connect."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import weakref
+from dataclasses import dataclass
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise import rendezvous
+from rankwise.collectives import gather_json
+from rankwise.errors import ConfigurationError, PeerMissing, fold_ranks
+from rankwise.log import log
+from rankwise.parallel.after_forward import AfterForward
+from rankwise.parallel.gradient_sync import GradientSync
+from rankwise.parallel.server.kept import Kept
+from rankwise.parallel.server.options import options_of, set_options
+from rankwise.parallel.server.pace import Pace
+from rankwise.parallel.server.same_state import give_parameters
+from rankwise.parallel.server.saved import Saved
+from rankwise.parallel.server.service import Service
+from rankwise.parallel.server.serving import Serving
+from rankwise.parallel.server.wire import SECRET_KEY
+from rankwise.parallel.server.worker import Place, Server, Worker, close_all
+from rankwise.parallel.trained import note_trained
+from rankwise.store.wire import listen
+from rankwise.watch import SLICE_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from rankwise.exchange.protocol import Exchange
+    from rankwise.parallel.server.checks import Setting
+    from rankwise.store import Store
+    from rankwise.watch import Watch
+    from rankwise.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """What both ends stand on."""
+
+    world: World
+    watch: Watch
+    store: Store
+    exchange: Exchange
+    setting: Setting
+    optimizer: torch.optim.Optimizer
+    names: Sequence[str]
+    parameters: Sequence[nn.Parameter]
+    """Of the optimizer, in its order."""
+    numbers_of: Sequence[Sequence[int]]
+    """Which of them each server keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """One rank's end."""
+
+    worker: Worker | None
+    serving: Serving | None
+    loader_state: dict[str, Any] | None
+    """Where the workers stood when the state was saved that all go on from."""
+
+
+def open_ends(ground: Ground, model: nn.Module, weight: Callable[..., float | torch.Tensor] | None) -> Opened:
+    """Open this rank's end.
+
+    Called by: every rank.
+    """
+    ground.store.set_if_absent(SECRET_KEY, secrets.token_hex(32))
+    secret = ground.store.get(SECRET_KEY, ground.watch.timeout_seconds)
+    setting, rank = ground.setting, ground.world.rank
+    index = setting.servers.index(rank) if rank in setting.servers else None
+    kept = service = saved = None
+    told: dict[str, Any] = {}
+    if index is not None:
+        own = [ground.parameters[number] for number in ground.numbers_of[index]]
+        saved = _saved(ground, index)
+        kept = Kept(own, ground.optimizer, ground.optimizer.step)
+        host = rendezvous.address_on_job(ground.store, ground.world)
+        service = Service(listen(host, 0), secret, setting.workers, own)
+        told = {
+            "host": ground.world.hostname if host == rendezvous.EVERY_INTERFACE else host,
+            "port": service.port,
+            "updates": [] if saved is None else saved.updates(),
+        }
+    of_rank = gather_json(told, what="parameter_server()")
+    updates = _updates_to_load([of_rank[server]["updates"] for server in setting.servers], is_sync=setting.is_sync)
+    loader_state = None
+    if updates is not None:
+        stood: dict[str, Any] = {}
+        if index is not None and saved is not None and kept is not None:
+            stood = saved.load(updates[index])
+            kept.num_updates = updates[index]
+        loader_state = _take_up(ground, stood)
+        log(f"parameter servers go on from update {min(updates)} in {setting.folder}")
+    if kept is not None and service is not None:
+        serving = Serving(
+            kept,
+            service,
+            Pace(setting.workers, setting.max_staleness),
+            is_sync=setting.is_sync,
+            saved=saved,
+            world=ground.world,
+            watch=ground.watch,
+        )
+        _wait_for_workers(service, ground)
+        _noted(model)
+        ground.optimizer.step = MethodType(_refuse_step, ground.optimizer)  # type: ignore[method-assign]
+        return Opened(worker=None, serving=serving, loader_state=loader_state)
+    place = Place(world=ground.world, watch=ground.watch, store=ground.store)
+    is_ahead = not setting.is_sync and setting.max_staleness != 0
+    worker = Worker(ground.parameters, ground.names, place, is_ahead=is_ahead)
+    weakref.finalize(worker, close_all, worker.channels).atexit = False
+    servers = [
+        Server(rank=server, host=of_rank[server]["host"], port=of_rank[server]["port"], numbers=numbers)
+        for server, numbers in zip(setting.servers, ground.numbers_of, strict=True)
+    ]
+    worker.connect(servers, secret)
+    _follow(model, ground.optimizer, worker, weight)
+    return Opened(worker=worker, serving=None, loader_state=loader_state)
+
+
+def _saved(ground: Ground, index: int) -> Saved | None:
+    setting, numbers = ground.setting, ground.numbers_of[index]
+    if setting.folder is None:
+        return None
+    return Saved(
+        setting.folder,
+        server=index,
+        num_servers=len(setting.servers),
+        every=setting.save_every,
+        names=[ground.names[number] for number in numbers],
+        parameters=[ground.parameters[number] for number in numbers],
+        optimizer=ground.optimizer,
+    )
+
+
+def _updates_to_load(found: Sequence[Sequence[int]], *, is_sync: bool) -> list[int] | None:
+    """Return which update's file each server takes up; ``None`` where there is not one for all.
+
+    Args:
+        found: by server, oldest first.
+        is_sync: whether all have to be of the same update.
+    """
+    if is_sync:
+        common = set(found[0]).intersection(*found[1:])
+        return [max(common)] * len(found) if common else None
+    return [updates[-1] for updates in found] if all(found) else None
+
+
+def _take_up(ground: Ground, stood: dict[str, Any]) -> dict[str, Any] | None:
+    """Give all ranks what the servers have loaded; return where all workers go on.
+
+    Called by: every rank.
+    """
+    told = {"workers": stood, "groups": options_of(ground.optimizer)}
+    of_rank = gather_json(told, what="parameter_server()")
+    set_options(ground.optimizer, of_rank[ground.setting.servers[0]]["groups"])
+    for server, numbers in zip(ground.setting.servers, ground.numbers_of, strict=True):
+        give_parameters([ground.parameters[number] for number in numbers], server, ground.exchange)
+    states = [state for one in of_rank for state in one["workers"].values()]
+    return min(states, key=lambda state: (state.get("epoch", 0), state.get("position", 0)), default=None)
+
+
+def _wait_for_workers(service: Service, ground: Ground) -> None:
+    deadline = time.monotonic() + ground.watch.timeout_seconds
+    workers = set(ground.setting.workers)
+    with service.changed:
+        while not service.connected >= workers:
+            service.changed.wait(SLICE_SECONDS)
+            if ground.watch.error is not None:
+                raise ground.watch.error
+            if time.monotonic() > deadline:
+                missing = sorted(workers - service.connected)
+                raise PeerMissing(
+                    f"parameter_server() waited {ground.watch.timeout_seconds:.0f} s in vain for workers to connect. "
+                    f"Missing: {fold_ranks(missing)}.",
+                    ranks=missing,
+                    where=str(ground.world),
+                    do="look at the output of that rank",
+                )
+
+
+def _follow(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    worker: Worker,
+    weight: Callable[..., float | torch.Tensor] | None,
+) -> None:
+    """Have steps of the optimizer go to the servers, with what their gradients are the mean over."""
+    weights: list[float] = []
+    sync = _noted(model)
+    sync.on_mean = weights.append
+    model.register_forward_hook(AfterForward(sync, weight), with_kwargs=True)
+
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the loss
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        worker.step(weights[-1] if weights else None, options_of(self))
+        weights.clear()
+        # Schedulers of the learning rate look whether the optimizer has stepped before them.
+        self._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    # What torch puts around every optimizer's step: hooks, and its name in profiles.
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        # A scheduler of the learning rate was built before, and looks for its mark.
+        hooked._wrapped_by_lr_sched = True  # noqa: SLF001 - torch's own
+    optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+
+def _noted(model: nn.Module) -> GradientSync:
+    """Note that the model trains on several ranks; return what counts the samples of its gradients."""
+    named = list(model.named_parameters())
+    sync = GradientSync([name for name, _ in named], [one for _, one in named], None, type(model).__name__)
+    sync.strategy = "parameter_server"
+    note_trained(model, sync)
+    return sync
+
+
+def _refuse_step(_: torch.optim.Optimizer, *_arguments: object, **_keywords: object) -> None:
+    raise ConfigurationError(
+        "optimizer.step() was called on a parameter server, which takes no steps of its own.",
+        do="iterate over rankwise.DataLoader, which yields nothing on a server; for a loop of another kind: "
+        "`if server.is_server: server.serve()`, and server.finish() after the loop on workers",
+    )

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one server in a folder: complete files or none, the newest two, checked by a sum of their bytes.
+
+Knows no other rank. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from rankwise.errors import CheckpointError
+from rankwise.exchange.bytes_of import bytes_of
+from rankwise.log import warn
+from rankwise.parallel.server.options import options_of, set_options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+FILE = re.compile(r"server-(\d+)-of-(\d+)-update-(\d+)\.safetensors")
+NUM_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a file holds."""
+
+    tensors: dict[str, torch.Tensor]
+    told: dict[str, Any]
+    """The rest, as JSON."""
+
+
+class Saved:
+    """The files of one server.
+
+    Args:
+        folder: of all servers.
+        server: number of this one.
+        num_servers: how many there are.
+        every: after how many updates to save.
+        names: of the parameters that it keeps.
+        parameters: these.
+        optimizer: that updates them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        server: int,
+        num_servers: int,
+        every: int,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.every = every
+        self._folder = folder
+        self._server = server
+        self._num_servers = num_servers
+        self._names = list(names)
+        self._parameters = list(parameters)
+        self._optimizer = optimizer
+        self._newest: int | None = None
+
+    def updates(self) -> list[int]:
+        """Return after which updates there are whole files of this server, oldest first.
+
+        Raises:
+            CheckpointError: the folder is of another number of servers.
+        """
+        found: list[int] = []
+        for path in sorted(self._folder.glob("server-*.safetensors")) if self._folder.is_dir() else ():
+            name = FILE.fullmatch(path.name)
+            if name is None:
+                continue
+            server, num_servers, update = map(int, name.groups())
+            if num_servers != self._num_servers:
+                raise CheckpointError(
+                    f"{self._folder} was written by {num_servers} parameter servers, and there are "
+                    f"{self._num_servers} now.",
+                    do=f"pass servers={num_servers}, or another directory=",
+                )
+            if server == self._server and self._read(update) is not None:
+                found.append(update)
+        return sorted(found)
+
+    def load(self, update: int) -> dict[str, Any]:
+        """Take parameters and optimizer state from the file of ``update``; return where the workers stood.
+
+        Raises:
+            CheckpointError: the file is of another model.
+        """
+        state = self._read(update)
+        if state is None or state.told["names"] != self._names:
+            raise CheckpointError(
+                f"{self._path(update)} holds other parameters than this model has.",
+                do="pass another directory=, or the model it was written for",
+            )
+        with torch.no_grad():
+            for name, parameter in zip(self._names, self._parameters, strict=True):
+                parameter.copy_(state.tensors[f"parameter/{name}"])
+        set_options(self._optimizer, state.told["groups"])
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            own: dict[str, Any] = dict(state.told["values"].get(name, {}))
+            for key in state.told["tensors"].get(name, ()):
+                value = state.tensors[f"optimizer/{name}/{key}"]
+                own[key] = value if value.ndim == 0 else value.to(parameter.device)
+            if own:
+                self._optimizer.state[parameter] = own
+        self._newest = update
+        return dict(state.told["workers"])
+
+    def save(self, update: int, workers: Mapping[int, Any]) -> None:
+        """Write the state after ``update``, unless there is a file of it.
+
+        Args:
+            update: how many there have been.
+            workers: where each of them stands.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if update == self._newest:
+            return
+        tensors = {
+            f"parameter/{name}": parameter.detach().cpu().contiguous()
+            for name, parameter in zip(self._names, self._parameters, strict=True)
+        }
+        of_optimizer: dict[str, list[str]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"optimizer/{name}/{key}"] = _dense(value).detach().cpu().contiguous().clone()
+                    of_optimizer.setdefault(name, []).append(key)
+                else:
+                    values.setdefault(name, {})[key] = value
+        told = {
+            "names": self._names,
+            "groups": options_of(self._optimizer),
+            "tensors": of_optimizer,
+            "values": values,
+            "workers": {str(worker): state for worker, state in workers.items()},
+            "sum": _sum_of(tensors),
+        }
+        path = self._path(update)
+        staged = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, staged, {"rankwise": json.dumps(told)})
+            with staged.open("rb") as written:
+                os.fsync(written.fileno())
+            staged.rename(path)
+        except (OSError, SafetensorError) as error:
+            staged.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"The state of parameter server {self._server} cannot be written to {self._folder}: {error}",
+                do="make room there, or pass another directory=",
+            ) from error
+        self._newest = update
+        self._delete_old()
+
+    def _delete_old(self) -> None:
+        own = {}
+        for path in self._folder.glob(f"server-{self._server}-of-{self._num_servers}-update-*.safetensors"):
+            name = FILE.fullmatch(path.name)
+            if name is not None:
+                own[int(name.group(3))] = path
+        for update in sorted(own)[:-NUM_KEPT]:
+            own[update].unlink(missing_ok=True)
+
+    def _path(self, update: int) -> Path:
+        return self._folder / f"server-{self._server}-of-{self._num_servers}-update-{update:012d}.safetensors"
+
+    def _read(self, update: int) -> State | None:
+        """Return what a file holds; ``None``, said aloud, where it is damaged."""
+        path = self._path(update)
+        try:
+            with safe_open(path, framework="pt") as opened:  # type: ignore[no-untyped-call]
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no dict
+                told = json.loads(opened.metadata()["rankwise"])
+            if told["sum"] == _sum_of(tensors):
+                return State(tensors, told)
+            reason = "its bytes are not those that were written"
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            reason = str(error)
+        warn(f"{path} is damaged and passed over: {reason}", all_ranks=True)
+        return None
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    return value.to_dense() if value.is_sparse else value
+
+
+def _sum_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(name.encode(), total)
+        total = zlib.crc32(bytes_of(tensors[name].contiguous()).numpy().data, total)
+    return total

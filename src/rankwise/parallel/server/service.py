@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sockets of a server rank: what comes from workers, and what goes back. Decides nothing.
+
+Lives on the thread of an authenticated server; the main thread takes what has come out of a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.parallel.server.layout import Body
+from rankwise.parallel.server.wire import PURPOSE, Message, packed, places
+from rankwise.store.server import AuthenticatedServer
+from rankwise.store.wire import NUMBER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from rankwise.parallel.server.wire import Head, Rows
+
+JOINED_BYTES = 2**16
+"""Up to which size pieces go out together: each on its own would be a packet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What has come from a worker; no message where the worker itself has gone."""
+
+    worker: int
+    message: Message | None
+    reason: str = ""
+    """Why it is gone; empty where it said so."""
+
+
+class Service:
+    """Serves workers, from the first connection to ``close``.
+
+    Args:
+        listener: a socket that listens.
+        secret: that workers must hold.
+        workers: their ranks.
+        parameters: what this server keeps.
+    """
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, workers: Sequence[int], parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self.changed = threading.Condition()
+        """Told whenever something has come."""
+        self.arrivals: deque[Arrival] = deque()
+        self.connected: set[int] = set()
+        self.bodies = {worker: Body(parameters) for worker in workers}
+        """What each worker has sent; it sends no more before it has an answer."""
+        self._sockets: dict[int, socket.socket] = {}
+        self._server = AuthenticatedServer(listener, secret, {}, {PURPOSE: self._serve})
+        self._server.start()
+        self.port = self._server.port
+
+    def answer(self, worker: int, head: Head, body: Body, positions: Sequence[int], rows: Sequence[Rows]) -> None:
+        """Send an answer, without waiting for it to go. One that is gone gets none."""
+        sock = self._sockets.get(worker)
+        if sock is not None:
+            first, pieces = packed(head, body, positions, rows)
+            asyncio.run_coroutine_threadsafe(_send(sock, first, pieces), self._server.loop)
+
+    def drop(self, worker: int) -> None:
+        """End the connection of a worker that is known to be gone."""
+        sock = self._sockets.get(worker)
+        if sock is not None:
+            self._server.loop.call_soon_threadsafe(_shut, sock)
+
+    def close(self) -> None:
+        """End every connection."""
+        self._server.close()
+
+    # -- on the thread -----------------------------------------------------------------------------
+
+    async def _serve(self, sock: socket.socket) -> None:
+        worker = int((await _head(sock))["worker"])
+        body = self.bodies[worker]
+        self._sockets[worker] = sock
+        with self.changed:
+            self.connected.add(worker)
+            self.changed.notify_all()
+        reason = "its connection has ended"
+        try:
+            while True:
+                head = await _head(sock)
+                if head["kind"] == "leave":
+                    reason = ""
+                    return
+                pieces, rows = places(head, body)
+                for piece in pieces:
+                    await _fill(sock, piece)
+                self._put(Arrival(worker, Message(head, rows)))
+        except OSError as error:
+            reason = str(error) or reason
+            raise
+        finally:
+            del self._sockets[worker]
+            self._put(Arrival(worker, None, reason))
+
+    def _put(self, arrival: Arrival) -> None:
+        with self.changed:
+            self.arrivals.append(arrival)
+            self.changed.notify_all()
+
+
+async def _head(sock: socket.socket) -> Head:
+    length = bytearray(NUMBER.size)
+    await _fill(sock, memoryview(length))
+    text = bytearray(NUMBER.unpack(length)[0])
+    await _fill(sock, memoryview(text))
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+async def _fill(sock: socket.socket, memory: memoryview) -> None:
+    loop = asyncio.get_running_loop()
+    done = 0
+    while done < memory.nbytes:
+        count = await loop.sock_recv_into(sock, memory[done:])
+        if not count:
+            raise ConnectionError("the worker ended the connection")
+        done += count
+
+
+async def _send(sock: socket.socket, head: bytes, pieces: Sequence[memoryview]) -> None:
+    loop = asyncio.get_running_loop()
+    if sum(piece.nbytes for piece in pieces) <= JOINED_BYTES:
+        await loop.sock_sendall(sock, b"".join([head, *pieces]))
+        return
+    await loop.sock_sendall(sock, head)
+    for piece in pieces:
+        await loop.sock_sendall(sock, piece)
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # It is closed already.
+        sock.shutdown(socket.SHUT_RDWR)

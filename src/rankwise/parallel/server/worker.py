@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's steps: gradients go to the servers, parameters come back."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.server.channel import Channel
+from rankwise.parallel.server.wire import Rows
+from rankwise.point_to_point.waiting import Patience, wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from rankwise.parallel.server.wire import Head, Message
+    from rankwise.store import Store
+    from rankwise.watch import Watch
+    from rankwise.world import World
+
+SPARE_SECONDS = 10.0
+"""How much longer than the servers a worker waits: they know whom all wait for, and say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Who this worker is, and what its waits can see."""
+
+    world: World
+    watch: Watch
+    store: Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """One server, as its workers know it."""
+
+    rank: int
+    host: str
+    port: int
+    numbers: Sequence[int]
+    """Of the parameters that it keeps."""
+
+
+class Worker:
+    """One worker's end of all servers, from ``parameter_server`` to the end of the world.
+
+    Args:
+        parameters: of the optimizer, by number.
+        names: of them.
+        is_ahead: whether a step begins before the servers have answered to the one before.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], names: Sequence[str], place: Place, *, is_ahead: bool
+    ) -> None:
+        self.num_steps = 0
+        self.num_updates = 0
+        """How many the servers had made when they answered last."""
+        self.loader_state: Callable[[], Mapping[str, Any]] | None = None
+        """Says where the training loop stands."""
+        self._parameters = list(parameters)
+        self._names = list(names)
+        self._place = place
+        self._is_ahead = is_ahead
+        self._changed = threading.Condition()
+        self._servers: list[tuple[Server, Channel]] = []
+        self._is_asked = False
+        self._is_broken = False
+        """Whether a wait was in vain: nothing is asked any more."""
+        self._told_groups: list[dict[str, Any]] | None = None
+
+    def connect(self, servers: Sequence[Server], secret: bytes) -> None:
+        """Connect to every server, and wait for it."""
+        for server in servers:
+            kept = [self._parameters[number] for number in server.numbers]
+            channel = Channel(self._place.world.rank, kept, self._changed)
+            self._servers.append((server, channel))
+            channel.open(server.host, server.port, secret, self._place.watch.timeout_seconds)
+        for server, channel in self._servers:
+            self._wait("connecting to a parameter server", server, channel, channel.has_connected)
+
+    def step(self, weight: float | None, groups: list[dict[str, Any]]) -> None:
+        """Send the gradients there are, and take the parameters that come back.
+
+        Args:
+            weight: what the gradients are a mean over; ``None`` where no backward has run.
+            groups: options of the optimizer's groups.
+        """
+        if self._is_ahead:
+            self._take()
+        self.num_steps += 1
+        head: Head = {"kind": "step", "weight": 0.0 if weight is None else weight}
+        if groups != self._told_groups:
+            head["groups"] = self._told_groups = groups
+        if self.loader_state is not None:
+            head["loader"] = dict(self.loader_state())
+        for server, channel in self._servers:
+            positions, rows = ([], []) if not weight else self._gradients(server, channel)
+            channel.ask(head, positions, rows)
+        self._is_asked = True
+        if not self._is_ahead:
+            self._take()
+
+    def end_loop(self) -> None:
+        """Tell the servers that a loop is over, and take the newest parameters."""
+        if self._is_broken:
+            return
+        self._take()
+        for _, channel in self._servers:
+            channel.ask({"kind": "end_loop"}, [], [])
+        self._is_asked = True
+        self._take()
+
+    def leave(self) -> None:
+        """Take what is under way, and say goodbye."""
+        if self._is_broken:
+            self.close()
+            return
+        self._take()
+        for _, channel in self._servers:
+            channel.leave()
+        for _, channel in self._servers:
+            channel.join(self._place.watch.timeout_seconds)
+
+    def close(self) -> None:
+        """Close every connection at once."""
+        close_all([channel for _, channel in self._servers])
+
+    @property
+    def channels(self) -> list[Channel]:
+        """The connections."""
+        return [channel for _, channel in self._servers]
+
+    @torch.no_grad()
+    def _gradients(self, server: Server, channel: Channel) -> tuple[list[int], list[Rows]]:
+        """Copy the gradients into what goes out; return which go whole, and the rows of the sparse ones."""
+        whole: list[int] = []
+        rows: list[Rows] = []
+        for position, number in enumerate(server.numbers):
+            gradient = self._parameters[number].grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                added = gradient.coalesce()
+                if added.sparse_dim() != 1:
+                    raise ConfigurationError(
+                        f"The gradient of {self._names[number]} is sparse in {added.sparse_dim()} dimensions.",
+                        do="parameter_server takes dense gradients, and sparse ones of rows, as nn.Embedding has them",
+                    )
+                rows.append(Rows(position, added.indices()[0].cpu(), added.values().cpu().contiguous()))
+            else:
+                whole.append(position)
+        if whole:
+            gradients = [self._parameters[server.numbers[position]].grad for position in whole]
+            torch._foreach_copy_(
+                [channel.outgoing.views[position] for position in whole], [one for one in gradients if one is not None]
+            )
+        return whole, rows
+
+    def _take(self) -> None:
+        """Wait for the answers to what was asked, and put the parameters in place."""
+        if not self._is_asked:
+            return
+        for server, channel in self._servers:
+            self._wait("optimizer.step()", server, channel, channel.has_answer)
+            self._put_in_place(server, channel, channel.take())
+        self._is_asked = False
+
+    @torch.no_grad()
+    def _put_in_place(self, server: Server, channel: Channel, answer: Message) -> None:
+        own = [self._parameters[number].detach() for number in server.numbers]
+        whole = answer.head["whole"]
+        if whole:
+            torch._foreach_copy_(
+                [own[position] for position in whole], [channel.incoming.views[position] for position in whole]
+            )
+        for rows in answer.rows:
+            parameter = own[rows.position]
+            parameter.index_copy_(0, rows.indices.to(parameter.device), rows.values.to(parameter.device))
+        self.num_updates = answer.head["updates"]
+
+    def _wait(self, what: str, server: Server, channel: Channel, is_there: Callable[[], bool]) -> None:
+        patience = Patience(
+            what=what,
+            peer=server.rank,
+            world=self._place.world,
+            watch=self._place.watch,
+            store=self._place.store,
+            broken=lambda: channel.error,
+            spare_seconds=SPARE_SECONDS,
+            do=f"look at the output of rank {server.rank}, a parameter server, and at that of the slowest worker",
+        )
+        try:
+            wait(patience, self._changed, is_there)
+        except BaseException:
+            self._is_broken = True
+            raise
+
+
+def close_all(channels: Sequence[Channel]) -> None:
+    """Close connections at once."""
+    for channel in channels:
+        channel.close()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which exchange ranks take: chosen by itself, the same on all, and said when not as wished."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import rankwise as rw
+from rankwise.errors import ConfigurationError
+from rankwise.exchange.shared_memory import SLOT_BYTES, SharedMemory
+from rankwise.exchange.torch_group import TorchGroup
+from rankwise.log import logger
+from rankwise.session import current
+from rankwise.testing import run_ranks as run_ranks_auto
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rankwise.world import World
+
+
+def _how(_: World) -> str:
+    return type(current().exchange).__name__
+
+
+@pytest.mark.parametrize(
+    ("exchange", "expected"),
+    [("auto", SharedMemory), ("shared_memory", SharedMemory), ("gloo", TorchGroup)],
+)
+def test_ranks_of_one_host_take_shared_memory_by_themselves(exchange: str, expected: type) -> None:
+    for result in run_ranks_auto(_how, 2, exchange=exchange):
+        assert result.get() == expected.__name__
+
+
+def test_an_unknown_exchange_names_the_known_ones() -> None:
+    (result,) = run_ranks_auto(_how, 1, exchange="sockets")
+    assert isinstance(result.error, ConfigurationError)
+    assert "auto, shared_memory, gloo" in str(result.error)
+
+
+class Said(logging.Handler):
+    """Keeps what rankwise says, while attached to its logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logger.removeHandler(self)
+
+
+def _join_again(world: World, folder: Path, wanted: str, *, short_of_memory: bool) -> tuple[str, list[str]]:
+    """Join a second world over the first one's store, with what this rank wants and may have."""
+    rw.leave()
+    if short_of_memory:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_BYTES, hard))
+    again = {"init_method": f"file://{folder}/again", "rank": world.rank, "world_size": world.world_size}
+    with Said() as lines:
+        try:
+            with rw.join(**again, exchange=wanted, timeout_seconds=20):
+                total = rw.all_reduce(1)
+                return f"{type(current().exchange).__name__} of {total}", lines
+        except ConfigurationError as error:
+            return str(error), lines
+
+
+def _without_memory(world: World, folder: Path, wanted: str) -> tuple[str, list[str]]:
+    return _join_again(world, folder, wanted, short_of_memory=world.rank == 0)
+
+
+def test_without_memory_it_is_gloo_and_rank_zero_says_why(tmp_path: Path) -> None:
+    results = [result.get() for result in run_ranks_auto(_without_memory, 3, tmp_path, "auto")]
+    assert [how for how, _ in results] == ["TorchGroup of 3"] * 3
+    said = [[line for line in lines if line.startswith("exchange: ")] for _, lines in results]
+    assert said[1:] == [[], []]
+    (line,) = said[0]
+    assert line.startswith("exchange: Gloo; not shared memory: rank 0: ")
+    assert "File too large" in line
+
+
+def test_without_memory_shared_memory_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    for result in run_ranks_auto(_without_memory, 2, tmp_path, "shared_memory"):
+        text, _ = result.get()
+        assert "cannot exchange through shared memory" in text
+        assert "File too large" in text
+
+
+def _different(world: World, folder: Path) -> tuple[str, list[str]]:
+    return _join_again(world, folder, "gloo" if world.rank else "auto", short_of_memory=False)
+
+
+def test_different_exchanges_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    for result in run_ranks_auto(_different, 3, tmp_path):
+        text, _ = result.get()
+        assert "different exchanges" in text
+        assert "ranks 1-2: exchange='gloo'" in text
+
+
+def _train_short_of_memory(world: World) -> tuple[float, list[str]]:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_BYTES, hard))
+    torch.manual_seed(0)
+    with Said() as lines:
+        model = rw.replicate(nn.Linear(1000, 1000))
+    model(torch.full((1, 1000), float(world.rank))).mean().backward()
+    assert model.weight.grad is not None
+    return model.weight.grad[0, 0].item(), lines
+
+
+def test_gradients_that_find_no_memory_go_through_gloo() -> None:
+    (gradient, lines), (other, _) = (
+        result.get() for result in run_ranks_auto(_train_short_of_memory, 2, exchange="shared_memory")
+    )
+    assert gradient == other == pytest.approx(0.5 / 1000)
+    assert "gradients go through Gloo: no shared memory" in lines[0]

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that the job goes on without, on real ranks that no launcher looks after."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+import rankwise as rw
+from rankwise import testing
+from rankwise.checkpoint.confirm import ThroughStore
+from rankwise.errors import PeerFailed, PeerMissing
+from rankwise.events import post_expendable
+from rankwise.session import current
+from rankwise.testing import RankDied, kill_self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+    from on_ranks import RunRanks
+
+    from rankwise.session import Session
+    from rankwise.store import Store
+    from rankwise.world import World
+
+EVENT_SECONDS = 20.0
+
+
+def _go_on(world: World) -> list[str]:
+    """Lose two ranks; return which rank is named by each collective that they never came to."""
+    pair, with_killed = rw.new_group([0, 1]), rw.new_group([0, 1, 3])
+    session = current()
+    watch, store = session.watch, session.store
+    assert watch is not None
+    assert store is not None
+    post_expendable(store, [1, 2, 3])
+    rw.barrier()
+    if world.rank == 2:
+        message = "the batch is bad"
+        raise ValueError(message)
+    with watch._changed:
+        assert watch._changed.wait_for(lambda: watch.departed(2), EVENT_SECONDS)
+    rw.barrier(group=with_killed)
+    if world.rank == 3:
+        kill_self()
+    named: list[str] = []
+    # Nobody says that rank 3 was killed, but who waits for it finds out.
+    for group in (with_killed, None, with_killed):
+        try:
+            rw.all_reduce(torch.ones(3), group=group)
+        except PeerFailed as error:
+            named.append(f"failed: {error.rank}, the batch is bad: {'the batch is bad' in str(error)}")
+        except PeerMissing as error:
+            named.append(f"missing: {error.ranks}")
+    with watch._changed:
+        assert watch._changed.wait_for(lambda: watch.departed(3), EVENT_SECONDS)
+    assert watch.error is None
+    assert rw.all_reduce(1, group=pair) == 2, "who does not need them goes on"
+    return named
+
+
+def test_only_what_lost_ranks_never_came_to_raises(run_ranks: RunRanks) -> None:
+    results = run_ranks(_go_on, 4)
+    expected = ["missing: (3,)", "failed: 2, the batch is bad: True", "missing: (3,)"]
+    assert [results[rank].get() for rank in (0, 1)] == [expected] * 2
+    assert isinstance(results[2].error, ValueError)
+    assert isinstance(results[3].error, RankDied)
+
+
+def _lose_all(world: World) -> None:
+    watch, store = current().watch, current().store
+    assert watch is not None
+    assert store is not None
+    post_expendable(store, [1, 2])
+    rw.barrier()
+    if world.rank == 2:
+        message = "the first one"
+        raise ValueError(message)
+    with watch._changed:
+        assert watch._changed.wait_for(lambda: watch.departed(2), EVENT_SECONDS)
+    if world.rank == 1:
+        message = "the last one"
+        raise ValueError(message)
+    with watch._changed:
+        assert watch._changed.wait_for(lambda: watch.error is not None, EVENT_SECONDS)
+    rw.all_reduce(1, group=rw.new_group([0]))
+
+
+def test_the_failure_of_the_last_one_is_everyones(run_ranks: RunRanks) -> None:
+    error = run_ranks(_lose_all, 3)[0].error
+    assert isinstance(error, PeerFailed)
+    assert (error.rank, "the last one" in str(error)) == (1, True)
+
+
+def _wait_for_who_failed(world: World) -> list[str]:
+    session = current()
+    watch, store = session.watch, session.store
+    assert watch is not None
+    assert store is not None
+    post_expendable(store, [1, 2])
+    rw.barrier()
+    if world.rank == 2:
+        rw.send(torch.ones(3, requires_grad=True), to=0)
+        rw.recv(0)
+        message = "the batch is bad"
+        raise ValueError(message)
+    if world.rank == 0:
+        # There is a way to rank 2, and all that went there has come.
+        received = rw.recv(2)
+        rw.send("it is here", to=2)
+        del received
+    with watch._changed:
+        assert watch._changed.wait_for(lambda: watch.departed(2), EVENT_SECONDS)
+    named: list[str] = []
+
+    def try_to(wait: Callable[[], object]) -> None:
+        try:
+            wait()
+        except PeerFailed as error:
+            named.append(f"{error.rank}, the batch is bad: {'the batch is bad' in str(error)}")
+
+    # What a thread saves in the background is confirmed so.
+    confirming = threading.Thread(target=try_to, args=(lambda: _confirm_twice(session, store),))
+    confirming.start()
+    try_to(lambda: rw.recv(2))
+    confirming.join()
+    rw.leave()
+    return named
+
+
+def _confirm_twice(session: Session, store: Store) -> None:
+    ranks = ThroughStore(session, store.clone(), "a save")
+    if session.world.rank == 0:
+        # What a rank said before it failed counts.
+        store.set("rankwise/checkpoint/a save/0/2", '{"value": 20}')
+    assert ranks.confirm("writing", lambda: session.world.rank) == [0, 1, 20]
+    ranks.confirm("renaming", lambda: None)
+
+
+def test_who_waits_for_one_that_failed_is_told_its_error() -> None:
+    *results, _ = testing.run_ranks(_wait_for_who_failed, 3)
+    for result in results:
+        assert result.get() == ["2, the batch is bad: True"] * 2
+
+
+def _leave_last(rank: int, url: str, told: Connection) -> None:
+    with rw.join(init_method=url, rank=rank, world_size=3, timeout_seconds=600):
+        store = current().store
+        assert store is not None
+        post_expendable(store, [1, 2])
+        rw.barrier()
+        if rank == 2:
+            kill_self()
+        if rank == 1:
+            # Its own answer to the second time that rank 0, which has come to its end, asks who is there.
+            store.get("rankwise/roll_calls/2/1", EVENT_SECONDS)
+            told.send("the store is still served")
+
+
+def test_the_rank_that_serves_the_store_leaves_after_those_that_live() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    ranks = [context.Process(target=_leave_last, args=(rank, url, sender)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    sender.close()
+    for rank in ranks:
+        # Rank 2 says nothing when it goes: rank 0 finds out, and does not wait for it until its limit.
+        rank.join(EVENT_SECONDS)
+    assert [rank.exitcode for rank in ranks] == [0, 0, -signal.SIGKILL]
+    assert receiver.recv() == "the store is still served"
+    receiver.close()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variables of a launcher that are incomplete, no numbers, or do not fit together."""
+
+from __future__ import annotations
+
+import pytest
+from launcher_variables import HYDRA, OPENMPI, OWN, PLAIN, SLURM, TORCHRUN
+
+from rankwise.environments.table import read
+from rankwise.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("complete", "missing"),
+    [
+        (TORCHRUN, "RANK"),
+        (TORCHRUN, "WORLD_SIZE"),
+        (TORCHRUN, "MASTER_ADDR"),
+        (OWN, "RANKWISE_STORE"),
+        (OWN, "LOCAL_RANK"),
+        (PLAIN, "RANK"),
+        (PLAIN, "WORLD_SIZE"),
+        (OPENMPI, "OMPI_COMM_WORLD_SIZE"),
+        (OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        (HYDRA, "PMI_SIZE"),
+        (HYDRA, "MPI_LOCALNRANKS"),
+        (SLURM, "SLURM_PROCID"),
+        (SLURM, "SLURM_STEP_NODELIST"),
+    ],
+)
+@pytest.mark.parametrize("how", ["unset", "empty"])
+def test_an_incomplete_set_names_what_is_missing(complete: dict[str, str], missing: str, how: str) -> None:
+    variables = {name: value for name, value in complete.items() if name != missing}
+    if how == "empty":
+        variables[missing] = ""
+    with pytest.raises(ConfigurationError, match=rf"incomplete: {missing} is not set") as caught:
+        read(variables, launcher_process="77-8")
+    assert "=" in (caught.value.evidence or "")
+
+
+def test_a_plain_set_of_one_machine_without_address_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="Rank 0 of 2 ranks cannot be found") as caught:
+        read({"RANK": "0", "WORLD_SIZE": "2"})
+    assert "MASTER_ADDR" in (caught.value.do or "")
+
+
+def test_hydra_without_its_process_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="cannot be found") as caught:
+        read(HYDRA)
+    assert "-genv MASTER_ADDR" in (caught.value.do or "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "bad", "value"),
+    [
+        ({**TORCHRUN, "RANK": "one"}, "RANK", "one"),
+        ({**TORCHRUN, "WORLD_SIZE": "2.0"}, "WORLD_SIZE", "2.0"),
+        ({**PLAIN, "RANK": "-1"}, "RANK", "-1"),
+        ({**PLAIN, "RANK": "\u0663"}, "RANK", "\u0663"),
+        ({**PLAIN, "MASTER_PORT": "http"}, "MASTER_PORT", "http"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "four"}, "OMPI_COMM_WORLD_SIZE", "four"),
+        ({**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID", "x"),
+        ({**OWN, "RANKWISE_STORE": "4321"}, "RANKWISE_STORE", "4321"),
+    ],
+)
+def test_a_value_that_is_no_number_is_named(variables: dict[str, str], bad: str, value: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read(variables)
+    assert caught.value.what.startswith(f"{bad}={value!r}")
+
+
+@pytest.mark.parametrize("port", ["0", "65536"])
+def test_a_port_out_of_range_is_an_error(port: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"MASTER_PORT names port {port}"):
+        read({**PLAIN, "MASTER_PORT": port})
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({**PLAIN, "RANK": "4"}, "rank 4 of 4"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "rank 0 of 0"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "local_rank 2 of 2"),
+        ({**TORCHRUN, "GROUP_RANK": "1"}, "node_rank 1 of 1"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, "local_world_size 3 of world_size 2"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_an_error(variables: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text) as caught:
+        read(variables)
+    assert "RANK=" in (caught.value.evidence or "")
+
+
+def test_a_slurm_step_whose_numbers_do_not_fit_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="do not fit together"):
+        read({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,1"})

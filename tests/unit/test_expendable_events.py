@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank makes of the failure of one that may go, event by event: its error, its waits, its early stop."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+
+from rankwise import events
+from rankwise.errors import PeerFailed, PeerMissing, RankwiseError
+from rankwise.stopping import Stopping
+from rankwise.store import Store
+from rankwise.store.opening import serve
+from rankwise.watch import Watch
+from rankwise.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+Event = dict[str, Any]
+FAILED: Event = {"kind": "failed", "rank": 2, "error_type": "ValueError", "text": "ValueError: boom", "hostname": ""}
+ENDED: Event = {"kind": "ended", "rank": 2, "what": "barrier()", "process": 17}
+BROKEN: Event = {"kind": "broken", "rank": 0, "what": "", "gone": [2], "have_left": False, "table": "", "reason": ""}
+ALL_READ_SECONDS = 20.0
+
+
+@contextmanager
+def following(*log: Event | list[int]) -> Generator[Watch]:
+    """Rank 0 of 4, which has read events; a list of ranks stands for their being declared expendable."""
+    store, _ = serve(secret=b"of this test")
+    world = World(
+        rank=0,
+        world_size=4,
+        local_rank=0,
+        local_world_size=4,
+        node_rank=0,
+        num_nodes=1,
+        device="cpu",
+        backend="gloo",
+        hostname="here",
+        source="test",
+    )
+    watch = Watch(store, world, timeout_seconds=30.0)
+    try:
+        for one in log:
+            if isinstance(one, list):
+                events.post_expendable(store, one)
+            else:
+                events.post(store, one)
+        number = events.post(store, {"kind": "nothing", "rank": None})
+        with watch._changed:
+            assert watch._changed.wait_for(lambda: watch._next_event > number, ALL_READ_SECONDS)
+        yield watch
+    finally:
+        watch.leave(wait_for_peers=False)
+        watch._store.close()
+        store.close()
+
+
+@pytest.mark.parametrize("event", [FAILED, ENDED, BROKEN], ids=lambda event: event["kind"])
+def test_one_that_may_go_is_noted_and_only_what_it_never_came_to_raises(event: Event) -> None:
+    with following([1, 2, 3], event) as watch:
+        assert [watch.departed(rank) for rank in range(4)] == [False, False, True, False]
+        assert (watch.error, watch.has_lost_ranks) == (None, True)
+        with_it, without_it = (watch.record.open_channel(ranks) for ranks in ([0, 2], [0, 1]))
+        for channel in (0, with_it):
+            pointless = watch._why_pointless(watch.ticket("barrier()", channel))
+            assert isinstance(pointless, PeerFailed | PeerMissing)
+            assert (pointless.rank,) == (2,) if isinstance(pointless, PeerFailed) else pointless.ranks == (2,)
+        assert watch._why_pointless(watch.ticket("barrier()", without_it)) is None
+        assert watch.error is None, "groups without it go on"
+
+
+def test_one_that_fails_after_the_others_have_left_is_noted() -> None:
+    with following([2, 3], {"kind": "left", "rank": 3, "counts": []}, FAILED) as watch:
+        assert (watch.error, watch.has_lost_ranks) == (None, True)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        pytest.param([FAILED], id="nothing declared"),
+        pytest.param([FAILED, [1, 2, 3]], id="declared too late"),
+        pytest.param([[1, 3], FAILED], id="others declared"),
+        pytest.param([[2], FAILED], id="the only one"),
+        pytest.param([[2, 3], {**FAILED, "rank": 3}, FAILED], id="the last one"),
+        pytest.param([[2, 3], {**BROKEN, "gone": [1, 2]}], id="with another"),
+        pytest.param([[1, 2, 3], {**BROKEN, "gone": []}], id="nobody is gone"),
+    ],
+)
+def test_any_other_failure_is_everyones_error(log: list[Event | list[int]]) -> None:
+    with following(*log) as watch:
+        assert isinstance(watch.error, RankwiseError)
+
+
+def test_a_declaration_is_made_once_and_adds_to_the_one_before() -> None:
+    store = Store(dist.HashStore())
+    for ranks in ([2, 1], [1, 2], [2], [3]):
+        events.post_expendable(store, ranks)
+    assert [event["ranks"] for event in log_of(store)] == [[1, 2], [1, 2, 3]]
+    assert json.loads(store.get(events.EXPENDABLE_KEY, 1.0)) == [1, 2, 3]
+
+
+def log_of(store: Store) -> list[Event]:
+    """Return the events of a log."""
+    found: list[Event] = []
+    while store.check(events.key_of(len(found) + 1)):
+        found.append(json.loads(store.get(events.key_of(len(found) + 1), 1.0)))
+    return found
+
+
+class Rank:
+    """One rank's part in stopping, which reads the log when it is told to."""
+
+    def __init__(self, store: Store, rank: int, num_passed: int) -> None:
+        self.stopping = Stopping(rank=rank, world_size=3, store=store, timeout_seconds=5.0)
+        self._store = store
+        self._num_read = 0
+        for _ in range(num_passed):
+            assert not self.stopping.is_here()
+
+    def read(self, number: int) -> None:
+        """Take in as many events, as the watch does where rank 2 may go."""
+        for event in log_of(self._store)[self._num_read : self._num_read + number]:
+            self._num_read += 1
+            self.stopping.read(self._store, event, self._num_read + 1)
+            if event["kind"] == "failed":
+                self.stopping.lose(self._store, event["rank"], self._num_read + 1)
+
+
+@pytest.mark.parametrize("order", sorted(set(itertools.permutations([0, 0, 1, 1]))))
+@pytest.mark.parametrize("dies", ["before it is asked", "before it counts", "after it has counted"])
+def test_all_that_are_there_agree_where_to_stop(dies: str, order: tuple[int, ...]) -> None:
+    store = Store(dist.HashStore())
+    ranks = [Rank(store, rank, num_passed) for rank, num_passed in enumerate([4, 5, 9])]
+    if dies == "before it is asked":
+        events.post(store, FAILED)
+    events.post_stop(store, reason="the test")
+    if dies == "after it has counted":
+        ranks[2].read(1)
+    if dies != "before it is asked":
+        events.post(store, FAILED)
+    for rank in order:
+        ranks[rank].read(1)
+    (boundary,) = [event["boundary"] for event in log_of(store) if event["kind"] == "stop_at"]
+    # Whoever counts last may not have heard yet that the rank which has passed 9 is gone.
+    assert boundary in ((6, 10) if dies == "after it has counted" else (6,))
+    for rank, num_passed in zip(ranks[:2], [4, 5], strict=True):
+        rank.read(9)
+        assert [rank.stopping.is_here() for _ in range(7)].index(True) == boundary - num_passed - 1
+
+
+def test_ranks_that_step_at_their_own_pace_stop_alone_and_one_that_takes_no_steps_hears_of_it() -> None:
+    store = Store(dist.HashStore())
+    server, *workers = (Rank(store, rank, 0) for rank in range(3))
+    server.stopping.be_passive()
+    assert server.stopping.will_notice, "it is not told to save"
+    for worker in workers:
+        worker.stopping.stop_alone()
+        assert not worker.stopping.is_here()
+    workers[0].stopping.ask("the test")
+    workers[0].stopping.is_here()
+    assert not server.stopping.is_asked
+    for rank in (server, *workers):
+        rank.read(9)
+    assert server.stopping.is_asked
+    assert [worker.stopping.is_here() for worker in workers] == [True, True], "each at its own next boundary"
