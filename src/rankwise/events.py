@@ -93,9 +93,10 @@ def post_stop(store: Store, *, reason: str, rank: int | None = None) -> None:
 def post_expendable(store: Store, ranks: Sequence[int]) -> None:
     """Declare that the job goes on without these ranks, should they fail. Called by: any rank, or several alike.
 
-    From then on the failure of one is not everyone's error: a collective that it never came to raises it, and nothing
-    else does. What failed before is everyone's error. All of them together cannot be gone on without. A
-    rank that serves the store itself, as rank 0 does where no launcher of ours serves it, cannot be gone on without.
+    From then on the failure of one is not everyone's error: what needs that rank raises it (a collective that it
+    never came to, a recv from it, a save that it did not finish), and nothing else does. What failed before is
+    everyone's error. All of them together cannot be gone on without. A rank that serves the store itself, as rank 0
+    does where no launcher of ours serves it, cannot be gone on without.
 
     Args:
         store: any connection to the job's store.

@@ -129,6 +129,9 @@ class Watch:
             ticket.ended = time.monotonic()
         except PeerEnded as ended:
             raise self._tell_who_ended(ticket, ended) from None
+        except StoreLost:
+            self._store.close()  # to say that this rank fails would take as long again
+            raise self.error or blame.store_lost(self._world) from None
         except RuntimeError as error:
             if isinstance(error, RankwiseError):
                 raise

@@ -365,3 +365,44 @@ def test_a_rank_launches_no_others(command: Command) -> None:
     assert _python(command, "train.py", "joined") == (
         "This process has joined a world, and cannot launch ranks of another.\n"
     )
+
+
+def test_a_launched_function_raises_what_a_rank_raised_that_the_others_went_on_without(command: Command) -> None:
+    shown = _run_script(
+        command,
+        """
+    import os, signal, rankwise as rw
+    from rankwise.errors import RankFailed
+    from rankwise.events import post_expendable
+    from rankwise.session import current
+
+    class Bad(Exception):
+        pass
+
+    def train(how):
+        world = rw.join()
+        post_expendable(current().store, [1, 2])
+        rw.barrier()
+        if world.rank == 2:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Bad("sample 17")
+        watch = current().watch
+        with watch._changed:
+            assert watch._changed.wait_for(lambda: watch.departed(2), 40)
+        print("went on")
+        return world.rank
+
+    for how in ("raise", "kill"):
+        try:
+            rw.launch(train, how, ranks=3, device="cpu")
+        except (Bad, RankFailed) as error:
+            notes = "".join(getattr(error, "__notes__", ()))
+            print(type(error).__name__, str(error).splitlines()[0], "in train" in notes)
+    """,
+    )
+    lines = shown.splitlines()
+    assert lines.count("went on") == 4
+    raised, killed = (line for line in lines if line != "went on")
+    assert raised == "Bad sample 17 True"
+    assert killed.startswith("RankFailed Rank 2 failed: killed by SIGKILL, exit code 137")

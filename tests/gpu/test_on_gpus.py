@@ -115,3 +115,42 @@ def test_scripts_in_other_libraries_words_train_as_on_one_cpu(words: str) -> Non
     expected = run_ranks(train_in_words, 1, words, NUM_GPUS)[0].get()
     for result in run_ranks(train_in_words, NUM_GPUS, words, NUM_GPUS, device=None, timeout_seconds=240.0):
         assert largest_difference(result.get(), expected) < TOLERANCE
+
+
+def train_seldom(world: World, way: str, num_parts: int) -> dict[str, torch.Tensor]:
+    """Train with a parameter server, or on islands that exchange in every step; on one rank, on the whole batch."""
+    torch.manual_seed(0)
+    model = Net().double().to(world.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    own = list(range(num_parts))
+    server = outer = None
+    if world.world_size > 1:
+        if way == "parameter server":
+            server = rw.parameter_server(model, optimizer)
+            own = own[world.rank :: len(server.workers)]
+        else:
+            outer = rw.local_sgd(model, every=1)
+            own = own[world.rank :: world.world_size]
+    x = torch.randn(num_parts, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    if server is not None and server.is_server:
+        server.serve()
+    else:
+        for _ in range(3):
+            model(x[own].flatten(0, 1).to(world.device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if server is not None:
+            server.finish()
+    if server is not None:
+        server.synchronize()
+    if outer is not None:
+        outer.synchronize()
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ["parameter server", "islands"])
+def test_what_travels_otherwise_trains_as_on_one_cpu(way: str) -> None:
+    expected = run_ranks(train_seldom, 1, way, NUM_GPUS)[0].get()
+    for result in run_ranks(train_seldom, NUM_GPUS, way, NUM_GPUS, device=None, timeout_seconds=240.0):
+        assert largest_difference(result.get(), expected) < TOLERANCE

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import rankwise as rw
+from rankwise.exchange.protocol import LaneSize
 from rankwise.session import current
 
 NUM_ELEMENTS = 700_001
@@ -48,6 +49,26 @@ def _gradients(world: rw.World) -> list[torch.Tensor]:
     return found
 
 
+def _means(world: rw.World) -> list[torch.Tensor]:
+    """What travels on lanes without flags."""
+    exchange = current().exchange
+    assert exchange is not None
+    (lane,) = exchange.twin().lanes([LaneSize(NUM_ELEMENTS, 0, torch.float64, torch.device("cpu"))])
+    found = []
+    for step in range(2):
+        share = float(world.rank + step)
+        lane.claim()
+        lane.body.copy_(_of_rank(world.rank, torch.float64) * lane.factor(share))
+        lane.start(share, share, [])
+        lane.finish()
+        shares = [rank + step for rank in range(world.world_size)]
+        expected = sum(share * _of_rank(rank, torch.float64) for rank, share in enumerate(shares)) / sum(shares)
+        torch.testing.assert_close(lane.result, expected, rtol=1e-12, atol=1e-12)
+        assert lane.total() == sum(shares)
+        found.append(lane.result.clone())
+    return found
+
+
 def _parts(world: rw.World) -> list[torch.Tensor]:
     """What each rank has for each other, and groups within a host and across hosts."""
     own = _of_rank(world.rank, torch.float64)
@@ -69,7 +90,7 @@ def main() -> None:
     """Send everything, and say what came."""
     with rw.join() as world:
         digest = hashlib.sha256()
-        found = [*_reductions(world), *_gradients(world), *_parts(world)]
+        found = [*_reductions(world), *_gradients(world), *_means(world), *_parts(world)]
         for tensor in found:
             digest.update(tensor.view(torch.uint8).numpy().tobytes())
         how = type(current().exchange).__name__

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import socket
 import threading
@@ -15,7 +16,7 @@ import rankwise as rw
 from rankwise import testing
 from rankwise.checkpoint.confirm import ThroughStore
 from rankwise.errors import PeerFailed, PeerMissing
-from rankwise.events import post_expendable
+from rankwise.events import post_expendable, post_failure
 from rankwise.session import current
 from rankwise.testing import RankDied, kill_self
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from on_ranks import RunRanks
 
     from rankwise.session import Session
-    from rankwise.store import Store
     from rankwise.world import World
 
 EVENT_SECONDS = 20.0
@@ -103,50 +103,69 @@ def _wait_for_who_failed(world: World) -> list[str]:
     watch, store = session.watch, session.store
     assert watch is not None
     assert store is not None
-    post_expendable(store, [1, 2])
+    post_expendable(store, [1, 2, 3])
     rw.barrier()
     if world.rank == 2:
-        rw.send(torch.ones(3, requires_grad=True), to=0)
-        rw.recv(0)
         message = "the batch is bad"
         raise ValueError(message)
+    if world.rank == 3:
+        rw.send(os.getpid(), to=0)
+        rw.send(torch.ones(3, requires_grad=True), to=0)
+        threading.Event().wait()
+    lost: int | None = None
     if world.rank == 0:
-        # There is a way to rank 2, and all that went there has come.
-        received = rw.recv(2)
-        rw.send("it is here", to=2)
-        del received
+        lost = rw.recv(3)
+        assert lost is not None
+        received = rw.recv(3)
+        # As where a machine is lost: no connection ends, and only the launcher says that the rank is gone.
+        os.kill(lost, signal.SIGSTOP)
+        post_failure(store, rank=3, error_type="lost", text="no word from host3")
+        # Nobody waits for these to come.
+        received.sum().backward()
     with watch._changed:
-        assert watch._changed.wait_for(lambda: watch.departed(2), EVENT_SECONDS)
+        assert watch._changed.wait_for(lambda: watch.departed(2) and watch.departed(3), EVENT_SECONDS)
+    try:
+        return _waits_for_lost(session)
+    finally:
+        if lost is not None:
+            os.kill(lost, signal.SIGKILL)
+
+
+def _waits_for_lost(session: Session) -> list[str]:
     named: list[str] = []
 
     def try_to(wait: Callable[[], object]) -> None:
         try:
             wait()
         except PeerFailed as error:
-            named.append(f"{error.rank}, the batch is bad: {'the batch is bad' in str(error)}")
+            named.append(f"{error.rank}: {error.evidence.splitlines()[-1] if error.evidence else ''}")
 
     # What a thread saves in the background is confirmed so.
-    confirming = threading.Thread(target=try_to, args=(lambda: _confirm_twice(session, store),))
+    confirming = threading.Thread(target=try_to, args=(lambda: _confirm_twice(session),))
     confirming.start()
     try_to(lambda: rw.recv(2))
+    try_to(lambda: rw.recv(3))
     confirming.join()
     rw.leave()
-    return named
+    return sorted(named)
 
 
-def _confirm_twice(session: Session, store: Store) -> None:
+def _confirm_twice(session: Session) -> None:
+    store = session.store
+    assert store is not None
     ranks = ThroughStore(session, store.clone(), "a save")
     if session.world.rank == 0:
-        # What a rank said before it failed counts.
+        # What ranks said before they failed counts.
         store.set("rankwise/checkpoint/a save/0/2", '{"value": 20}')
-    assert ranks.confirm("writing", lambda: session.world.rank) == [0, 1, 20]
+        store.set("rankwise/checkpoint/a save/0/3", '{"value": 30}')
+    assert ranks.confirm("writing", lambda: session.world.rank) == [0, 1, 20, 30]
     ranks.confirm("renaming", lambda: None)
 
 
 def test_who_waits_for_one_that_failed_is_told_its_error() -> None:
-    *results, _ = testing.run_ranks(_wait_for_who_failed, 3)
-    for result in results:
-        assert result.get() == ["2, the batch is bad: True"] * 2
+    of_two = "2: ValueError: the batch is bad"
+    for result in testing.run_ranks(_wait_for_who_failed, 4)[:2]:
+        assert result.get() == [of_two, of_two, "3: no word from host3"]
 
 
 def _leave_last(rank: int, url: str, told: Connection) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import settings
 
 from rankwise import session
 from rankwise.process_group import join, leave
@@ -15,6 +16,10 @@ from rankwise.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 @pytest.fixture

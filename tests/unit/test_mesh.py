@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.errors import ConfigurationError
@@ -14,7 +14,6 @@ SIZES = st.integers(min_value=1, max_value=4)
 AXES = st.builds(Axes, islands=SIZES, pp=SIZES, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)
 
 
-@settings(deadline=None)
 @given(AXES)
 def test_every_rank_has_its_own_coordinates_and_neighbours_differ_in_tp(axes: Axes) -> None:
     seen = {tuple(axes.coordinate(rank, name) for name in NAMES) for rank in range(axes.world_size)}
@@ -24,7 +23,6 @@ def test_every_rank_has_its_own_coordinates_and_neighbours_differ_in_tp(axes: Ax
     assert within == list(range(axes.world_size // axes.islands)), "the first island is the first ranks"
 
 
-@settings(deadline=None)
 @given(AXES, st.sets(st.sampled_from(NAMES)))
 def test_groups_hold_every_rank_once(axes: Axes, names: set[str]) -> None:
     groups = axes.groups_along(*names)
@@ -35,7 +33,6 @@ def test_groups_hold_every_rank_once(axes: Axes, names: set[str]) -> None:
         assert axes.ranks_along(group[-1], *names) == group
 
 
-@settings(deadline=None)
 @given(AXES)
 def test_ranks_take_the_same_samples_where_they_hold_parts_of_one_copy(axes: Axes) -> None:
     for group in axes.groups_along("pp", "tp"):
@@ -69,7 +66,6 @@ def test_sizes_that_do_not_fit_are_answered_with_ones_that_do(
     assert words in str(caught.value)
 
 
-@settings(deadline=None)
 @given(st.integers(min_value=1, max_value=24), st.dictionaries(st.sampled_from(NAMES), SIZES))
 def test_the_nearest_sizes_fit(world_size: int, sizes: dict[str, int]) -> None:
     assert axes_of(world_size, nearest(world_size, sizes)).world_size == world_size

@@ -143,8 +143,7 @@ class ThroughStore:
                 return [json.loads(self.store.get(key, SLICE_SECONDS)) for key in keys]
             except TimeoutError:
                 now = time.monotonic()
-            stopped = watch is not None and watch.error is not None
-            if failed_at is None and (stopped or current_or_none() is not self._session):
+            if failed_at is None and (self._cause(keys) is not None or current_or_none() is not self._session):
                 failed_at = now
             if failed_at is not None and now - failed_at > GRACE_SECONDS:
                 raise self._given_up(label, keys, now - started)
@@ -152,10 +151,10 @@ class ThroughStore:
                 raise self._given_up(label, keys, now - started)
 
     def _given_up(self, label: str, keys: list[str], waited: float) -> RankwiseError:
-        watch = self._session.watch
-        if watch is not None and watch.error is not None:
-            return watch.error
-        missing = [rank for rank, key in enumerate(keys) if not self.store.check(key)]
+        cause = self._cause(keys)
+        if cause is not None:
+            return cause
+        missing = self._missing(keys)
         return PeerMissing(
             f"{label} waited {waited:.1f} s in vain. Missing: "
             + (f"{fold_ranks(missing)}." if missing else "nobody now."),
@@ -163,6 +162,16 @@ class ThroughStore:
             where=f"reported on {self._session.world}",
             do="look at the missing rank's output; where its disk is slow, join(timeout_seconds=...) is the limit",
         )
+
+    def _cause(self, keys: list[str]) -> RankwiseError | None:
+        """Return why the rest will not come: what ended the job, or the loss of a rank that it goes on without."""
+        watch = self._session.watch
+        if watch is None or watch.error is not None or not watch.has_lost_ranks:
+            return None if watch is None else watch.error
+        return next(filter(None, map(watch.loss_of, self._missing(keys))), None)
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self.store.check(key)]
 
     def _peer_failed(self, label: str, rank: int, failure: dict[str, str]) -> PeerFailed:
         return PeerFailed(

@@ -16,9 +16,9 @@ from rankwise.launch.start import launch
 from rankwise.launch.target import find_module, find_script
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from rankwise.launch.failure import FailedAttempt
+    from rankwise.launch.failure import FailedAttempt, Failure
     from rankwise.launch.target import Target
 
 DESCRIPTION = """\
@@ -205,3 +205,6 @@ class _Terminal:
     def report(self, failed: FailedAttempt, text: str) -> None:  # noqa: ARG002 - the text says it all
         """Show how an attempt failed."""
         self.say(text)
+
+    def end(self, failures: Mapping[int, Failure]) -> None:
+        """Show nothing: all has been said."""

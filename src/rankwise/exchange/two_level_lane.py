@@ -62,7 +62,8 @@ class TwoLevelLane(SharedLane):
             sent = [own]
             if self._rank == 0:
                 self._tail[0] = sum(weight for _, weight, _ in headers)
-                self._tail[1:] = torch.frombuffer(bytearray(self._flags_of_host()), dtype=torch.uint8)
+                if self._all_flags:
+                    self._tail[1:] = torch.frombuffer(bytearray(self._flags_of_host()), dtype=torch.uint8)
                 sent.append(self._tail)
             yield from self._across.all_reduce_(self._turn, sent)
         self._reduced.post(round_)

@@ -23,7 +23,7 @@ from rankwise.session import current_or_none
 from rankwise.stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rankwise.launch.by_value import Raised
     from rankwise.launch.call import Message
@@ -72,7 +72,8 @@ def launch(
         ConfigurationError: an argument is bad or cannot be pickled, or this is itself a rank. Nothing ran.
         LaunchError: the ranks could not be started, somebody ended the launcher, or they saved and stopped early.
         RankFailed: a rank was killed, ended without returning, or left what cannot be pickled.
-        Exception: whatever the first rank to fail raised, with that rank's traceback as a note.
+        Exception: whatever the first rank to fail raised, with that rank's traceback as a note; also where the
+            others went on without it.
         KeyboardInterrupt: Ctrl-C; every rank has ended.
 
     Called by: one process, from any thread; with several machines, by one process on each.
@@ -270,9 +271,14 @@ def _outcome(process: LauncherProcess) -> list[Any] | BaseException:
     of_ranks = [message for message in said if "rank" in message.header]
     last = max((message.header["attempt"] for message in of_ranks), default=0)
     of_ranks = [message for message in of_ranks if message.header["attempt"] == last]
+    report, failed = ended.read()
     if ended.header["exit_code"]:
-        return _error(ended, of_ranks)
+        return _error(ended.header, report, of_ranks)
     values = {message.header["rank"]: message for message in of_ranks if message.header["kind"] == "value"}
+    # In the order in which they failed: the others went on without these.
+    for rank, how in failed.items():
+        if rank not in values:
+            return _error_of_rank(rank, how, report, of_ranks)
     for rank in _ranks_here(of_ranks):
         if rank not in values:
             return RankFailed(
@@ -299,24 +305,26 @@ def _value(message: Message) -> Any:  # noqa: ANN401 - whatever the function ret
         raise
 
 
-def _error(ended: Message, of_ranks: Sequence[Message]) -> BaseException:
+def _error(ended: Mapping[str, Any], report: str, of_ranks: Sequence[Message]) -> BaseException:
     """Return what the first rank to fail raised, or an error that says how it ended."""
-    report: str = ended.read()
-    blamed = ended.header["blamed"]
-    if blamed is None and ended.header["exit_code"] == STOPPED_EXIT_CODE:
+    blamed, exit_code = ended["blamed"], ended["exit_code"]
+    if blamed is None and exit_code == STOPPED_EXIT_CODE:
         return LaunchError("The ranks saved and stopped early, as they were asked to.", do="call it again to go on")
     if blamed is None:
         return LaunchError(
-            f"The launcher was ended, and every rank with it: exit code {ended.header['exit_code']}.",
-            evidence=report or None,
+            f"The launcher was ended, and every rank with it: exit code {exit_code}.", evidence=report or None
         )
     rank, how = blamed
+    return _error_of_rank(rank, how, report, of_ranks)
+
+
+def _error_of_rank(rank: int, how: str, report: str, of_ranks: Sequence[Message]) -> BaseException:
     for message in of_ranks:
         header = message.header
         if header["rank"] == rank and header["kind"] == "error":
             where = rank_prefix(rank, header["world_size"], header["hostname"])
             return _reraised(message.read(), rank, where, how)
-    return RankFailed(f"Rank {rank} failed: {how}.", rank=rank, evidence=report)
+    return RankFailed(f"Rank {rank} failed: {how}.", rank=rank, evidence=report or None)
 
 
 def _reraised(raised: Raised, rank: int, where: str, how: str) -> BaseException:

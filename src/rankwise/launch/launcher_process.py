@@ -29,9 +29,10 @@ from rankwise.launch import by_value, failure
 from rankwise.launch.call import Function, Message, receive, send
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
-    from rankwise.launch.failure import FailedAttempt
+    from rankwise.launch.failure import FailedAttempt, Failure
 
 LAST_WORDS_SECONDS = 5.0
 """How long what a launcher has started may outlive it."""
@@ -207,7 +208,7 @@ def main(caller_descriptor: int, lifeline: int) -> int:
             send(caller, {"kind": "refused"}, file)
         return 1
     with tempfile.TemporaryFile(prefix="rankwise-") as file:
-        by_value.dump(saying.last_report, file)
+        by_value.dump((saying.last_report, saying.failed), file)
         send(caller, {"kind": "ended", "exit_code": exit_code, "blamed": saying.blamed}, file)
     return exit_code
 
@@ -233,6 +234,8 @@ class _Saying:
         self.last_report = ""
         self.blamed: tuple[int, str] | None = None
         """The first rank to fail in the last attempt, and how."""
+        self.failed: dict[int, str] = {}
+        """How ranks of this machine failed in the last attempt, in words."""
 
     def say(self, text: str) -> None:
         """Show ``text``, below a report that was not the last word."""
@@ -244,3 +247,7 @@ class _Saying:
         """Keep the text of a failure, and whom it blames."""
         self.last_report = text
         self.blamed = failed.first.rank, failure.in_words(failed.first)
+
+    def end(self, failures: Mapping[int, Failure]) -> None:
+        """Keep how ranks failed: the caller has no value of those that the others went on without."""
+        self.failed = {rank: failure.in_words(one) for rank, one in failures.items()}

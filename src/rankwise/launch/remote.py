@@ -29,9 +29,10 @@ from rankwise.launch.target import find_module, find_script
 from rankwise.version import VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import FrameType
 
-    from rankwise.launch.failure import FailedAttempt
+    from rankwise.launch.failure import FailedAttempt, Failure
     from rankwise.launch.options import LaunchOptions
     from rankwise.launch.part import Part
     from rankwise.launch.target import Target
@@ -276,3 +277,6 @@ class _Saying:
     def report(self, failed: FailedAttempt, text: str) -> None:  # noqa: ARG002 - the caller needs the text only
         """Keep the text of a failure."""
         self.last_report += text if self._is_first else ""
+
+    def end(self, failures: Mapping[int, Failure]) -> None:
+        """Show nothing: all has been said."""

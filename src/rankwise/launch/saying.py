@@ -6,7 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from rankwise.launch.failure import FailedAttempt
+    from collections.abc import Mapping
+
+    from rankwise.launch.failure import FailedAttempt, Failure
 
 
 class Saying(Protocol):
@@ -18,4 +20,8 @@ class Saying(Protocol):
 
     def report(self, failed: FailedAttempt, text: str) -> None:
         """Show how an attempt failed; ``text`` says it in whole lines."""
+        ...
+
+    def end(self, failures: Mapping[int, Failure]) -> None:
+        """Take in how ranks of this machine failed in the last attempt, which others may have gone on without."""
         ...

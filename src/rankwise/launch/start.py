@@ -195,7 +195,9 @@ def _take_part(job: _Job, target: Target, options: LaunchOptions, saying: Saying
         saying.say(_decision(num_ranks) + meeting.words + _told(target))
         if options.nodes[1] == 1:
             saying.say(unused_nodes())
-        return agent.run(options.rendezvous_timeout_seconds)
+        exit_code = agent.run(options.rendezvous_timeout_seconds)
+        saying.end(ranks.failures)
+        return exit_code
 
 
 def _serve(meeting: Meeting, options: LaunchOptions) -> Callable[[], None]:

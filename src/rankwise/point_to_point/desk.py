@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rankwise import rendezvous
-from rankwise.errors import ConfigurationError, NotJoined, PeerMissing, fold_ranks
+from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing, fold_ranks
 from rankwise.log import warn
 from rankwise.point_to_point.inbox import Inbox
 from rankwise.point_to_point.outbox import KEYS, PURPOSE, Outbox, address_key
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from rankwise.store import Store
     from rankwise.watch import Watch
     from rankwise.world import World
-
-LOOPBACK = "127.0.0.1"
-EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 - where it is not known how others come here
 
 
 class Desk:
@@ -51,11 +48,11 @@ class Desk:
         self._num_sent: dict[int, int] = {}
         self._store.set_if_absent(f"{KEYS}/secret", secrets.token_hex(32))
         self._secret = self._store.get(f"{KEYS}/secret", watch.timeout_seconds)
-        host = _own_address(session, self._store)
+        host = rendezvous.address_on_job(self._store, session.world)
         server = AuthenticatedServer(listen(host, 0), self._secret, {PURPOSE: self.inbox.serve})
         server.start()
         self._server = server
-        told = session.world.hostname if host == EVERY_INTERFACE else host
+        told = session.world.hostname if host == rendezvous.EVERY_INTERFACE else host
         self._store.set(address_key(session.world.rank), json.dumps([told, server.port]))
         # After a failure nobody calls leave(); the threads must not outlive this object. At the end of the process
         # leave() comes, later than this would, and still has to wait for what is under way.
@@ -136,9 +133,9 @@ class Desk:
         for to, outbox in self._outboxes.items():
             try:
                 self.wait(f"delivery of what was sent to rank {to}", to, partial(_is_over, outbox))
-            except PeerMissing:
-                # Gradients that nobody has waited for are no loss.
-                if outbox.num_lost():
+            except (PeerFailed, PeerMissing) as error:
+                # Gradients that nobody has waited for are no loss, nor is a rank that is gone on without.
+                if outbox.num_lost() or (isinstance(error, PeerFailed) and self._watch.error is not None):
                     raise
             if outbox.num_lost():
                 count = outbox.num_lost()
@@ -209,10 +206,3 @@ def _abandon(outboxes: dict[int, Outbox], server: AuthenticatedServer) -> None:
     for outbox in outboxes.values():
         outbox.give_up()
     server.close()
-
-
-def _own_address(session: Session, store: Store) -> str:
-    """Return the address that other ranks reach this one at: of its machine's way to the store, as join found it."""
-    if session.world.num_nodes == 1:
-        return LOOPBACK
-    return rendezvous.place_of(store, session.world.rank).address or EVERY_INTERFACE
