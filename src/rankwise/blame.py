@@ -186,12 +186,12 @@ def peer_ended(world: World, event: Event) -> PeerMissing:
 
 
 def store_lost(world: World) -> PeerMissing:
-    """Return the error for a job whose store has ended."""
+    """Return the error for a job whose store has ended, or does not answer."""
     return PeerMissing(
-        "The job's store is gone: its launcher, or rank 0 where that serves it, has ended.",
+        "The job's store is gone: its launcher, or rank 0 where that serves it, has ended or cannot be reached.",
         ranks=[0],
         where=str(world),
-        do="look at the output of rank 0 and of the launcher",
+        do="look at the output of rank 0 and of the launcher, and at the network between them and this machine",
     )
 
 

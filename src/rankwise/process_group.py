@@ -241,6 +241,7 @@ def _read(init_method: str | None, rank: int | None, world_size: int | None) -> 
 def _meet(reading: Reading, timeout_seconds: float) -> tuple[Store, bool, list[Place]]:
     """Return the job's store, whether this process serves it, and where every rank is."""
     job_store, serves = _open_store(reading, timeout_seconds)
+    job_store.expect_answers_within(timeout_seconds)
     if _num_joins[0]:
         job_store = job_store.prefixed(f"join/{_num_joins[0]}")  # the store may outlive the world that was left
     try:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 300.0
 """How long the serving process may take to answer beyond what was asked for: it may be stopped in a debugger."""
+LEAST_ANSWER_SECONDS = 10.0
+"""How long it may always take: it may only be slow."""
 REOPEN_SECONDS = 10.0
 """How long another connection to a store that was there is tried for."""
 LONGEST_SOCKET_SECONDS = 10.0**6
@@ -59,6 +61,7 @@ class Connection(dist.Store):
         self._lock = threading.Lock()
         self._lost: str | None = None
         self._is_amid = False
+        self._answer_seconds = ANSWER_SECONDS
         self._socket = open_connection(host, port, secret, PURPOSE, timeout_seconds)
 
     def clone(self) -> Connection:
@@ -68,7 +71,16 @@ class Connection(dist.Store):
         except OSError as error:
             raise dist.DistNetworkError(str(error)) from error
         other._kept = self._kept
+        other._answer_seconds = self._answer_seconds
         return other
+
+    def expect_answers_within(self, seconds: float) -> None:
+        """Count the store as lost where it answers later than this, also through clones made from now on.
+
+        Args:
+            seconds: taken for more where they are fewer than an answer may always take.
+        """
+        self._answer_seconds = min(max(seconds, LEAST_ANSWER_SECONDS), ANSWER_SECONDS)
 
     def close(self) -> None:
         """End the connection, and the store if it is served through this one; calls fail from now on."""
@@ -171,7 +183,7 @@ class Connection(dist.Store):
         if self._socket.fileno() < 0 and self._lost is None:
             self._lost = "the connection belongs to the process that this one was forked from"
         with self._lock:
-            code, *answer = unpack_fields(self._exchange(request, seconds + ANSWER_SECONDS))
+            code, *answer = unpack_fields(self._exchange(request, seconds + self._answer_seconds))
         if code == bytes([Reply.TIMEOUT]):
             raise dist.DistStoreError(f"wait timeout after {seconds:.3f} s")
         if code == bytes([Reply.BAD_REQUEST]):

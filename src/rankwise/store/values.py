@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StoreLost(ConnectionError):
-    """The process that serves the store is gone."""
+    """The process that serves the store is gone, or does not answer."""
 
 
 class Store:
@@ -57,6 +57,15 @@ class Store:
         """
         if isinstance(self._connection, Connection):
             self._connection.close()
+
+    def expect_answers_within(self, seconds: float) -> None:
+        """Count a store of our own as lost where it answers later than this; torch's is waited for until TCP gives up.
+
+        Args:
+            seconds: see :meth:`rankwise.store.client.Connection.expect_answers_within`.
+        """
+        if isinstance(self._connection, Connection):
+            self._connection.expect_answers_within(seconds)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set ``key``, replacing what it held."""
