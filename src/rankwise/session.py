@@ -28,12 +28,26 @@ class Loop(Protocol):
     is_server: bool
     """Whether it takes no samples, and serves those who do."""
 
-    def serve(self) -> None:
-        """Return when all ranks that take samples have come to the end of the loop."""
+    @property
+    def num_steps(self) -> int:
+        """Steps that this rank has taken."""
         ...
 
-    def finish(self) -> None:
-        """Note that this rank has come to the end of the loop."""
+    def serve_loop(self, loader: int) -> None:
+        """Return when all ranks that take samples have come to the end of one more loop over a loader.
+
+        Args:
+            loader: its number.
+        """
+        ...
+
+    def finish_loop(self, loader: int, *, has_stepped: bool) -> None:
+        """Note that this rank has come to the end of a loop over a loader.
+
+        Args:
+            loader: its number.
+            has_stepped: whether it took steps in it.
+        """
         ...
 
 
@@ -59,6 +73,8 @@ class Session:
     """The ranks that take samples, where not all do."""
     loop: Loop | None = None
     """What is done around a loop over a loader, where that is not the same on all ranks."""
+    num_loaders: int = 0
+    """How many loaders there have been: each has a number, the same on every rank."""
     open_group: Callable[[], None] = lambda: None
     """Open torch's group where there is none yet: a world of one opens it for what cannot do without."""
     leaving: list[Callable[[], None]] = field(default_factory=list)

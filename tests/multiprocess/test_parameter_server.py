@@ -47,32 +47,41 @@ def _dataset() -> TensorDataset:
     return TensorDataset(words, torch.randn(35, 6, generator=generator, dtype=torch.float64))
 
 
-def _build(*, is_sparse: bool) -> tuple[Net, torch.optim.Optimizer]:
+def _build(kind: str) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(current().world.rank)  # the first rank's values count
-    model = Net(is_sparse=is_sparse).double()
-    if is_sparse:
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, torch.optim.Adam([*model.parameters()][::-1], lr=0.01, weight_decay=0.1)
+    model = Net(is_sparse=kind != "Adam").double()
+    if kind == "Adam":
+        return model, torch.optim.Adam([*model.parameters()][::-1], lr=0.01, weight_decay=0.1)
+    return model, getattr(torch.optim, kind)(model.parameters(), lr=0.1)
 
 
-def _train(world: World, num_servers: int, is_sparse: bool, accumulates: bool) -> tuple[Parameters, Parameters]:
-    model, optimizer = _build(is_sparse=is_sparse)
+def _train(world: World, num_servers: int, kind: str, accumulates: bool) -> tuple[Parameters, Parameters]:
+    model, optimizer = _build(kind)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     server = rw.parameter_server(model, optimizer, servers=num_servers)
     assert server.is_server == (world.rank >= world.world_size - num_servers > 0)
     loader = rw.DataLoader(_dataset(), global_batch_size=8, shuffle=True)
+    evaluation = rw.DataLoader(_dataset(), global_batch_size=16)
     assert len(loader) == 5
     for _ in range(3):
-        for words, target in loader:
+        for step, (words, target) in enumerate(loader):
             if accumulates:
                 middle = len(words) // 3
                 with rw.no_sync(model):
                     nn.functional.mse_loss(model(words[:middle]), target[:middle]).backward()
                 words, target = words[middle:], target[middle:]  # noqa: PLW2901
-            nn.functional.mse_loss(model(words), target).backward()
+            loss = nn.functional.mse_loss(model(words), target)
+            # One step is over no tokens at all: the optimizer takes it all the same.
+            with rw.weight(model, 0 if step == 3 and not accumulates else len(words)):
+                loss.backward()
             optimizer.step()
             scheduler.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=model.words.sparse)
+            if step == 2 and not model.words.sparse:
+                optimizer.step()  # without a backward, on gradients of zeros
+        if world.rank == 0:
+            # No other rank comes to this loop.
+            assert sum(1 for _ in evaluation) == 3
     server.synchronize()
     state = {
         f"{name}/{key}": torch.as_tensor(value).clone().double()
@@ -84,11 +93,11 @@ def _train(world: World, num_servers: int, is_sparse: bool, accumulates: bool) -
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num_servers", "is_sparse", "accumulates"),
-    [(2, 1, False, False), (4, 1, True, False), (4, 2, False, True), (5, 2, True, False)],
+    ("world_size", "num_servers", "kind", "accumulates"),
+    [(2, 1, "Adam", False), (4, 1, "SGD", False), (4, 2, "Adam", True), (5, 2, "Adagrad", False)],
 )
-def test_sync_is_what_one_rank_computes(world_size: int, num_servers: int, is_sparse: bool, accumulates: bool) -> None:
-    arguments = num_servers, is_sparse, accumulates
+def test_sync_is_what_one_rank_computes(world_size: int, num_servers: int, kind: str, accumulates: bool) -> None:
+    arguments = num_servers, kind, accumulates
     parameters, state = testing.run_ranks(_train, 1, *arguments)[0].get()
     for result in testing.run_ranks(_train, world_size, *arguments):
         own, own_state = result.get()
@@ -151,7 +160,7 @@ def test_who_waits_for_whom(max_staleness: int | None) -> None:
 
 
 def _breaks_off(world: World, folder: str, break_at: int | None, num_servers: int) -> Parameters | None:
-    model, optimizer = _build(is_sparse=False)
+    model, optimizer = _build("Adam")
     server = rw.parameter_server(model, optimizer, servers=num_servers, directory=folder, save_every=4)
     loader = rw.DataLoader(_dataset(), global_batch_size=8, shuffle=True)
     server.restore(loader)
@@ -182,7 +191,7 @@ def test_sync_goes_on_from_the_last_state_to_the_bit(tmp_path: Path, num_servers
 
 
 def _saves_otherwise(world: World, folder: str, resumes: bool) -> tuple[Parameters, int]:
-    model, optimizer = _build(is_sparse=False)
+    model, optimizer = _build("Adam")
     server = rw.parameter_server(model, optimizer, servers=[0])
     assert server.is_server == (world.rank == 0)
     loader = rw.DataLoader(_dataset(), global_batch_size=8, shuffle=True)
@@ -234,7 +243,15 @@ def _refusals(world: World) -> None:
             optimizer.step()
         server.serve()
     else:
+        model.weight.grad = torch.ones(1, 1, dtype=torch.float64)
+        with pytest.raises(ConfigurationError, match=r"no backward\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
         _step(model, optimizer)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        with pytest.raises(ConfigurationError, match="got parameters after"):
+            _step(model, optimizer)
+        del optimizer.param_groups[-1]
         with pytest.raises(ConfigurationError, match="middle of a loop"):
             server.synchronize()
         server.finish()
@@ -258,24 +275,36 @@ def test_a_loader_that_came_first_is_refused() -> None:
             result.get()
 
 
-def _uneven(world: World, mode: str) -> None:
-    """One worker never takes its step, and does not leave either."""
+def _uneven(world: World, what: str) -> None:
+    """One worker does otherwise than the other: it never takes its step, has another learning rate, or leaves."""
     model, optimizer = _one_parameter()
-    server = rw.parameter_server(model, optimizer, mode=mode, max_staleness=None if mode == "sync" else 1)
+    mode = "async" if what == "async" else "sync"
+    server = rw.parameter_server(model, optimizer, mode=mode, max_staleness=1 if what == "async" else None)
     store: Any = current().store
     if server.is_server:
         server.serve()
     elif world.rank == 0:
         for _ in range(5):
             _step(model, optimizer)
-    else:
+    elif what == "options":
+        optimizer.param_groups[0]["lr"] = 0.5
+        _step(model, optimizer)
+    elif what != "leaves":
         store.get("never", 40)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_worker_that_never_steps_is_named(mode: str) -> None:
-    results = testing.run_ranks(_uneven, 3, mode, join_timeout_seconds=2.0)
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("sync", PeerMissing, "Missing: rank 1"),
+        ("async", PeerMissing, "Missing: rank 1"),
+        ("options", ConfigurationError, "rank 1: lr=0.5"),
+        ("leaves", PeerMissing, "rank 1 has left"),
+    ],
+)
+def test_a_worker_that_does_otherwise_is_named(what: str, kind: type[Exception], words: str) -> None:
+    results = testing.run_ranks(_uneven, 3, what, join_timeout_seconds=2.0 if "sync" in what else 30.0)
     error = results[2].error
-    assert isinstance(error, PeerMissing)
-    assert "Missing: rank 1" in str(error)
+    assert isinstance(error, kind)
+    assert words in str(error)
     assert isinstance(results[0].error, PeerFailed)

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.parallel.server.kept import Kept, weighted_mean
+from rankwise.parallel.server.kept import Kept, checked_weights, weighted_mean
 from rankwise.parallel.server.layout import Body, spread
+from rankwise.parallel.server.opening import _updates_to_load
 from rankwise.parallel.server.options import options_of, set_options
 from rankwise.parallel.server.pace import Pace
 from rankwise.parallel.server.saved import Saved
@@ -55,12 +56,17 @@ def test_a_worker_is_at_most_so_many_steps_ahead() -> None:
     assert pace.failed == {2}
     pace.step(0)
     assert not pace.may_go_on(0)
-    pace.end_loop(1)
+    pace.end_loop(1, 7, has_stepped=False)
+    assert not pace.may_go_on(0), "a loop without steps is no pause"
+    pace.end_loop(1, 5, has_stepped=True)
     assert pace.may_go_on(0), "nor who has come to the end"
-    assert not pace.have_ended_loop(1)
-    pace.end_loop(0)
-    assert pace.have_ended_loop(1)
-    assert not pace.have_ended_loop(2)
+    assert pace.num_loops(5) == pace.num_loops(0) == 0
+    assert pace.only_wait_for({0, 1}) == {0}
+    assert pace.only_wait_for({1}) == set(), "who is silent is done, and who is not is heard"
+    pace.end_loop(0, 5, has_stepped=True)
+    assert pace.only_wait_for({0, 1}) == set()
+    assert pace.num_loops(5) == pace.num_loops(0) == 1
+    assert pace.num_loops(7) == 0, "loops over another loader are not those"
     pace.go(0, has_failed=False)
     pace.go(1, has_failed=False)
     assert pace.living == set()
@@ -72,6 +78,24 @@ def test_a_step_without_samples_counts_for_nothing() -> None:
     assert mean is not None
     assert torch.equal(mean, torch.full((2,), 0.75))
     assert weighted_mean([(1.0, None)], 1.0) is None
+    zero = weighted_mean([(0.0, nothing), (0.0, None)], 0.0)
+    assert zero is not None
+    assert torch.equal(zero, torch.zeros(2)), "what was used is updated all the same"
+
+
+def test_several_backwards_need_equal_shares() -> None:
+    assert checked_weights([0, 1], [[2.0, 4.0], [1.0, 2.0]]) == [4.0, 2.0]
+    assert checked_weights([0, 1], [[], [2.0]]) == [0.0, 2.0]
+    with pytest.raises(ConfigurationError, match=r"rank 1: backwards over 4 and 0 samples"):
+        checked_weights([0, 1], [[4.0, 4.0], [4.0, 0.0]])
+
+
+def test_what_was_saved_is_the_same_everywhere_or_an_error() -> None:
+    assert _updates_to_load({2: [4, 8], 3: [4]}, is_sync=True) == [4, 4]
+    assert _updates_to_load({2: [4, 8], 3: [5]}, is_sync=False) == [8, 5]
+    assert _updates_to_load({2: [4], 3: []}, is_sync=True) is None, "it ended while they saved for the first time"
+    with pytest.raises(CheckpointError, match=r"rank 2: 4, 8\n.*rank 3: none"):
+        _updates_to_load({2: [4, 8], 3: []}, is_sync=True)
 
 
 def _rows(numbers: list[int], value: float) -> torch.Tensor:
@@ -113,9 +137,11 @@ def test_options_arrive_as_they_were() -> None:
         options_of(there)
 
 
-def _trained(folder: Path, num_steps: int, save_at: tuple[int, ...] = ()) -> tuple[nn.Parameter, Saved]:
-    parameter = nn.Parameter(torch.zeros(5))
-    optimizer = torch.optim.Adam([parameter], lr=0.1)
+def _trained(
+    folder: Path, num_steps: int, save_at: tuple[int, ...] = (), *, size: int = 5, kind: type = torch.optim.Adam
+) -> tuple[nn.Parameter, Saved]:
+    parameter = nn.Parameter(torch.zeros(size))
+    optimizer = kind([parameter], lr=0.1)
     saved = Saved(folder, server=0, num_servers=1, every=1, names=["p"], parameters=[parameter], optimizer=optimizer)
     start = 0
     if updates := saved.updates():
@@ -124,15 +150,21 @@ def _trained(folder: Path, num_steps: int, save_at: tuple[int, ...] = ()) -> tup
     for step in range(start, num_steps):
         if step in save_at:
             saved.save(step, {0: {"position": step}})
-        parameter.grad = torch.full((5,), float(step % 3))
+        parameter.grad = torch.full((size,), float(step % 3))
         optimizer.step()
     return parameter, saved
 
 
 def test_what_was_saved_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole, _ = _trained(tmp_path / "none", 9)
+    tmp_path /= "some"
     _trained(tmp_path, 7, save_at=(2, 4, 6))
     assert len(list(tmp_path.iterdir())) == 2, "the newest two are kept"
+    with pytest.raises(CheckpointError, match=r"only there: p \[5\]"):
+        _trained(tmp_path, 9, size=1)
+    with pytest.raises(CheckpointError, match="another optimizer: Adam"):
+        _trained(tmp_path, 9, kind=torch.optim.SGD)
+    (tmp_path / ".server-0-of-1-update-000000000008.safetensors.new").touch()  # of a write that was cut off
     newest = max(tmp_path.iterdir())
     assert _trained(tmp_path, 6)[1].updates() == [4, 6]
     again, _ = _trained(tmp_path, 9)
@@ -143,6 +175,10 @@ def test_what_was_saved_goes_on_to_the_bit(tmp_path: Path) -> None:
     again, saved = _trained(tmp_path, 9)
     assert saved.updates() == [4], "a damaged file is passed over"
     assert torch.equal(again, whole)
+    _trained(tmp_path, 6, save_at=(5,))
+    assert len(list(tmp_path.iterdir())) == 2, "one that was passed over does not stand in the way"
+    assert saved.updates() == [4, 5]
+    newest = max(tmp_path.iterdir())
     newest.rename(newest.with_name("server-1-of-2-update-000000000004.safetensors"))
     with pytest.raises(CheckpointError, match="2 parameter servers"):
         saved.updates()

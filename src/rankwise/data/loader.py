@@ -142,6 +142,8 @@ class DataLoader(StepSource):
         self._cursor = EpochCursor()
         self._pin = self.device.type == "cuda" if pin_memory is None else pin_memory
         data_rank, data_world_size = current().data_rank("a DataLoader")
+        current().num_loaders += 1
+        self._number = current().num_loaders
         with all_ranks_succeed("DataLoader"):
             _refuse(unknown)
             options = WorkerOptions(
@@ -200,17 +202,18 @@ class DataLoader(StepSource):
             yield from self._batches()
         elif loop.is_server:
             iteration = self._cursor.begin()
-            loop.serve()
+            loop.serve_loop(self._number)
             self._cursor.finish(iteration)
         else:
+            num_steps = loop.num_steps
             try:
                 yield from self._batches()
             except GeneratorExit:
                 # A loop that an error has ended is let go of when the world is no more.
                 if current_or_none() is session:
-                    loop.finish()
+                    loop.finish_loop(self._number, has_stepped=loop.num_steps != num_steps)
                 raise
-            loop.finish()
+            loop.finish_loop(self._number, has_stepped=loop.num_steps != num_steps)
 
     def _batches(self) -> Iterator[Batch]:
         iteration = self._cursor.begin()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rankwise.agreement import all_ranks_succeed
 from rankwise.collectives import gather_json
 from rankwise.errors import ConfigurationError, fold_values
-from rankwise.log import log
+from rankwise.log import log, warn
 from rankwise.mesh import NAMES, Axes, axes_of
 from rankwise.session import current
 
@@ -123,9 +123,34 @@ def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
     device_type = session.world.device.partition(":")[0]
     device_mesh = init_device_mesh(device_type, tuple(axes.size(name) for name in NAMES), mesh_dim_names=NAMES)
     session.axes, session.device_mesh = axes, device_mesh
+    if axes.islands > 1:
+        session.before_save(_check_islands_meet)
+        session.on_leave(_warn_unless_islands_meet)
     if session.world.world_size > 1:
         log(f"mesh: {axes}")
     return device_mesh
+
+
+def _do_islands_meet() -> bool:
+    # What makes them the same has itself called before each save, as this has.
+    return current().saving != [_check_islands_meet]
+
+
+def _check_islands_meet() -> None:
+    if not _do_islands_meet():
+        raise ConfigurationError(
+            "The islands train apart, and a save holds the state of the first one only.",
+            evidence=f"the ranks are laid out as {current().axes}, and no model went through local_sgd()",
+            do="call rankwise.local_sgd(model, every=...) before training, or lay the ranks out without islands",
+        )
+
+
+def _warn_unless_islands_meet() -> None:
+    if not _do_islands_meet():
+        warn(
+            "the ranks are laid out in islands, and no model went through local_sgd(): nothing was averaged between "
+            "islands; call rankwise.local_sgd(model, every=...) before training"
+        )
 
 
 def _refuse_if_laid_out(caller: str, axes: Axes) -> None:

@@ -62,11 +62,7 @@ class GradientSync:
         self.weight = 0.0
         """Weight of the backward under way: the samples, or tokens, that its loss is the mean of."""
         self.on_mean: Callable[[float], None] | None = None
-        """Where there is no group: called at the end of backward with what the gradients are the mean over."""
-        self.step_weight: float | None = None
-        """What the latest gradients are a mean of, on all ranks that they are averaged over."""
-        self.weight_so_far = 0.0
-        """Sum of it over all steps."""
+        """Called at the end of backward with what the gradients are the mean over, on all ranks together."""
         self._group = group
         self._what = f"gradients of {model_name}"
         self._num_synced = 0
@@ -302,7 +298,8 @@ class GradientSync:
     def _hand_back(self, group: Exchange) -> None:
         self._buckets.take_back()
         total = self._buckets.buckets[0].lane.total() / self._scale
-        self._note_weight(total)
+        if self.on_mean is not None:
+            self.on_mean(total * self._unit)
         self._accumulation.give_back_earlier()
         if total > 0:
             self._unit = self._unit_near(self._unit * total / group.world_size)
@@ -315,14 +312,9 @@ class GradientSync:
             self._rebuild_in_arrival_order(group, self._arrived)
         self._arrived = None
 
-    def _note_weight(self, total: float) -> None:
-        self.step_weight = total * self._unit
-        self.weight_so_far += self.step_weight
-
     @torch.no_grad()
     def _divide_alone(self) -> None:
         total = self._accumulation.carried + self._share()
-        self._note_weight(total)
         if self.on_mean is not None:
             self.on_mean(total)
         if total > 0 and not self._accumulation.is_open:

@@ -44,9 +44,16 @@ class MeanBuffers:
         for part in parts:
             by_kind.setdefault((part.dtype, part.device), []).append(part)
         for same in by_kind.values():
-            flat = torch.cat([part.reshape(-1) for part in same])
-            mean = self._islands.all_reduce(flat, what="buffers of all islands").div_(self._islands.world_size)
+            mean = self._mean(torch.cat([part.reshape(-1) for part in same]))
             for part, piece in zip(same, mean.split([part.numel() for part in same]), strict=True):
                 part.copy_(piece.view(part.shape))
         if self._data is not None:
             broadcast_tensors(parts, self._data, what="buffers of an island's first rank")
+
+    def _mean(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the islands, which is what all have where that is the same."""
+        # A sum of masks of the lowest number there is would be infinite, and one of constants would be rounded.
+        first = self._islands.broadcast(own, 0, what="buffers of the first island")
+        apart = torch.where(own == first, 0.0, own - first)
+        total = self._islands.all_reduce(apart, what="buffers of all islands")
+        return first + total / self._islands.world_size

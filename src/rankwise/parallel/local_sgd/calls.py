@@ -61,16 +61,16 @@ def local_sgd(
     travels, to the rank of its coordinate on the other islands; ranks that hold copies share the sending, so that the
     network between islands carries each number once per island and direction.
 
-    This is not what one rank computes, but for ``every=1`` with plain SGD and the plain mean. Between rounds islands
-    differ: what a rank decides from its own loss parts them, and every island must make equally many steps. A
-    ``GradScaler`` skips steps where gradients overflow, on one island only: train in bfloat16 instead. A step in which
-    an island has no samples changes nothing there.
+    This is not what one rank computes, but for ``every=1`` with one optimizer, plain SGD, and the plain mean. Between
+    rounds islands differ: what a rank decides from its own loss parts them, and every island must make equally many
+    steps. A ``GradScaler`` skips steps where gradients overflow, on one island only: train in bfloat16 instead. A step
+    in which an island has no samples changes nothing there.
 
     Args:
         model: one device's, or through a strategy of above. A model of one device must be called with a tensor of
             samples first, or its backward be put into :func:`rankwise.weight`, as for ``replicate``.
-        every: optimizer steps of a round. Where several optimizers hold parts of the model, those of the first that
-            steps are counted.
+        every: optimizer steps of a round, of a ``torch.optim.Optimizer``. Where several hold parts of the model, those
+            of the first that steps are counted; of another, where that one makes none for a round.
         outer: ``"mean"`` for the mean of the parameters, ``"diloco"``, or :class:`rankwise.DiLoCo`.
         overlap: after how many steps of the next round the mean is applied, while it travels: steps made since stay on
             top of it. The same step on every island. Default: half of ``every``; 0 waits for it at once.
@@ -82,7 +82,8 @@ def local_sgd(
         round too, so that a checkpoint holds one state, the inner optimizer's being that of the first island. All
         islands resume from it, on any number of islands.
 
-    Memory: two more copies of what a rank holds of the parameters, one more with momentum, one more on lanes.
+    Memory: one more copy of what a rank holds of the parameters, one more while a mean is under way that overlaps, one
+    more with momentum, one more on lanes.
 
     Raises:
         NotJoined: before :func:`rankwise.join`.

@@ -14,6 +14,7 @@ import torch
 
 from rankwise.exchange.protocol import LaneSize
 from rankwise.parallel.buckets import plan
+from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.opening import open_lanes
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Changes:
         self._shapes = [part.shape for part in parts]
         self._copies = copies
         self._what = what
-        self._num_islands = islands.world_size
+        self._islands = islands
         self._rank = 0 if copies is None else copies.rank
         num_copies = 1 if copies is None else copies.world_size
         owner_of = shared_out([part.nbytes for part in parts], num_copies)
@@ -72,6 +73,8 @@ class Changes:
         shapes = [[parts[number].shape for number in numbers] for numbers in own]
         self._lanes: list[Lane] = open_lanes(compress, islands, sizes, shapes, what) if own else []
         self._unit = 1.0
+        # float16 has no room for numbers of whatever unit: the first round agrees on one before it sends anything.
+        self._is_unit_open = Narrow("fp16") == compress or any(part.dtype == torch.float16 for part in parts)
 
     @torch.no_grad()
     def send(self, anchors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], weight: float) -> None:
@@ -84,6 +87,9 @@ class Changes:
             parts: what it came to.
             weight: what the change of this island counts; the same on its ranks.
         """
+        if self._is_unit_open and self._lanes:
+            own = torch.tensor([weight], dtype=torch.float64)
+            self._choose_unit(self._islands.all_reduce(own, what=f"weights of {self._what}").item())
         share = weight / self._unit
         for lane, numbers in zip(self._lanes, self._buckets[self._rank], strict=True):
             lane.claim()
@@ -111,9 +117,8 @@ class Changes:
         Called by: every rank.
         """
         self.finish()
-        if self._lanes and (total := self._lanes[0].total()) > 0:
-            # A power of two, by which dividing rounds nothing; what travels stays about as large as the changes are.
-            self._unit = 2.0 ** round(math.log2(self._unit * total / self._num_islands))
+        if self._lanes:
+            self._choose_unit(self._unit * self._lanes[0].total())
         means: list[torch.Tensor] = [torch.empty(0)] * len(self._shapes)
         for owner, lanes in enumerate(self._buckets):
             for index, numbers in enumerate(lanes):
@@ -121,6 +126,13 @@ class Changes:
                 for number, place in zip(numbers, self._views(flat, numbers), strict=True):
                     means[number] = place
         return means
+
+    def _choose_unit(self, total: float) -> None:
+        """Count weights in units of about what an island has, so that what travels is as large as the changes are."""
+        if total > 0:
+            # A power of two, by which dividing rounds nothing.
+            self._unit = 2.0 ** round(math.log2(total / self._islands.world_size))
+            self._is_unit_open = False
 
     def _from_owner(self, owner: int, index: int) -> torch.Tensor:
         """Return the means of a lane, which the owner among the copies has."""

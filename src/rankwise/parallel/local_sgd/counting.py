@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rankwise.parallel.uncompiled import uncompiled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, MutableMapping
 
     import torch
     from torch.optim import Optimizer
@@ -24,47 +24,99 @@ class Follower(Protocol):
         """Prepare for a step of any optimizer of the model."""
         ...
 
+    def before_update(self, optimizer: Optimizer) -> None:
+        """See to the gradients that the step uses. Called again where a closure computes them again."""
+        ...
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Note that the gradients were used."""
+        ...
+
     def after_step(self) -> None:
         """Count a step of the optimizer that counts."""
         ...
 
 
-def follow_steps(follower: Follower, parameters: Iterable[torch.Tensor]) -> Callable[[], object]:
+def follow_steps(follower: Follower, parameters: Iterable[torch.Tensor], *, patience: int) -> Callable[[], object]:
     """Tell ``follower``, for as long as it lives, of steps of optimizers that hold any of ``parameters``.
 
-    Where several hold some, only the first that steps counts, as long as it is there.
+    Where several hold some, only the first that steps counts, as long as it steps.
+
+    Args:
+        follower: what to tell.
+        parameters: of the model.
+        patience: where another makes more than so many steps, and the one that counts makes none, that other one
+            counts from then on.
 
     Returns:
         What ends it.
     """
-    # Ids stay those of the parameters: the follower keeps them.
-    ids = {id(parameter) for parameter in parameters}
-    followed = weakref.ref(follower)
-    counting: list[weakref.ref[Optimizer]] = []
-
-    def is_of_model(optimizer: Optimizer) -> bool:
-        return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
-
-    @uncompiled
-    def before(optimizer: Optimizer, _: Any, __: Any) -> None:  # noqa: ANN401 - as torch calls it
-        one = followed()
-        if one is not None and is_of_model(optimizer):
-            one.before_step()
-
-    @uncompiled
-    def after(optimizer: Optimizer, _: Any, __: Any) -> None:  # noqa: ANN401 - as torch calls it
-        one = followed()
-        if one is None or not is_of_model(optimizer):
-            return
-        if not counting or counting[0]() is None:
-            counting[:] = [weakref.ref(optimizer)]
-        if counting[0]() is optimizer:
-            one.after_step()
-
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    following = _Following(follower, parameters, patience)
+    handles = [
+        register_optimizer_step_pre_hook(following.before),
+        register_optimizer_step_post_hook(following.after),
+    ]
 
     def end() -> None:
         for handle in handles:
             handle.remove()
 
     return weakref.finalize(follower, end)
+
+
+class _Following:
+    """What torch calls before and after each step of any optimizer."""
+
+    def __init__(self, follower: Follower, parameters: Iterable[torch.Tensor], patience: int) -> None:
+        self._follower = weakref.ref(follower)
+        # Ids stay those of the parameters: the follower keeps them.
+        self._ids = {id(parameter) for parameter in parameters}
+        self._patience = patience
+        self._counting: weakref.ref[Optimizer] | None = None
+        self._uncounted: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Steps of the others since the last one that counted."""
+
+    @uncompiled
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        one = self._told_of(optimizer)
+        if one is None:
+            return None
+        one.before_step()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            one.before_update(optimizer)
+            return None
+
+        def followed_closure() -> Any:  # noqa: ANN401 - the loss
+            loss = closure()
+            one.before_update(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (optimizer, followed_closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": followed_closure}
+
+    @uncompiled
+    def after(self, optimizer: Optimizer, _: Any, __: Any) -> None:  # noqa: ANN401 - as torch calls it
+        one = self._told_of(optimizer)
+        if one is None:
+            return
+        one.after_update(optimizer)
+        if self._counts(optimizer):
+            one.after_step()
+
+    def _told_of(self, optimizer: Optimizer) -> Follower | None:
+        """Return who is told of a step of ``optimizer``."""
+        follower = self._follower()
+        is_of_model = any(not self._ids.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
+        return follower if is_of_model else None
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        counting = None if self._counting is None else self._counting()
+        if counting is not None and counting is not optimizer:
+            self._uncounted[optimizer] = missed = self._uncounted.get(optimizer, 0) + 1
+            if missed <= self._patience:
+                return False
+        self._counting = weakref.ref(optimizer)
+        self._uncounted.clear()
+        return True

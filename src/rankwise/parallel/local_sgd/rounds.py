@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, cast
-from weakref import WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import nn
+    from torch.optim import Optimizer
 
     from rankwise.parallel.local_sgd.buffers import MeanBuffers
     from rankwise.parallel.local_sgd.changes import Changes
@@ -29,15 +30,12 @@ if TYPE_CHECKING:
 class Weighed(Protocol):
     """What says how much the steps of an island count."""
 
-    @property
-    def step_weight(self) -> float | None:
-        """What the latest gradients are a mean of, on the whole island."""
-        ...
+    on_mean: Callable[[float], None] | None
+    """Called at the end of backward with what the gradients are the mean over, on the whole island."""
 
-    @property
-    def weight_so_far(self) -> float:
-        """Sum of it over all steps."""
-        ...
+
+_MANY = 100
+"""So many backward passes come before a first step nowhere but where steps cannot be counted."""
 
 
 def exchanged(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -83,7 +81,6 @@ class LocalSGD:
         self._every = every
         self._overlap = overlap
         self._outer = outer
-        self._trained = trained
         self._changes = changes
         self._buffers = buffers
         self._meet = meet
@@ -99,10 +96,22 @@ class LocalSGD:
         self._has_anchors = False
         self._num_rounds = 0
         self._num_steps = 0
-        self._weight_before = trained.weight_so_far
+        self._is_begun = False
+        """Whether a step was begun since the latest round ended, of whichever optimizer."""
         self._is_settled = True
         """Whether nothing has changed since all islands were the same."""
-        self._stop_following = follow_steps(self, [parameter for _, parameter in self._all])
+        self._weight = 0.0
+        """Samples of the round so far."""
+        self._num_backward = 0
+        self._fresh = 0.0
+        """Samples of the gradients since the last step."""
+        self._are_fresh_used = False
+        self._used: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """How many backward passes there were when an optimizer made its last step."""
+        self._has_stepped = False
+        trained.on_mean = self._note_mean
+        self._ids = {id(parameter) for _, parameter in self._all}
+        self._stop_following = follow_steps(self, [parameter for _, parameter in self._all], patience=every)
         synchronize, leave = WeakMethod(self.synchronize), ref(self)
         session.before_save(lambda: None if (call := synchronize()) is None else call())
         session.on_leave(lambda: None if (one := leave()) is None else one._leave())  # noqa: SLF001 - its own
@@ -136,37 +145,78 @@ class LocalSGD:
                 "synchronize() needs the world that local_sgd() was called in, and that was left.",
                 do="call outer.synchronize() before the end of `with rankwise.join():`",
             )
+        self._warn_if_never_stepped()
         if self._meet is not None:
+            more = " and a part of one" if self._is_begun and not self._num_steps else ""
             self._meet(
                 f"synchronize() of local_sgd({self._name}) after {self._num_rounds} rounds and {self._num_steps} steps"
+                f"{more}"
             )
         if self._is_settled:
             return
         self._apply()
-        if self._num_steps:
-            self._send()
+        if self._is_begun:
+            self._send(overlapping=False)
             self._apply()
         if self._buffers is not None:
             self._buffers.average()
         self._is_settled = True
 
-    # -- what optimizers tell ------------------------------------------------------------------------
+    # -- what backward and optimizers tell -----------------------------------------------------------
+
+    def _note_mean(self, weight: float) -> None:
+        """Note what gradients became the mean of."""
+        self._num_backward += 1
+        self._weight += weight
+        # Several optimizers may use the same gradients.
+        self._fresh = weight if self._are_fresh_used else self._fresh + weight
+        self._are_fresh_used = False
+        if self._num_backward == max(self._every, _MANY):
+            self._warn_if_never_stepped()
+
+    def _warn_if_never_stepped(self) -> None:
+        if not self._has_stepped and self._num_backward and current_or_none() is self._session:
+            self._has_stepped = True  # said once
+            warn(
+                f"{self._num_backward} backward passes of {self._name}, and no step of an optimizer that holds its "
+                "parameters: no round of local_sgd() ends, and the islands train apart; take an optimizer that is a "
+                "torch.optim.Optimizer, built with the parameters that the model has now"
+            )
 
     def before_step(self) -> None:
         """Note where a first round begins. Called before each step of an optimizer of the model."""
         if current_or_none() is not self._session:
             self._stop_following()
             return
-        self._is_settled = False
+        self._is_settled, self._is_begun, self._has_stepped = False, True, True
         if not self._has_anchors:
             # Not earlier: weights may have been loaded since local_sgd().
             for anchor, part in zip(self._anchors, self._parts(), strict=True):
                 anchor.copy_(part)
             self._has_anchors = True
-        if self._trained.step_weight == 0:
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Have an optimizer pass by gradients of no samples; raise where nobody knows of how many they are."""
+        is_known = self._num_backward > self._used.get(optimizer, 0)
+        if is_known and self._fresh > 0:
+            return
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._ids]
+        if is_known:
             # Nothing was learnt: also no decay, and no momentum of earlier steps.
-            for _, parameter in self._all:
+            for parameter in own:
                 parameter.grad = None
+        elif any(parameter.grad is not None for parameter in own):
+            raise ConfigurationError(
+                f"optimizer.step() found gradients of {self._name} that no backward() since the last step has made: "
+                "how much they count among the islands is not known.",
+                do="call backward() before each step, in place of torch.autograd.grad(); with several microsteps, the "
+                "last one outside of rankwise.no_sync(model)",
+            )
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has used the gradients there are."""
+        self._used[optimizer] = self._num_backward
+        self._are_fresh_used = True
 
     def after_step(self) -> None:
         """Count a step, and do what is due after it. Called after each step of the optimizer that counts."""
@@ -178,7 +228,7 @@ class LocalSGD:
         elif self._ends is not None and self._changes is not None:
             self._changes.move()
         if self._num_steps == self._every:
-            self._send()
+            self._send(overlapping=self._overlap > 0)
             if not self._overlap:
                 self._apply()
 
@@ -187,8 +237,8 @@ class LocalSGD:
     def _parts(self) -> list[torch.Tensor]:
         return [own_part(parameter).detach() for _, parameter in self._own]
 
-    def _send(self) -> None:
-        """End a round: send what it changed, and begin the next."""
+    def _send(self, *, overlapping: bool) -> None:
+        """End a round: send what it changed, and begin the next, before the mean is applied if ``overlapping``."""
         unfrozen = next((p for p in self._frozen if p.requires_grad), None)
         if unfrozen is not None:
             raise ConfigurationError(
@@ -198,11 +248,11 @@ class LocalSGD:
             )
         parts = self._parts()
         if self._changes is not None:
-            weight = self._trained.weight_so_far - self._weight_before
-            self._changes.send(self._anchors, parts, weight)
-        self._weight_before = self._trained.weight_so_far
-        self._ends = [part.clone() for part in parts]
+            self._changes.send(self._anchors, parts, self._weight)
+        self._weight = 0.0
+        self._ends = [part.clone() for part in parts] if overlapping else parts
         self._num_steps = 0
+        self._is_begun = False
         self._num_rounds += 1
 
     @torch.no_grad()
@@ -224,6 +274,7 @@ class LocalSGD:
 
     def _leave(self) -> None:
         """Let nothing be under way when the world is left."""
+        self._warn_if_never_stepped()
         if self._ends is not None and self._changes is not None:
             self._changes.finish()
         if not self._is_settled and self._changes is not None:
@@ -275,6 +326,6 @@ class LocalSGD:
         self._ends = None
         self._num_rounds = int(state["num_rounds"])
         self._num_steps = 0
-        self._weight_before = self._trained.weight_so_far
-        self._has_anchors = False
+        self._weight = 0.0
+        self._has_anchors = self._is_begun = False
         self._is_settled = True

@@ -24,7 +24,7 @@ from rankwise.parallel.pipeline.stages import Stage, balanced, called_blocks, cu
 from rankwise.parallel.pipeline.traced import trace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rankwise.parallel.pipeline.program import Program
     from rankwise.parallel.pipeline.schedule import Schedule
@@ -53,15 +53,13 @@ class Piped:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.step_weight: float | None = None
-        """What the latest gradients are a mean of, on all ranks that they are averaged over."""
-        self.weight_so_far = 0.0
-        """Sum of it over all steps."""
+        self.on_mean: Callable[[float], None] | None = None
+        """Called at the end of a step with what its gradients are the mean over, on all ranks together."""
 
     def note_weight(self, total: float) -> None:
         """Note what the gradients of a step are a mean of."""
-        self.step_weight = total
-        self.weight_so_far += total
+        if self.on_mean is not None:
+            self.on_mean(total)
 
     @property
     def is_accumulating(self) -> bool:

@@ -46,6 +46,11 @@ class ParameterServer:
         self._num_steps_finished = 0
 
     @property
+    def num_steps(self) -> int:
+        """Steps that this worker has taken; none on a server."""
+        return 0 if self._worker is None else self._worker.num_steps
+
+    @property
     def num_updates(self) -> int:
         """Updates that the servers had made, as far as this rank knows; of this server, where it is one."""
         if self._serving is not None:
@@ -71,7 +76,7 @@ class ParameterServer:
             session.stopping.save_with(str(self._ground.setting.folder), loader, _nothing, is_restored=True)
 
     def serve(self) -> None:
-        """Serve until every worker has come to the end of one loop.
+        """Serve until every worker has come to the end of one more loop in which it took steps.
 
         Called by: servers, in the place of a loop that is not one over a :class:`rankwise.DataLoader`, which does it by
         itself. Workers call :meth:`finish` after such a loop. On a worker it does nothing.
@@ -79,8 +84,16 @@ class ParameterServer:
         Raises:
             PeerFailed, PeerMissing: a rank failed that the others cannot go on without, or all workers are gone.
         """
+        self.serve_loop(0)
+
+    def serve_loop(self, loader: int) -> None:
+        """Serve until every worker has come to the end of one more loop over a loader; the loader calls it.
+
+        Args:
+            loader: its number; 0 for a loop in which steps are taken, over whatever.
+        """
         if self._serving is not None:
-            self._serving.serve()
+            self._serving.serve(loader)
 
     def finish(self) -> None:
         """Take the newest parameters, and tell the servers that a loop is over.
@@ -88,9 +101,19 @@ class ParameterServer:
         Called by: workers, after a loop that is not one over a :class:`rankwise.DataLoader`, which does it by itself.
         On a server it does nothing.
         """
+        self.finish_loop(0, has_stepped=True)
+
+    def finish_loop(self, loader: int, *, has_stepped: bool) -> None:
+        """Tell the servers that a loop over a loader is over; the loader calls it.
+
+        Args:
+            loader: its number.
+            has_stepped: whether steps were taken in it: only then there is something to wait for.
+        """
         if self._worker is not None:
-            self._worker.end_loop()
-            self._num_steps_finished = self._worker.num_steps
+            self._worker.end_loop(loader, has_stepped=has_stepped)
+            if has_stepped:
+                self._num_steps_finished = self._worker.num_steps
 
     def leave(self) -> None:
         """Let go of the other ranks: a server serves until all workers have. The end of the world calls it."""
@@ -156,8 +179,8 @@ def parameter_server(
     ``mode="async"``: each worker's gradients are an update of their own, as they come (Hogwild). A slow worker does not
     hold up the others, and under ``rankwise run`` one that fails does not end them: they go on, and no collective
     of all ranks can follow. The parameters that a gradient is computed from may be older than those it is applied to,
-    the result depends on timing, and nothing of rankwise's promise about results holds. A worker begins its next step
-    before the servers have answered to the last one.
+    the result depends on timing, and nothing of rankwise's promise about results holds. Without a bound, a worker
+    begins its next step before the servers have answered to the last one.
 
     Every whole parameter is kept by one server. Sparse gradients (``nn.Embedding(sparse=True)``) move only
     the rows they have, and with SGD without momentum, Adagrad and SparseAdam only rows that changed come back.
@@ -183,7 +206,8 @@ def parameter_server(
         ConfigurationError: bad or contradictory arguments, or arguments that differ between ranks; the loader was built
             before; the ranks are laid out along axes; there is no worker left.
         ModelMismatch: the model is not the same on every rank.
-        CheckpointError: ``directory`` is of another model or another number of servers.
+        CheckpointError: ``directory`` is of another model, optimizer or number of servers, lacks the files of one
+            server, or cannot be written to.
 
     Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014); Recht et al.,
         "Hogwild!" (arXiv:1106.5730); Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel

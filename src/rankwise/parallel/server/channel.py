@@ -46,7 +46,7 @@ class Channel:
         self._rank = rank
         self._changed = changed
         self._answer: Message | None = None
-        self._asked: queue.SimpleQueue[tuple[bytes, list[memoryview]] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[bytes, list[memoryview] | None] | None] = queue.SimpleQueue()
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
 
@@ -72,6 +72,10 @@ class Channel:
             rows: of others.
         """
         self._asked.put(packed(head, self.outgoing, positions, rows))
+
+    def tell(self, head: Head) -> None:
+        """Have something said that there is no answer to."""
+        self._asked.put((framed(head), None))
 
     def has_connected(self) -> bool:
         """Return whether the server can be asked."""
@@ -126,7 +130,9 @@ class Channel:
             self._changed.notify_all()
         while (asked := self._asked.get()) is not None:
             head, pieces = asked
-            _send(sock, head, pieces)
+            _send(sock, head, pieces or [])
+            if pieces is None:
+                continue
             answer_head = _head(sock)
             memory, rows = places(answer_head, self.incoming)
             for piece in memory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,7 @@ from rankwise.parallel.buckets import own_part
 from rankwise.parallel.trained import check_untrained
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -111,7 +111,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]
             "LBFGS evaluates the loss several times in a step, which a parameter server cannot.",
             do="use another optimizer, or rankwise.replicate(model)",
         )
-    if optimizer.state:
+    if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ConfigurationError(
             "The optimizer has taken steps already, whose state the servers would not have.",
             do="call parameter_server() right after the optimizer is built",
@@ -124,6 +124,11 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]
             do="pass a model that is whole on every rank",
         )
     return [number_of[id(parameter)] for parameter in own]
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    # Adagrad has a state from the beginning, and counts steps in it.
+    return float(state["step"]) > 0 if "step" in state else bool(state)
 
 
 def check_session(session: Session) -> None:

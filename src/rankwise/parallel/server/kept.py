@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.errors import ConfigurationError, fold_values
 from rankwise.parallel.server.layout import Body
 from rankwise.parallel.server.wire import Rows
 
@@ -64,11 +66,6 @@ class Kept:
             if gradient is not None:
                 self._note_change(position, gradient)
 
-    def change_all(self) -> None:
-        """Note that all parameters may have other values now."""
-        self._changed_at = [self.num_updates] * len(self.parameters)
-        self._is_copied = [False] * len(self.parameters)
-
     @torch.no_grad()
     def since(self, update: int) -> tuple[Body, list[int], list[Rows]]:
         """Return what has changed after ``update``: a body, which positions in it are meant, and rows of others."""
@@ -111,14 +108,49 @@ class Kept:
         return not any(group.get(option) for option in options)
 
 
+def checked_weights(workers: Sequence[int], told: Sequence[Sequence[float]]) -> list[float]:
+    """Return what each worker's gradients are a mean over.
+
+    Args:
+        workers: their ranks.
+        told: the same of each backward since the last step. The gradients are the sum of several means then.
+
+    Raises:
+        ConfigurationError: there is not one weight for all backwards of a worker.
+    """
+    weights = [one[-1] if one else 0.0 for one in told]
+    total = sum(weights)
+    for number in range(max(map(len, told)) - 1):
+        others = [one[number] if number < len(one) else 0.0 for one in told]
+        shares = [(weight * sum(others), other * total) for weight, other in zip(weights, others, strict=True)]
+        if not all(math.isclose(share, other, rel_tol=1e-9) for share, other in shares):
+            said = {
+                worker: f"backwards over {' and '.join(f'{weight:g}' for weight in one)} samples"
+                for worker, one in zip(workers, told, strict=True)
+            }
+            raise ConfigurationError(
+                "Workers called backward() several times in a step, with unequal shares of the samples.",
+                evidence=fold_values(said),
+                do="add the losses up and call backward() once, or put all but the last backward() into "
+                "`with rankwise.no_sync(model):`, which makes one mean of all",
+            )
+    return weights
+
+
 def weighted_mean(parts: Sequence[tuple[float, torch.Tensor | None]], total: float) -> torch.Tensor | None:
     """Return sum_r weight_r g_r / total in the order given; ``None`` where no part has a gradient.
 
+    The memory of the first dense gradient is that of the sum.
+
     Args:
-        parts: weight and gradient of each worker; a weight of zero leaves its gradient out, also a NaN.
+        parts: weight and gradient of each worker; a weight of zero leaves its gradient out, also a NaN. Where all
+            weigh nothing, the mean is zero.
         total: what the weights sum to.
     """
-    found = [(weight / total, gradient) for weight, gradient in parts if gradient is not None and weight > 0]
+    present = [(weight, gradient) for weight, gradient in parts if gradient is not None]
+    found = [(weight / total, gradient) for weight, gradient in present if weight > 0] or [
+        (0.0, torch.zeros_like(gradient)) for _, gradient in present
+    ]
     if not found:
         return None
     if any(gradient.is_sparse for _, gradient in found):
@@ -126,10 +158,11 @@ def weighted_mean(parts: Sequence[tuple[float, torch.Tensor | None]], total: flo
         sparse = [share * gradient for share, gradient in found if gradient.is_sparse]
         added = sum(sparse[1:], start=sparse[0]).coalesce()
         for share, gradient in dense:
-            added = added + share * gradient
+            added = share * gradient + added
         return added
-    (share, first), *others = found
-    mean = first * share
+    (share, mean), *others = found
+    if share != 1.0:
+        mean.mul_(share)
     for share, gradient in others:
         mean.add_(gradient, alpha=share)
     return mean

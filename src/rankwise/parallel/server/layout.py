@@ -32,6 +32,11 @@ def spread(sizes_bytes: Sequence[int], num_servers: int) -> list[list[int]]:
     return [sorted(numbers) for numbers in kept]
 
 
+def dense(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as it lies in memory as a whole: the momentum of sparse gradients does not."""
+    return value.to_dense() if value.is_sparse else value
+
+
 class Body:
     """Memory for one value of each of some tensors, on the CPU, as it travels."""
 

@@ -14,7 +14,7 @@ import torch
 
 from rankwise import rendezvous
 from rankwise.collectives import gather_json
-from rankwise.errors import ConfigurationError, PeerMissing, fold_ranks
+from rankwise.errors import CheckpointError, ConfigurationError, PeerMissing, fold_ranks, fold_values
 from rankwise.log import log
 from rankwise.parallel.after_forward import AfterForward
 from rankwise.parallel.gradient_sync import GradientSync
@@ -32,7 +32,7 @@ from rankwise.store.wire import listen
 from rankwise.watch import SLICE_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -93,7 +93,8 @@ def open_ends(ground: Ground, model: nn.Module, weight: Callable[..., float | to
             "updates": [] if saved is None else saved.updates(),
         }
     of_rank = gather_json(told, what="parameter_server()")
-    updates = _updates_to_load([of_rank[server]["updates"] for server in setting.servers], is_sync=setting.is_sync)
+    found = {server: of_rank[server]["updates"] for server in setting.servers}
+    updates = _updates_to_load(found, is_sync=setting.is_sync)
     loader_state = None
     if updates is not None:
         stood: dict[str, Any] = {}
@@ -114,17 +115,18 @@ def open_ends(ground: Ground, model: nn.Module, weight: Callable[..., float | to
         )
         _wait_for_workers(service, ground)
         _noted(model)
-        ground.optimizer.step = MethodType(_refuse_step, ground.optimizer)  # type: ignore[method-assign]
+        _replace_step(ground.optimizer, _refuse_step)
         return Opened(worker=None, serving=serving, loader_state=loader_state)
     place = Place(world=ground.world, watch=ground.watch, store=ground.store)
-    is_ahead = not setting.is_sync and setting.max_staleness != 0
+    # Where staleness has a bound, what a gradient is computed from is as new as can be had.
+    is_ahead = not setting.is_sync and setting.max_staleness is None
     worker = Worker(ground.parameters, ground.names, place, is_ahead=is_ahead)
-    weakref.finalize(worker, close_all, worker.channels).atexit = False
     servers = [
         Server(rank=server, host=of_rank[server]["host"], port=of_rank[server]["port"], numbers=numbers)
         for server, numbers in zip(setting.servers, ground.numbers_of, strict=True)
     ]
     worker.connect(servers, secret)
+    weakref.finalize(worker, close_all, worker.channels).atexit = False
     _follow(model, ground.optimizer, worker, weight)
     return Opened(worker=worker, serving=None, loader_state=loader_state)
 
@@ -144,17 +146,31 @@ def _saved(ground: Ground, index: int) -> Saved | None:
     )
 
 
-def _updates_to_load(found: Sequence[Sequence[int]], *, is_sync: bool) -> list[int] | None:
-    """Return which update's file each server takes up; ``None`` where there is not one for all.
+def _updates_to_load(found: Mapping[int, Sequence[int]], *, is_sync: bool) -> list[int] | None:
+    """Return which update's file each server takes up; ``None`` where nothing has been saved yet.
 
     Args:
         found: by server, oldest first.
         is_sync: whether all have to be of the same update.
+
+    Raises:
+        CheckpointError: servers have files, and there is not one for all.
     """
     if is_sync:
-        common = set(found[0]).intersection(*found[1:])
-        return [max(common)] * len(found) if common else None
-    return [updates[-1] for updates in found] if all(found) else None
+        common = set.intersection(*map(set, found.values()))
+        if common:
+            return [max(common)] * len(found)
+    elif all(found.values()):
+        return [updates[-1] for updates in found.values()]
+    # One that ended while servers saved for the first time is the same as nothing saved.
+    if max(map(len, found.values())) > 1:
+        said = {server: ", ".join(map(str, updates)) or "none" for server, updates in found.items()}
+        raise CheckpointError(
+            "The parameter servers have no saved state in common to go on from.",
+            evidence=f"whole files, by update:\n{fold_values(said)}",
+            do="bring back the files that are missing; or begin anew with another directory=",
+        )
+    return None
 
 
 def _take_up(ground: Ground, stood: dict[str, Any]) -> dict[str, Any] | None:
@@ -198,6 +214,7 @@ def _follow(
 ) -> None:
     """Have steps of the optimizer go to the servers, with what their gradients are the mean over."""
     weights: list[float] = []
+    num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
     sync = _noted(model)
     sync.on_mean = weights.append
     model.register_forward_hook(AfterForward(sync, weight), with_kwargs=True)
@@ -207,18 +224,26 @@ def _follow(
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        worker.step(weights[-1] if weights else None, options_of(self))
+        if sum(len(group["params"]) for group in self.param_groups) != num_parameters:
+            raise ConfigurationError(
+                "The optimizer got parameters after parameter_server(), which no server keeps.",
+                do="build the whole optimizer first; a layer that is unfrozen later may be in it from the beginning",
+            )
+        worker.step(weights, options_of(self))
         weights.clear()
-        # Schedulers of the learning rate look whether the optimizer has stepped before them.
-        self._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     # What torch puts around every optimizer's step: hooks, and its name in profiles.
-    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    _replace_step(optimizer, torch.optim.Optimizer.profile_hook_step(step))
+
+
+def _replace_step(optimizer: torch.optim.Optimizer, step: Any) -> None:  # noqa: ANN401 - a function
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         # A scheduler of the learning rate was built before, and looks for its mark.
-        hooked._wrapped_by_lr_sched = True  # noqa: SLF001 - torch's own
-    optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+        step._wrapped_by_lr_sched = True  # noqa: SLF001 - torch's own
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    # Schedulers also look whether the optimizer has stepped before them, which is not for each rank to know.
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - torch's own
 
 
 def _noted(model: nn.Module) -> GradientSync:

@@ -35,7 +35,7 @@ def set_options(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, 
             if isinstance(now, torch.Tensor):
                 now.fill_(value)
             else:
-                group[name] = tuple(value) if isinstance(value, list) else value
+                group[name] = tuple(value) if isinstance(value, list) and not isinstance(now, list) else value
 
 
 def _plain(name: str, value: object) -> Any:  # noqa: ANN401 - JSON

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,12 +21,13 @@ class Pace:
     def __init__(self, workers: Iterable[int], max_staleness: int | None) -> None:
         self._max_staleness = max_staleness
         self._steps = dict.fromkeys(workers, 0)
-        self._loops = dict.fromkeys(self._steps, 0)
+        self._loops: dict[int, Counter[int]] = {worker: Counter() for worker in self._steps}
+        """How many loops each has come to the end of: by loader, and under 0 those in which it took steps."""
         self._resting: set[int] = set()
         self.failed: set[int] = set()
         """Workers that are gone without having said so."""
-        self.num_left = 0
-        """How many have said so."""
+        self.left: set[int] = set()
+        """Workers that have said so."""
 
     @property
     def living(self) -> set[int]:
@@ -38,20 +40,28 @@ class Pace:
             self._steps[worker] += 1
             self._resting.discard(worker)
 
-    def end_loop(self, worker: int) -> None:
-        """Note that a worker has come to the end of a loop. Nobody waits for it until it steps again."""
+    def end_loop(self, worker: int, loader: int, *, has_stepped: bool) -> None:
+        """Note that a worker has come to the end of a loop. If it took steps in it, nobody waits for it until the next.
+
+        Args:
+            worker: its rank.
+            loader: number of the loader, 0 for none of ours.
+            has_stepped: whether it took steps in the loop.
+        """
         if worker in self._steps:
-            self._loops[worker] += 1
-            self._resting.add(worker)
+            self._loops[worker].update({loader} if not has_stepped else {loader, 0})
+            if has_stepped:
+                self._resting.add(worker)
 
     def go(self, worker: int, *, has_failed: bool) -> None:
         """Note that a worker is not there any more."""
         if self._steps.pop(worker, None) is None:
             return
+        self._resting.discard(worker)
         if has_failed:
             self.failed.add(worker)
         else:
-            self.num_left += 1
+            self.left.add(worker)
 
     def may_go_on(self, worker: int) -> bool:
         """Return whether a worker may begin another step."""
@@ -65,6 +75,12 @@ class Pace:
         others = {worker: steps for worker, steps in self._steps.items() if worker not in self._resting}
         return sorted(worker for worker, steps in others.items() if steps == min(others.values()))
 
-    def have_ended_loop(self, number: int) -> bool:
-        """Return whether every worker that is still there has come to the end of so many loops."""
-        return all(self._loops[worker] >= number for worker in self._steps)
+    def only_wait_for(self, silent: set[int]) -> set[int]:
+        """Return those of the silent workers that have not come to the end, where some have and all others."""
+        amid = self.living - self._resting
+        is_anyone_done = bool(self._resting or self.left)
+        return amid if is_anyone_done and amid <= silent else set()
+
+    def num_loops(self, loader: int) -> int:
+        """Return to the end of how many loops over a loader every worker that is still there has come."""
+        return min((self._loops[worker][loader] for worker in self._steps), default=0)

@@ -9,6 +9,7 @@ import torch
 
 from rankwise.collectives import gather_json
 from rankwise.parallel.same_model import broadcast_tensors
+from rankwise.parallel.server.layout import dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +47,8 @@ def give_optimizer_state(
         }
         if taken:
             optimizer.state[parameter] = state if is_source else taken
-        tensors += [taken[key] if not is_source else state[key] for key, _, dtype, _, _ in entries if dtype is not None]
+        keys = [key for key, _, dtype, _, _ in entries if dtype is not None]
+        tensors += [dense(state[key]) if is_source else taken[key] for key in keys]
     with torch.no_grad():
         broadcast_tensors(tensors, exchange, what=f"optimizer state of rank {source}", source=source)
 

@@ -6,6 +6,7 @@ Knows no other rank. Nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,10 +21,11 @@ from safetensors.torch import save_file
 from rankwise.errors import CheckpointError
 from rankwise.exchange.bytes_of import bytes_of
 from rankwise.log import warn
+from rankwise.parallel.server.layout import dense
 from rankwise.parallel.server.options import options_of, set_options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -78,10 +80,11 @@ class Saved:
         """Return after which updates there are whole files of this server, oldest first.
 
         Raises:
-            CheckpointError: the folder is of another number of servers.
+            CheckpointError: the folder is of another number of servers, or nothing can be written there.
         """
+        self._check_room()
         found: list[int] = []
-        for path in sorted(self._folder.glob("server-*.safetensors")) if self._folder.is_dir() else ():
+        for path in sorted(self._folder.glob("server-*.safetensors")):
             name = FILE.fullmatch(path.name)
             if name is None:
                 continue
@@ -100,13 +103,27 @@ class Saved:
         """Take parameters and optimizer state from the file of ``update``; return where the workers stood.
 
         Raises:
-            CheckpointError: the file is of another model.
+            CheckpointError: the file is of another model or another optimizer.
         """
         state = self._read(update)
-        if state is None or state.told["names"] != self._names:
+        if state is None:
+            raise CheckpointError(
+                f"{self._path(update)} has changed meanwhile.", do="let one job at a time write there"
+            )
+        if state.told["kinds"] != self._kinds():
+            there, here = (set(map(tuple, kinds)) for kinds in (state.told["kinds"], self._kinds()))
             raise CheckpointError(
                 f"{self._path(update)} holds other parameters than this model has.",
+                evidence=f"only there: {_in_words(there - here)}\nonly here: {_in_words(here - there)}",
                 do="pass another directory=, or the model it was written for",
+            )
+        optimizer = type(self._optimizer).__name__
+        if (state.told["optimizer"], len(state.told["groups"])) != (optimizer, len(self._optimizer.param_groups)):
+            raise CheckpointError(
+                f"{self._path(update)} is of another optimizer: {state.told['optimizer']} with "
+                f"{len(state.told['groups'])} groups of parameters, and this is {optimizer} with "
+                f"{len(self._optimizer.param_groups)}.",
+                do="pass another directory=, or the optimizer it was written for",
             )
         with torch.no_grad():
             for name, parameter in zip(self._names, self._parameters, strict=True):
@@ -143,12 +160,17 @@ class Saved:
         for name, parameter in zip(self._names, self._parameters, strict=True):
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    tensors[f"optimizer/{name}/{key}"] = _dense(value).detach().cpu().contiguous().clone()
+                    tensors[f"optimizer/{name}/{key}"] = dense(value).detach().cpu().contiguous().clone()
                     of_optimizer.setdefault(name, []).append(key)
                 else:
                     values.setdefault(name, {})[key] = value
+        # The format knows no complex numbers of this precision.
+        complex_ones = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+        tensors |= {name: torch.view_as_real(tensors[name]) for name in complex_ones}
         told = {
-            "names": self._names,
+            "complex": complex_ones,
+            "kinds": self._kinds(),
+            "optimizer": type(self._optimizer).__name__,
             "groups": options_of(self._optimizer),
             "tensors": of_optimizer,
             "values": values,
@@ -156,19 +178,16 @@ class Saved:
             "sum": _sum_of(tensors),
         }
         path = self._path(update)
-        staged = path.with_name(f".{path.name}.{os.getpid()}")
+        staged = path.with_name(f".{path.name}.new")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, staged, {"rankwise": json.dumps(told)})
             with staged.open("rb") as written:
                 os.fsync(written.fileno())
             staged.rename(path)
         except (OSError, SafetensorError) as error:
-            staged.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"The state of parameter server {self._server} cannot be written to {self._folder}: {error}",
-                do="make room there, or pass another directory=",
-            ) from error
+            with contextlib.suppress(OSError):
+                staged.unlink(missing_ok=True)
+            raise self._no_room(error) from error
         self._newest = update
         self._delete_old()
 
@@ -178,8 +197,32 @@ class Saved:
             name = FILE.fullmatch(path.name)
             if name is not None:
                 own[int(name.group(3))] = path
-        for update in sorted(own)[:-NUM_KEPT]:
+        # A newer one was not whole, or not on every server, when this one went on from an older one.
+        newest = sorted(update for update in own if self._newest is None or update <= self._newest)[-NUM_KEPT:]
+        for update in own.keys() - set(newest):
             own[update].unlink(missing_ok=True)
+
+    def _check_room(self) -> None:
+        """Raise if nothing can be written to the folder, and delete what a write that was cut off has left."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            probe = self._folder / f".server-{self._server}-of-{self._num_servers}.new"
+            probe.touch()
+            for path in (probe, *self._folder.glob(f".server-{self._server}-of-{self._num_servers}-update-*.new")):
+                path.unlink()
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def _no_room(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"The state of parameter server {self._server} cannot be written to {self._folder}: {error}",
+            do="make room there, or pass another directory=",
+        )
+
+    def _kinds(self) -> list[list[Any]]:
+        """Return name, shape and dtype of every parameter, as JSON has them."""
+        named = zip(self._names, self._parameters, strict=True)
+        return [[name, *parameter.shape, str(parameter.dtype)] for name, parameter in named]
 
     def _path(self, update: int) -> Path:
         return self._folder / f"server-{self._server}-of-{self._num_servers}-update-{update:012d}.safetensors"
@@ -192,6 +235,7 @@ class Saved:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no dict
                 told = json.loads(opened.metadata()["rankwise"])
             if told["sum"] == _sum_of(tensors):
+                tensors |= {name: torch.view_as_complex(tensors[name]) for name in told["complex"]}
                 return State(tensors, told)
             reason = "its bytes are not those that were written"
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -200,13 +244,13 @@ class Saved:
         return None
 
 
-def _dense(value: torch.Tensor) -> torch.Tensor:
-    return value.to_dense() if value.is_sparse else value
-
-
 def _sum_of(tensors: Mapping[str, torch.Tensor]) -> int:
     total = 0
     for name in sorted(tensors):
         total = zlib.crc32(name.encode(), total)
         total = zlib.crc32(bytes_of(tensors[name].contiguous()).numpy().data, total)
     return total
+
+
+def _in_words(kinds: Iterable[tuple[Any, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, *shape, _ in sorted(kinds)) or "nothing"

@@ -129,7 +129,7 @@ async def _fill(sock: socket.socket, memory: memoryview) -> None:
     while done < memory.nbytes:
         count = await loop.sock_recv_into(sock, memory[done:])
         if not count:
-            raise ConnectionError("the worker ended the connection")
+            raise ConnectionError("its connection has ended")
         done += count
 
 

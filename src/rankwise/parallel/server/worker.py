@@ -86,35 +86,57 @@ class Worker:
         for server, channel in self._servers:
             self._wait("connecting to a parameter server", server, channel, channel.has_connected)
 
-    def step(self, weight: float | None, groups: list[dict[str, Any]]) -> None:
+    def step(self, weights: Sequence[float], groups: list[dict[str, Any]]) -> None:
         """Send the gradients there are, and take the parameters that come back.
 
         Args:
-            weight: what the gradients are a mean over; ``None`` where no backward has run.
+            weights: what the gradients of each backward since the last step are a mean over.
             groups: options of the optimizer's groups.
+
+        Raises:
+            ConfigurationError: there are gradients that no backward has made.
         """
+        if not weights and self._have_gradients():
+            raise ConfigurationError(
+                "optimizer.step() found gradients that no backward() since the last step has made.",
+                do="call backward() once before each step; with several microsteps, the last one outside of "
+                "rankwise.no_sync(model)",
+            )
         if self._is_ahead:
             self._take()
         self.num_steps += 1
-        head: Head = {"kind": "step", "weight": 0.0 if weight is None else weight}
+        head: Head = {"kind": "step", "weights": list(weights)}
         if groups != self._told_groups:
             head["groups"] = self._told_groups = groups
         if self.loader_state is not None:
             head["loader"] = dict(self.loader_state())
         for server, channel in self._servers:
-            positions, rows = ([], []) if not weight else self._gradients(server, channel)
-            channel.ask(head, positions, rows)
+            positions, rows = self._gradients(server)
+            if not weights or not weights[-1]:
+                # What was used is updated, if only by momentum and the like, and what was not is left alone.
+                channel.ask(head | {"zeros": positions}, [], rows)
+            else:
+                self._copy(server, positions, channel)
+                channel.ask(head, positions, rows)
         self._is_asked = True
         if not self._is_ahead:
             self._take()
 
-    def end_loop(self) -> None:
-        """Tell the servers that a loop is over, and take the newest parameters."""
+    def end_loop(self, loader: int, *, has_stepped: bool) -> None:
+        """Tell the servers that a loop is over, and take the newest parameters if steps were taken in it.
+
+        Without steps nothing is waited for: this worker may be the only one that went through such a loop.
+        """
         if self._is_broken:
+            return
+        head: Head = {"kind": "end_loop", "loader": loader, "has_stepped": has_stepped}
+        if not has_stepped:
+            for _, channel in self._servers:
+                channel.tell(head | {"whole": [], "rows": []})
             return
         self._take()
         for _, channel in self._servers:
-            channel.ask({"kind": "end_loop"}, [], [])
+            channel.ask(head, [], [])
         self._is_asked = True
         self._take()
 
@@ -138,9 +160,13 @@ class Worker:
         """The connections."""
         return [channel for _, channel in self._servers]
 
-    @torch.no_grad()
-    def _gradients(self, server: Server, channel: Channel) -> tuple[list[int], list[Rows]]:
-        """Copy the gradients into what goes out; return which go whole, and the rows of the sparse ones."""
+    def _have_gradients(self) -> bool:
+        """Return whether there is a gradient that is not zero."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        return any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients if g is not None)
+
+    def _gradients(self, server: Server) -> tuple[list[int], list[Rows]]:
+        """Return for which parameters there are gradients that go whole, and the rows of the sparse ones."""
         whole: list[int] = []
         rows: list[Rows] = []
         for position, number in enumerate(server.numbers):
@@ -154,15 +180,18 @@ class Worker:
                         f"The gradient of {self._names[number]} is sparse in {added.sparse_dim()} dimensions.",
                         do="parameter_server takes dense gradients, and sparse ones of rows, as nn.Embedding has them",
                     )
-                rows.append(Rows(position, added.indices()[0].cpu(), added.values().cpu().contiguous()))
+                rows.append(Rows(position, added.indices()[0].cpu(), added.values().detach().cpu().contiguous()))
             else:
                 whole.append(position)
-        if whole:
-            gradients = [self._parameters[server.numbers[position]].grad for position in whole]
-            torch._foreach_copy_(
-                [channel.outgoing.views[position] for position in whole], [one for one in gradients if one is not None]
-            )
         return whole, rows
+
+    @torch.no_grad()
+    def _copy(self, server: Server, positions: Sequence[int], channel: Channel) -> None:
+        """Copy gradients into what goes out."""
+        gradients = [self._parameters[server.numbers[position]].grad for position in positions]
+        if gradients:
+            views = [channel.outgoing.views[position] for position in positions]
+            torch._foreach_copy_(views, [one for one in gradients if one is not None])
 
     def _take(self) -> None:
         """Wait for the answers to what was asked, and put the parameters in place."""

@@ -60,10 +60,10 @@ class ShardSync:
             exchange: of its own. torch's: it moves on while this rank calculates, or waits in torch.
         """
         self.given_weight: float | None = None
-        self.step_weight: float | None = None
-        """What the latest gradients are a mean of, on all ranks that they are averaged over."""
-        self.weight_so_far = 0.0
-        """Sum of it over all steps."""
+        self.on_mean: Callable[[float], None] | None = None
+        """Called at the end of backward with what the gradients are the mean over, on all ranks together."""
+        self._total = 0.0
+        """What the gradients of the backward under way will be the mean over."""
         self._model = ref(model)
         self._exchange = exchange
         self._groups = _groups_of(model)
@@ -178,8 +178,8 @@ class ShardSync:
             if self.given_weight is not None or announced.num_carried != self._num_carried or not is_told:
                 self._announce(announced, amount)
             self._learn()
-            self.step_weight = announced.total or 0.0
-            self._divide_by(self.step_weight, amount)
+            self._total = announced.total or 0.0
+            self._divide_by(self._total, amount)
             self._without_gradient = {
                 number
                 for number, (group, index) in enumerate(self._places)
@@ -244,7 +244,8 @@ class ShardSync:
             self._forget_unused()
         finally:
             self._close()
-        self.weight_so_far += self.step_weight or 0.0
+        if self.on_mean is not None:
+            self.on_mean(self._total)
         if self._exchange is not None:
             self._num_synced += 1
             record = self._exchange.watch.record
