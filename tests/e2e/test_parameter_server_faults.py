@@ -37,7 +37,8 @@ with rw.join() as world:
     torch.manual_seed(0)
     model = nn.Linear(8, 4).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    server = rw.parameter_server(model, optimizer, mode=mode, directory=f"state-{mode}", save_every=5)
+    bound = {"mode": "async", "max_staleness": 2} if mode == "stale" else {"mode": mode}
+    server = rw.parameter_server(model, optimizer, directory=f"state-{mode}", save_every=5, **bound)
     data = TensorDataset(torch.randn(60, 8).double(), torch.randn(60, 4).double())
     loader = rw.DataLoader(data, global_batch_size=6, shuffle=True)
     server.restore(loader)
@@ -98,10 +99,10 @@ def test_who_asks_sync_to_stop_finds_the_state_saved(command: Command) -> None:
     assert _sums(again.stdout) == sums
 
 
-@pytest.mark.parametrize("harm", ["kill", "halt"])
-def test_async_goes_on_without_a_worker(command: Command, harm: str) -> None:
+@pytest.mark.parametrize(("mode", "harm"), [("async", "kill"), ("stale", "kill"), ("async", "halt")])
+def test_async_goes_on_without_a_worker(command: Command, mode: str, harm: str) -> None:
     command.write("train.py", TRAIN)
-    ended = command.run("-n", "3", "train.py", "async", "1", harm)
+    ended = command.run("-n", "3", "train.py", mode, "1", harm)
     assert ended.returncode == 0, ended.stderr
     lines = {line.split(":")[0]: int(line.split()[2]) for line in ended.stdout.splitlines()}
     if harm == "kill":

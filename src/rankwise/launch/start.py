@@ -95,12 +95,16 @@ def launch(target: Target, options: LaunchOptions, saying: Saying, meeting: Meet
 
     folder = tempfile.mkdtemp(prefix="rankwise-")
     doorbell_r, doorbell_w = os.pipe()
-    server = fork_server(
-        partial(run_rank, target=target, doorbell=doorbell_w),
-        folder=folder,
-        doorbell=doorbell_r,
-        expects_restarts=options.can_restart,
-    )
+    try:
+        server = fork_server(
+            partial(run_rank, target=target, doorbell=doorbell_w),
+            folder=folder,
+            doorbell=doorbell_r,
+            expects_restarts=options.can_restart,
+        )
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     os.close(doorbell_w)
     try:
         job = _Job(folder=folder, server=server, doorbell=doorbell_r, interrupts=Interrupts())

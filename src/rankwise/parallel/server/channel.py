@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rankwise.errors import RankwiseError
 from rankwise.parallel.server.layout import Body
-from rankwise.parallel.server.wire import PURPOSE, Message, framed, packed, places
+from rankwise.parallel.server.wire import PURPOSE, Message, as_sent, framed, packed, places
 from rankwise.store.wire import NUMBER, open_connection
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from rankwise.parallel.server.wire import Head, Rows
-
-JOINED_BYTES = 2**16
-"""Up to which size pieces go out together: each on its own would be a packet."""
 
 
 class Channel:
@@ -130,7 +127,8 @@ class Channel:
             self._changed.notify_all()
         while (asked := self._asked.get()) is not None:
             head, pieces = asked
-            _send(sock, head, pieces or [])
+            for piece in as_sent(head, pieces or []):
+                sock.sendall(piece)
             if pieces is None:
                 continue
             answer_head = _head(sock)
@@ -141,15 +139,6 @@ class Channel:
                 self._answer = Message(answer_head, rows)
                 self._changed.notify_all()
         sock.sendall(framed({"kind": "leave"}))
-
-
-def _send(sock: socket.socket, head: bytes, pieces: Sequence[memoryview]) -> None:
-    if sum(piece.nbytes for piece in pieces) <= JOINED_BYTES:
-        sock.sendall(b"".join([head, *pieces]))
-        return
-    sock.sendall(head)
-    for piece in pieces:
-        sock.sendall(piece)
 
 
 def _head(sock: socket.socket) -> Head:

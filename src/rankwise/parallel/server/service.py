@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rankwise.parallel.server.layout import Body
-from rankwise.parallel.server.wire import PURPOSE, Message, packed, places
+from rankwise.parallel.server.wire import PURPOSE, Message, as_sent, packed, places
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.wire import NUMBER
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from rankwise.parallel.server.wire import Head, Rows
-
-JOINED_BYTES = 2**16
-"""Up to which size pieces go out together: each on its own would be a packet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +132,7 @@ async def _fill(sock: socket.socket, memory: memoryview) -> None:
 
 async def _send(sock: socket.socket, head: bytes, pieces: Sequence[memoryview]) -> None:
     loop = asyncio.get_running_loop()
-    if sum(piece.nbytes for piece in pieces) <= JOINED_BYTES:
-        await loop.sock_sendall(sock, b"".join([head, *pieces]))
-        return
-    await loop.sock_sendall(sock, head)
-    for piece in pieces:
+    for piece in as_sent(head, pieces):
         await loop.sock_sendall(sock, piece)
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Head = dict[str, Any]
 PURPOSE = "parameter_server"
+JOINED_BYTES = 2**16
+"""Up to which size pieces go out together: each on its own would be a packet."""
 SECRET_KEY = "rankwise/parameter_server/secret"  # noqa: S105 - where it is kept
 
 
@@ -63,6 +65,13 @@ def packed(head: Head, body: Body, positions: Sequence[int], rows: Sequence[Rows
     whole = {"whole": list(positions), "rows": [[one.position, len(one.indices)] for one in rows]}
     parts = [bytes_of(part).numpy().data for one in rows for part in (one.indices, one.values)]
     return framed(head | whole), [*body.pieces(positions), *(part for part in parts if part.nbytes)]
+
+
+def as_sent(head: bytes, pieces: Sequence[memoryview]) -> Sequence[bytes | memoryview]:
+    """Return a message as it goes out, one piece after the other."""
+    if sum(piece.nbytes for piece in pieces) <= JOINED_BYTES:
+        return [b"".join([head, *pieces])]
+    return [head, *pieces]
 
 
 def places(head: Head, body: Body) -> tuple[list[memoryview], list[Rows]]:
