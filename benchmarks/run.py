@@ -21,6 +21,8 @@ BENCHMARKS = (
     "all_reduce.py",
     "two_hosts.py",
     "slow_network.py",
+    "seldom.py",
+    "parameter_server_step.py",
     "first_index.py",
     "shared_dataset.py",
     "save_blocking.py",
