@@ -170,14 +170,14 @@ class Watch:
         """Say that this rank is done, and stop the thread.
 
         Args:
-            wait_for_peers: stay until every other rank has left or failed too: the rank that serves the
-                store must be the last to go.
+            wait_for_peers: stay until every other rank has left or failed too: who serves the store goes last.
         """
+        # From here on the store may go before this rank's thread has read its own departure: that is no failure.
+        self._departed.setdefault(self._world.rank, {"kind": "left", "rank": self._world.rank})
         with contextlib.suppress(StoreLost):
             roll_call.take_leave(self._store, self._world.rank)
             post_departure(self._store, rank=self._world.rank, last=self.record.last, counts=self.record.counts)
-            limit = self.timeout_seconds if self.error is None else END_SECONDS
-            self._end(limit if wait_for_peers else 0.0)
+            self._end((self.timeout_seconds if self.error is None else END_SECONDS) if wait_for_peers else 0.0)
 
     def fail(self, error_type: str, text: str, *, wait_for_peers: bool) -> None:
         """Tell every rank that this one failed, and stop the thread; else as :meth:`leave`."""

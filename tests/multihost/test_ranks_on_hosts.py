@@ -6,16 +6,13 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hosts import Hosts
 from training import CASES, Parameters, train_all
 
 from rankwise.testing import run_ranks
-
-if TYPE_CHECKING:
-    from hosts import Hosts
 
 TRAINING = Path(__file__).with_name("training.py")
 TOLERANCE = 1e-10
@@ -32,6 +29,15 @@ with rw.join() as world:
         "all": [row.tolist() for row in rw.all_gather(torch.tensor([world.rank, world.node_rank]))],
         "from each": [rw.broadcast(torch.tensor([world.rank]), source).item() for source in range(world.world_size)],
     }))
+"""
+
+JOIN_AGAIN = """
+import os, rankwise as rw
+first_port = int(os.environ["MASTER_PORT"])
+for number in range(3):
+    os.environ["MASTER_PORT"] = str(first_port + number)
+    with rw.join():
+        rw.barrier()
 """
 
 
@@ -53,6 +59,13 @@ def test_ranks_know_their_host_and_exchange_tensors_with_all(hosts: Hosts, ranks
             "all": [[number, host] for number, (host, _) in enumerate(places)],
             "from each": list(range(len(places))),
         }
+
+
+def test_a_world_can_be_left_and_joined_again_over_a_long_way() -> None:
+    # The store goes with rank 0 before the others have heard of their own departure.
+    with Hosts(3, delay_seconds=0.05) as far_apart:
+        for ended in far_apart.run_ranks(JOIN_AGAIN, 1):
+            assert ended.exit_code == 0, ended.stderr
 
 
 @EVERY_JOIN
