@@ -53,8 +53,7 @@ REACHES = {
     ("replicate", "no limit"): 1.05,
     ("replicate", "1 Gbit/s"): 1.05,
     ("replicate", "100 Mbit/s, 20 ms"): 1.05,
-    ("bf16", "100 Mbit/s, 20 ms"): 0.75,
-    ("powersgd", "100 Mbit/s, 20 ms"): 0.5,
+    ("bf16", "100 Mbit/s, 20 ms"): 1.0,
     ("diloco", "100 Mbit/s, 20 ms"): 0.5,
 }
 """The ratios of times to DDP's to stay below, where a way is meant for such a network."""
