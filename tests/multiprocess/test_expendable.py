@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from on_ranks import RunRanks
 
     from rankwise.session import Session
+    from rankwise.watch import Watch
     from rankwise.world import World
 
 EVENT_SECONDS = 20.0
 
 
-def _go_on(world: World) -> list[str]:
-    """Lose two ranks; return which rank is named by each collective that they never came to."""
-    pair, with_killed = rw.new_group([0, 1]), rw.new_group([0, 1, 3])
+def _without_rank_two(world: World) -> Watch:
+    """Declare all ranks but the first expendable, and have rank 2 fail; return this rank's watch."""
     session = current()
     watch, store = session.watch, session.store
     assert watch is not None
@@ -44,6 +44,13 @@ def _go_on(world: World) -> list[str]:
     if world.rank == 2:
         message = "the batch is bad"
         raise ValueError(message)
+    return watch
+
+
+def _go_on(world: World) -> list[str]:
+    """Lose two ranks; return which rank is named by each collective that they never came to."""
+    pair, with_killed = rw.new_group([0, 1]), rw.new_group([0, 1, 3])
+    watch = _without_rank_two(world)
     with watch._changed:
         assert watch._changed.wait_for(lambda: watch.departed(2), EVENT_SECONDS)
     rw.barrier(group=with_killed)
@@ -99,15 +106,7 @@ def test_the_failure_of_the_last_one_is_everyones(run_ranks: RunRanks) -> None:
 
 
 def _wait_for_who_failed(world: World) -> list[str]:
-    session = current()
-    watch, store = session.watch, session.store
-    assert watch is not None
-    assert store is not None
-    post_expendable(store, [1, 2, 3])
-    rw.barrier()
-    if world.rank == 2:
-        message = "the batch is bad"
-        raise ValueError(message)
+    watch = _without_rank_two(world)
     if world.rank == 3:
         rw.send(os.getpid(), to=0)
         rw.send(torch.ones(3, requires_grad=True), to=0)
@@ -119,13 +118,13 @@ def _wait_for_who_failed(world: World) -> list[str]:
         received = rw.recv(3)
         # As where a machine is lost: no connection ends, and only the launcher says that the rank is gone.
         os.kill(lost, signal.SIGSTOP)
-        post_failure(store, rank=3, error_type="lost", text="no word from host3")
+        post_failure(watch._store, rank=3, error_type="lost", text="no word from host3")
         # Nobody waits for these to come.
         received.sum().backward()
     with watch._changed:
         assert watch._changed.wait_for(lambda: watch.departed(2) and watch.departed(3), EVENT_SECONDS)
     try:
-        return _waits_for_lost(session)
+        return _waits_for_lost(current())
     finally:
         if lost is not None:
             os.kill(lost, signal.SIGKILL)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from coordinated import TIMEOUT_SECONDS, Scene, failed
 
 from rankwise.errors import PeerFailed
 from rankwise.launch import failure
@@ -17,69 +18,10 @@ from rankwise.launch.coordinator import (
     LOST_SECONDS,
     PEERS_SECONDS,
     RETURN_SECONDS,
-    Coordinator,
     Node,
     Phase,
 )
 from rankwise.launch.nodes import introduced
-
-TIMEOUT_SECONDS = 100.0
-
-
-class Scene:
-    """A coordinator, and the machines it talks to."""
-
-    def __init__(self, nodes: tuple[int, int], max_restarts: int = 0) -> None:
-        self.now = 0.0
-        self.coordinator = Coordinator(
-            nodes=nodes,
-            max_restarts=max_restarts,
-            rendezvous="host0:29400",
-            timeout_seconds=TIMEOUT_SECONDS,
-            now=0.0,
-            run_id="run",
-        )
-
-    def come(self, name: str, ranks: int = 2, node_rank: int | None = None, **job: str) -> list[tuple[str, Any]]:
-        node = Node(node_id=name, hostname=name, num_ranks=ranks, node_rank=node_rank, job=job)
-        self.coordinator.come(node, self.now)
-        return self.said()
-
-    def said(self, do: str | None = None) -> list[tuple[str, Any]]:
-        """Return what was sent since the last look, but for text, or one kind of it."""
-        self.messages, self.events = self.coordinator.take()
-        return [(to, one) for to, one in self.messages if (one["do"] == do if do else one["do"] != "say")]
-
-    def starts(self) -> dict[str, tuple[int, int, int]]:
-        """Return attempt, first rank and world size that each machine was told."""
-        return {to: (one["attempt"], one["first_rank"], one["world_size"]) for to, one in self.said("start")}
-
-    def fail(self, name: str, attempt: int, error: BaseException, rank: int) -> list[tuple[str, Any]]:
-        self.coordinator.fail(name, attempt, failure.from_exception(error, rank, 1))
-        return self.said()
-
-    def end(self, name: str, attempt: int, *failures: failure.Failure, has_stopped: bool = False) -> None:
-        report = {
-            "failures": [failure.to_dict(one) for one in failures],
-            "ends": {},
-            "tails": {},
-            "logs": {},
-            "has_stopped": has_stopped,
-        }
-        self.coordinator.end(name, attempt, report, self.now)
-
-    def hear_all_but(self, *silent: str, seconds: float) -> None:
-        """Let time pass in which all machines but some are heard."""
-        for _ in range(int(seconds) + 1):
-            self.now += seconds / (int(seconds) + 1)
-            for name in ("a", "b", "c"):
-                if name not in silent:
-                    self.coordinator.hear(name, self.now)
-            self.coordinator.tick(self.now)
-
-
-def failed(error: BaseException, rank: int) -> failure.Failure:
-    return failure.from_exception(error, rank, 1)
 
 
 def test_a_job_starts_when_all_machines_have_come() -> None:
@@ -371,119 +313,3 @@ def test_what_is_said_of_an_attempt_that_is_over_counts_no_more() -> None:
     assert scene.fail("a", 0, ValueError("late"), 1) == []
     scene.end("a", 0, failed(ValueError("late"), 1))
     assert scene.coordinator.phase is Phase.RUNNING
-
-
-def report_of(messages: list[tuple[str, Any]]) -> failure.FailedAttempt:
-    return failure.from_dict(next(one["failed"] for _, one in messages if one["do"] == "report"))
-
-
-def text_to(name: str, scene: Scene) -> str:
-    return "".join(one["text"] for to, one in scene.messages if to == name and one["do"] == "say")
-
-
-def scene_with_expendable(*ranks: int, nodes: tuple[int, int] = (2, 2), max_restarts: int = 0) -> Scene:
-    """Return two machines of two ranks each, of which some may go."""
-    scene = Scene(nodes, max_restarts)
-    scene.come("a")
-    scene.come("b")
-    scene.coordinator.may_lose(0, ranks)
-    return scene
-
-
-def test_the_failure_of_an_expendable_rank_is_said_and_borne() -> None:
-    scene = scene_with_expendable(1, 2, 3, max_restarts=1)
-    killed = failure.from_exit(2, -9, 1.0)
-    scene.coordinator.fail("b", 0, killed)
-    end = {"do": "end_rank", "attempt": 0, "rank": 2, "settle_seconds": PEERS_SECONDS}
-    assert scene.said() == [("b", end)], "a rank that has failed may not end by itself"
-    assert text_to("a", scene) == "[rankwise] rank 2 failed (SIGKILL); the others go on without it\n"
-    assert [(event["kind"], event["rank"]) for _, event in scene.events] == [("failed", 2)]
-    error = ValueError("bad sample\nsecond line")
-    scene.fail("b", 0, error, 3)
-    assert text_to("a", scene).startswith(
-        "[rankwise] rank 3 failed (ValueError: bad sample); the others go on without it\n"
-    )
-    assert text_to("a", scene).endswith("ValueError: bad sample\nsecond line\n")
-    scene.end("a", 0)
-    scene.end("b", 0, killed, failed(error, 3))
-    assert [one["exit_code"] for _, one in scene.said("end")] == [0, 0]
-    assert text_to("a", scene) == (
-        "[rankwise] rank 2 failed on the way: SIGKILL; rank 3 failed on the way: ValueError: bad sample; "
-        "the others ended well\n"
-    )
-
-
-def test_a_stopped_expendable_rank_is_killed_at_once_and_an_echo_is_news_of_it() -> None:
-    scene = scene_with_expendable(1, 2, 3)
-    scene.coordinator.fail("b", 0, failure.from_stop(3, 6.0, 1.0))
-    assert [(one["do"], one["settle_seconds"]) for _, one in scene.said()] == [("end_rank", 0.0)]
-    scene.fail("b", 0, PeerFailed("rank 3 failed", rank=3), 2)
-    assert [event["rank"] for _, event in scene.events] == [2]
-
-
-@pytest.mark.parametrize(("max_restarts", "settle_seconds"), [(0, PEERS_SECONDS), (1, 0.0)])
-def test_the_last_expendable_rank_and_any_other_end_all(max_restarts: int, settle_seconds: float) -> None:
-    for dying in (3, 0):
-        scene = scene_with_expendable(2, 3, max_restarts=max_restarts)
-        if dying == 3:
-            scene.fail("b", 0, ValueError("borne"), 2)
-        stops = scene.fail("a" if dying == 0 else "b", 0, ValueError("the end"), dying)
-        assert [(one["do"], one["settle_seconds"]) for _, one in stops] == [("stop", settle_seconds)] * 2
-        scene.end("a", 0)
-        scene.end("b", 0)
-        report = report_of(scene.said())
-        assert report.first.rank == dying
-        if dying == 3:
-            text = failure.report(report)
-            assert "[rankwise] rank 2 failed on the way: ValueError: borne\n" in text
-            assert "[rank 3/4 on b] failed: exit code 1\n" in text
-
-
-def test_one_that_fails_after_the_others_have_ended_well_is_borne() -> None:
-    scene = scene_with_expendable(2, 3)
-    scene.coordinator.depart(0, 2)
-    said = scene.fail("b", 0, ValueError("late"), 3)
-    assert [one["do"] for _, one in said if one["do"] != "say"] == ["end_rank"]
-
-
-def test_what_was_borne_is_to_blame_for_its_echo() -> None:
-    scene = scene_with_expendable(2, 3)
-    scene.fail("b", 0, ValueError("borne"), 2)
-    scene.fail("a", 0, PeerFailed("rank 2 failed", rank=2), 0)
-    scene.end("a", 0)
-    scene.end("b", 0)
-    messages = scene.said()
-    assert [one.rank for one in report_of(messages).failures] == [2, 0]
-    assert [one["exit_code"] for _, one in messages if one["do"] == "end"] == [1, 1]
-
-
-def test_a_lost_machine_of_expendable_ranks_is_borne_and_waits_when_it_comes_back() -> None:
-    scene = scene_with_expendable(1, 2, 3, max_restarts=1)
-    scene.hear_all_but("b", seconds=LOST_SECONDS + 1)
-    assert scene.said() == [("b", {"do": "drop"})]
-    assert "[rankwise] ranks 2-3 failed (b is lost: " in text_to("a", scene)
-    assert "; the others go on without them\n" in text_to("a", scene)
-    assert [(event["kind"], event["rank"]) for _, event in scene.events] == [("failed", 2), ("failed", 3)]
-    assert scene.come("new b") == [("new b", {"do": "wait"})]
-    scene.end("a", 0)
-    assert [(to, one["exit_code"]) for to, one in scene.said("end")] == [("a", 0)]
-
-
-@pytest.mark.parametrize("expendable", [(2,), (2, 3)])
-def test_a_lost_machine_with_another_rank_or_all_that_may_go_ends_all(expendable: tuple[int, ...]) -> None:
-    scene = scene_with_expendable(*expendable)
-    scene.coordinator.go("b", scene.now, "is gone")
-    assert [to for to, _ in scene.said("stop")] == ["a"]
-
-
-def test_an_elastic_job_grows_and_restarts_with_all_that_it_lost() -> None:
-    scene = scene_with_expendable(1, 2, 3, nodes=(1, 2))
-    scene.coordinator.go("b", scene.now, "is gone")
-    assert scene.said("stop") == []
-    scene.come("new b")
-    assert [event["kind"] for _, event in scene.events] == ["stop"], "the ranks save for the machine that has come"
-    scene.end("a", 0, has_stopped=True)
-    assert scene.starts() == {"a": (1, 0, 4), "new b": (1, 2, 4)}
-    scene.coordinator.may_lose(0, [2, 3])
-    assert scene.fail("new b", 1, ValueError("boom"), 2) != [], "an attempt declares anew who may go"
-    assert scene.coordinator.phase is Phase.STOPPING
