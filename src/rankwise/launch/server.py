@@ -149,6 +149,9 @@ def fork_server(
         folder: the job's temporary folder, which the server removes as the last one to go.
         doorbell: descriptor of the launcher's that must not stay open here.
         expects_restarts: whether the server uses quiet time to import what ranks import while they train.
+
+    Raises:
+        LaunchError: the machine allows no further process; the folder is removed then.
     """
     # Before the fork: imported behind it, the two processes would copy each other's memory meanwhile.
     _preload()
@@ -156,7 +159,16 @@ def fork_server(
     sys.stdout.flush()
     sys.stderr.flush()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        # No server comes to do it.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise LaunchError(
+            "This machine does not let the launcher start another process.",
+            evidence=error.strerror,
+            do="look at ulimit -u, the pids limit of the container and free memory",
+        ) from None
     if pid:
         theirs.close()
         return WarmServer(ours, pid)

@@ -95,16 +95,13 @@ def launch(target: Target, options: LaunchOptions, saying: Saying, meeting: Meet
 
     folder = tempfile.mkdtemp(prefix="rankwise-")
     doorbell_r, doorbell_w = os.pipe()
-    try:
-        server = fork_server(
-            partial(run_rank, target=target, doorbell=doorbell_w),
-            folder=folder,
-            doorbell=doorbell_r,
-            expects_restarts=options.can_restart,
-        )
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    # A rank ends through here too: what stands around this call is done once for each of them.
+    server = fork_server(
+        partial(run_rank, target=target, doorbell=doorbell_w),
+        folder=folder,
+        doorbell=doorbell_r,
+        expects_restarts=options.can_restart,
+    )
     os.close(doorbell_w)
     try:
         job = _Job(folder=folder, server=server, doorbell=doorbell_r, interrupts=Interrupts())
