@@ -2,8 +2,7 @@
 """One step of two workers and a parameter server, against torch's tutorial: a server over torch.distributed.rpc.
 
 The same three processes are both, in turn, one thread per rank. Every step is the mean of both workers' gradients, one
-update on the server, and the parameters back on the workers. RPC pickles and moves tensors through the memory of
-the host; rankwise goes over TCP here as between hosts.
+update on the server, and the parameters back on the workers. Both sides move tensors through the memory of the host.
 """
 
 from __future__ import annotations

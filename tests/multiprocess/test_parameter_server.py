@@ -15,11 +15,13 @@ from torch.utils.data import TensorDataset
 import rankwise as rw
 from rankwise import testing
 from rankwise.errors import ConfigurationError, PeerFailed, PeerMissing
+from rankwise.parallel.server import memory
 from rankwise.session import current
 
 if TYPE_CHECKING:
     from replicas import Parameters
 
+    from rankwise.exchange.mapping import Mapping
     from rankwise.world import World
 
 NUM_WORDS = 50
@@ -92,17 +94,54 @@ def _train(world: World, num_servers: int, kind: str, accumulates: bool) -> tupl
     return {name: p.detach().clone() for name, p in model.named_parameters()}, state
 
 
+@pytest.mark.parametrize("exchange", ["auto", "gloo"])
 @pytest.mark.parametrize(
     ("world_size", "num_servers", "kind", "accumulates"),
     [(2, 1, "Adam", False), (4, 1, "SGD", False), (4, 2, "Adam", True), (5, 2, "Adagrad", False)],
 )
-def test_sync_is_what_one_rank_computes(world_size: int, num_servers: int, kind: str, accumulates: bool) -> None:
+def test_sync_is_what_one_rank_computes(
+    world_size: int, num_servers: int, kind: str, accumulates: bool, exchange: str
+) -> None:
     arguments = num_servers, kind, accumulates
     parameters, state = testing.run_ranks(_train, 1, *arguments)[0].get()
-    for result in testing.run_ranks(_train, world_size, *arguments):
+    for result in testing.run_ranks(_train, world_size, *arguments, exchange=exchange):
         own, own_state = result.get()
         assert largest_difference(own, parameters) < TOLERANCE
         assert largest_difference(own_state, state) < TOLERANCE
+
+
+def _share(world: World, blind: int | None) -> tuple[list[bool], bytes]:
+    if world.rank == blind:
+        # As a process in another container would find it.
+        memory.Mapping.open = _cannot_open  # type: ignore[method-assign]
+    model, optimizer = _build("Adagrad")
+    server = rw.parameter_server(model, optimizer, servers=1)
+    for words, target in rw.DataLoader(_dataset(), global_batch_size=8, shuffle=True):
+        nn.functional.mse_loss(model(words), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    shared = [] if server._worker is None else [channel.is_shared for channel in server._worker.channels]
+    server.synchronize()
+    return shared, b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+
+
+def _cannot_open(ticket: str, num_bytes: int) -> Mapping:
+    raise FileNotFoundError(ticket, num_bytes)
+
+
+def test_how_they_travel_changes_no_bit() -> None:
+    server = 2
+    bits: list[bytes] = []
+    for exchange, blind, awaited in [
+        ("auto", None, [[True], [True], []]),
+        ("auto", 1, [[True], [False], []]),
+        ("auto", server, [[False], [False], []]),
+        ("gloo", None, [[False], [False], []]),
+    ]:
+        found = [one.get() for one in testing.run_ranks(_share, 3, blind, exchange=exchange)]
+        assert [shared for shared, _ in found] == awaited, (exchange, blind)
+        bits += [of_rank for _, of_rank in found]
+    assert len(set(bits)) == 1
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

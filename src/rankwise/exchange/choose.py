@@ -52,7 +52,7 @@ def open_exchange(wanted: str, group: TorchGroup, world: World, *, checks: bool 
         ConfigurationError: ranks want different ones, or shared memory is wanted and cannot be had; or only some are
             to compare.
     """
-    own = json.dumps([wanted, world.device.partition(":")[0], _home(world), os.getpid(), checks])
+    own = json.dumps([wanted, world.device.partition(":")[0], home_of(world), os.getpid(), checks])
     texts = gather_texts(group, own, what="choosing an exchange")
     facts = [json.loads(text) for text in texts]
     if len({fact[0] for fact in facts}) > 1:
@@ -93,8 +93,8 @@ def open_exchange(wanted: str, group: TorchGroup, world: World, *, checks: bool 
     return exchange, f"shared memory between {_counts(place)}"
 
 
-def _home(world: World) -> str:
-    """Return what tells the processes that can share memory from others."""
+def home_of(world: World) -> str:
+    """Return what tells the processes that can share memory from others; ``!`` begins why it can with none."""
     if not futex.is_available():
         return f"!{platform.machine()} on {platform.system()} does not order stores as shared memory needs it"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

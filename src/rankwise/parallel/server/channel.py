@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rankwise.errors import RankwiseError
 from rankwise.parallel.server.layout import Body
+from rankwise.parallel.server.memory import create_memory, open_memory
 from rankwise.parallel.server.wire import PURPOSE, Message, as_sent, framed, packed, places
 from rankwise.store.wire import NUMBER, open_connection
 
@@ -30,13 +31,20 @@ class Channel:
         rank: of this worker.
         parameters: what the server keeps.
         changed: told when an answer has come, or the connection has broken.
+        ticket: of the memory in which the server, on the same host, lays out the parameters; empty for none.
     """
 
-    def __init__(self, rank: int, parameters: Sequence[torch.Tensor], changed: threading.Condition) -> None:
+    def __init__(
+        self, rank: int, parameters: Sequence[torch.Tensor], changed: threading.Condition, ticket: str
+    ) -> None:
         self.outgoing = Body(parameters)
         """What goes to the server; to be written while nothing is asked."""
         self.incoming = Body(parameters)
         """What has come from it; to be read while nothing is asked."""
+        self.is_shared = False
+        """Whether both are memory that the server sees too."""
+        self._parameters = parameters
+        self._ticket = ticket
         self.error: str | None = None
         """Why nothing more can be asked."""
         self._is_connected = False
@@ -68,7 +76,7 @@ class Channel:
             positions: which tensors of ``outgoing`` go with it.
             rows: of others.
         """
-        self._asked.put(packed(head, self.outgoing, positions, rows))
+        self._asked.put(packed(head, self.outgoing, positions, rows, is_shared=self.is_shared))
 
     def tell(self, head: Head) -> None:
         """Have something said that there is no answer to."""
@@ -121,7 +129,7 @@ class Channel:
                 self._changed.notify_all()
 
     def _talk(self, sock: socket.socket) -> None:
-        sock.sendall(framed({"worker": self._rank}))
+        self._greet(sock)
         with self._changed:
             self._is_connected = True
             self._changed.notify_all()
@@ -132,13 +140,25 @@ class Channel:
             if pieces is None:
                 continue
             answer_head = _head(sock)
-            memory, rows = places(answer_head, self.incoming)
+            memory, rows = places(answer_head, self.incoming, is_shared=self.is_shared)
             for piece in memory:
                 _fill(sock, piece)
             with self._changed:
                 self._answer = Message(answer_head, rows)
                 self._changed.notify_all()
         sock.sendall(framed({"kind": "leave"}))
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Say who this is, and share memory with a server that can."""
+        theirs = open_memory(self._ticket, self._parameters)
+        own = None if theirs is None else create_memory(self._parameters)
+        sock.sendall(framed({"worker": self._rank, "memory": "" if own is None else own.ticket}))
+        self.is_shared = bool(_head(sock)["is_shared"])
+        for mapping in (own, theirs):
+            if mapping is not None:
+                mapping.settle()
+        if self.is_shared:
+            self.outgoing, self.incoming = Body(self._parameters, own), Body(self._parameters, theirs)
 
 
 def _head(sock: socket.socket) -> Head:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from rankwise.exchange.mapping import Mapping
+
 ROW_LOCAL = {
     "SGD": ("momentum", "weight_decay"),
     "Adagrad": ("weight_decay",),
@@ -32,16 +34,21 @@ class Kept:
         parameters: those it keeps.
         optimizer: of the whole model.
         step: updates every parameter that has a gradient.
+        mapping: memory to lay out for workers of this host what has changed; ``None`` for none that they see.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, step: Callable[[], object]
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        step: Callable[[], object],
+        mapping: Mapping | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.num_updates = 0
         self.optimizer = optimizer
         self._step = step
-        self._body = Body(self.parameters)
+        self._body = Body(self.parameters, mapping)
         self._changed_at = [0] * len(self.parameters)
         """After which update each was last changed as a whole."""
         self._rows_changed_at: dict[int, torch.Tensor] = {}

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.exchange.mapping import PAGE_BYTES, Mapping
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -37,20 +39,35 @@ def dense(value: torch.Tensor) -> torch.Tensor:
     return value.to_dense() if value.is_sparse else value
 
 
-class Body:
-    """Memory for one value of each of some tensors, on the CPU, as it travels."""
+def shared_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Return how large a mapping has to be to hold one value of each of ``tensors``."""
+    return PAGE_BYTES + _starts(tensors)[-1]
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+
+def _starts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return where each value begins, and the end of the last, in bytes."""
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    return starts
+
+
+class Body:
+    """Memory for one value of each of some tensors, on the CPU, as it travels or as two processes share it."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], mapping: Mapping | None = None) -> None:
         """Take memory; the system gives it page by page as it is written.
 
         Args:
             tensors: of these shapes and dtypes.
+            mapping: the memory, of as many bytes as :func:`shared_bytes` says; ``None`` takes some of its own.
         """
-        self._starts = [0]
-        for tensor in tensors:
-            self._starts.append(self._starts[-1] + -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        self._starts = _starts(tensors)
         self._ends = [start + tensor.nbytes for start, tensor in zip(self._starts, tensors, strict=False)]
-        memory = torch.empty(self._starts[-1], dtype=torch.uint8)
+        size = [self._starts[-1]]
+        memory = (
+            torch.empty(size, dtype=torch.uint8) if mapping is None else mapping.tensor(PAGE_BYTES, size, torch.uint8)
+        )
         self._bytes = memory.numpy().data
         self.views = [
             memory[start:end].view(tensor.dtype).view(tensor.shape)

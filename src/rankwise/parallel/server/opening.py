@@ -19,6 +19,7 @@ from rankwise.log import log
 from rankwise.parallel.after_forward import AfterForward
 from rankwise.parallel.gradient_sync import GradientSync
 from rankwise.parallel.server.kept import Kept
+from rankwise.parallel.server.memory import create_memory, shared_home
 from rankwise.parallel.server.options import options_of, set_options
 from rankwise.parallel.server.pace import Pace
 from rankwise.parallel.server.same_state import give_parameters
@@ -79,17 +80,21 @@ def open_ends(ground: Ground, model: nn.Module, weight: Callable[..., float | to
     secret = ground.store.get(SECRET_KEY, ground.watch.timeout_seconds)
     setting, rank = ground.setting, ground.world.rank
     index = setting.servers.index(rank) if rank in setting.servers else None
-    kept = service = saved = None
+    kept = service = saved = mapping = None
     told: dict[str, Any] = {}
+    home = shared_home(ground.exchange, ground.world)
     if index is not None:
         own = [ground.parameters[number] for number in ground.numbers_of[index]]
         saved = _saved(ground, index)
-        kept = Kept(own, ground.optimizer, ground.optimizer.step)
+        mapping = create_memory(own) if home else None
+        kept = Kept(own, ground.optimizer, ground.optimizer.step, mapping)
         host = rendezvous.address_on_job(ground.store, ground.world)
         service = Service(listen(host, 0), secret, setting.workers, own)
         told = {
             "host": ground.world.hostname if host == rendezvous.EVERY_INTERFACE else host,
             "port": service.port,
+            "home": home,
+            "memory": "" if mapping is None else mapping.ticket,
             "updates": [] if saved is None else saved.updates(),
         }
     of_rank = gather_json(told, what="parameter_server()")
@@ -114,6 +119,8 @@ def open_ends(ground: Ground, model: nn.Module, weight: Callable[..., float | to
             watch=ground.watch,
         )
         _wait_for_workers(service, ground)
+        if mapping is not None:
+            mapping.settle()
         _noted(model)
         _replace_step(ground.optimizer, _refuse_step)
         return Opened(worker=None, serving=serving, loader_state=loader_state)
@@ -122,13 +129,24 @@ def open_ends(ground: Ground, model: nn.Module, weight: Callable[..., float | to
     is_ahead = not setting.is_sync and setting.max_staleness is None
     worker = Worker(ground.parameters, ground.names, place, is_ahead=is_ahead)
     servers = [
-        Server(rank=server, host=of_rank[server]["host"], port=of_rank[server]["port"], numbers=numbers)
-        for server, numbers in zip(setting.servers, ground.numbers_of, strict=True)
+        _server(rank, of_rank[rank], numbers, home)
+        for rank, numbers in zip(setting.servers, ground.numbers_of, strict=True)
     ]
     worker.connect(servers, secret)
     weakref.finalize(worker, close_all, worker.channels).atexit = False
     _follow(model, ground.optimizer, worker, weight)
     return Opened(worker=worker, serving=None, loader_state=loader_state)
+
+
+def _server(rank: int, told: Mapping[str, Any], numbers: Sequence[int], home: str) -> Server:
+    can_share = bool(home) and told["home"] == home
+    return Server(
+        rank=rank,
+        host=told["host"],
+        port=told["port"],
+        numbers=numbers,
+        ticket=told["memory"] if can_share else "",
+    )
 
 
 def _saved(ground: Ground, index: int) -> Saved | None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rankwise.parallel.server.layout import Body
-from rankwise.parallel.server.wire import PURPOSE, Message, as_sent, packed, places
+from rankwise.parallel.server.memory import open_memory
+from rankwise.parallel.server.wire import PURPOSE, Message, as_sent, framed, packed, places
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.wire import NUMBER
 
@@ -57,6 +58,9 @@ class Service:
         self.connected: set[int] = set()
         self.bodies = {worker: Body(parameters) for worker in workers}
         """What each worker has sent; it sends no more before it has an answer."""
+        self._parameters = parameters
+        self._sharing: set[int] = set()
+        """Workers of this host, which lay out what they send in memory that is seen from here, and the other way."""
         self._sockets: dict[int, socket.socket] = {}
         self._server = AuthenticatedServer(listener, secret, {}, {PURPOSE: self._serve})
         self._server.start()
@@ -66,7 +70,7 @@ class Service:
         """Send an answer, without waiting for it to go. One that is gone gets none."""
         sock = self._sockets.get(worker)
         if sock is not None:
-            first, pieces = packed(head, body, positions, rows)
+            first, pieces = packed(head, body, positions, rows, is_shared=worker in self._sharing)
             asyncio.run_coroutine_threadsafe(_send(sock, first, pieces), self._server.loop)
 
     def drop(self, worker: int) -> None:
@@ -82,7 +86,10 @@ class Service:
     # -- on the thread -----------------------------------------------------------------------------
 
     async def _serve(self, sock: socket.socket) -> None:
-        worker = int((await _head(sock))["worker"])
+        greeting = await _head(sock)
+        worker = int(greeting["worker"])
+        is_shared = self._share(worker, greeting["memory"])
+        await _send(sock, framed({"is_shared": is_shared}), [])
         body = self.bodies[worker]
         self._sockets[worker] = sock
         with self.changed:
@@ -95,7 +102,7 @@ class Service:
                 if head["kind"] == "leave":
                     reason = ""
                     return
-                pieces, rows = places(head, body)
+                pieces, rows = places(head, body, is_shared=is_shared)
                 for piece in pieces:
                     await _fill(sock, piece)
                 self._put(Arrival(worker, Message(head, rows)))
@@ -105,6 +112,16 @@ class Service:
         finally:
             del self._sockets[worker]
             self._put(Arrival(worker, None, reason))
+
+    def _share(self, worker: int, ticket: str) -> bool:
+        """Return whether a worker's memory can be seen from here, and take it for what it sends if so."""
+        mapping = open_memory(ticket, self._parameters)
+        if mapping is None:
+            return False
+        mapping.settle()
+        self.bodies[worker] = Body(self._parameters, mapping)
+        self._sharing.add(worker)
+        return True
 
     def _put(self, arrival: Arrival) -> None:
         with self.changed:

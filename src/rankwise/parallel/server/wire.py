@@ -53,18 +53,22 @@ def framed(head: Head) -> bytes:
     return NUMBER.pack(len(text)) + text
 
 
-def packed(head: Head, body: Body, positions: Sequence[int], rows: Sequence[Rows]) -> tuple[bytes, list[memoryview]]:
+def packed(
+    head: Head, body: Body, positions: Sequence[int], rows: Sequence[Rows], *, is_shared: bool
+) -> tuple[bytes, list[memoryview]]:
     """Return a message as it travels.
 
     Args:
         head: what is said.
         body: holds the whole tensors.
-        positions: which of them travel.
+        positions: which of them are meant.
         rows: of others, which travel in parts.
+        is_shared: whether the other end sees the body's memory, so that nothing of it has to travel.
     """
     whole = {"whole": list(positions), "rows": [[one.position, len(one.indices)] for one in rows]}
     parts = [bytes_of(part).numpy().data for one in rows for part in (one.indices, one.values)]
-    return framed(head | whole), [*body.pieces(positions), *(part for part in parts if part.nbytes)]
+    pieces = [] if is_shared else body.pieces(positions)
+    return framed(head | whole), [*pieces, *(part for part in parts if part.nbytes)]
 
 
 def as_sent(head: bytes, pieces: Sequence[memoryview]) -> Sequence[bytes | memoryview]:
@@ -74,9 +78,9 @@ def as_sent(head: bytes, pieces: Sequence[memoryview]) -> Sequence[bytes | memor
     return [head, *pieces]
 
 
-def places(head: Head, body: Body) -> tuple[list[memoryview], list[Rows]]:
+def places(head: Head, body: Body, *, is_shared: bool) -> tuple[list[memoryview], list[Rows]]:
     """Return the memory that what follows a head is to be read into, in order, and the rows among it."""
-    pieces = body.pieces(head["whole"])
+    pieces = [] if is_shared else body.pieces(head["whole"])
     rows: list[Rows] = []
     for position, count in head["rows"]:
         like = body.views[position]

@@ -46,6 +46,8 @@ class Server:
     port: int
     numbers: Sequence[int]
     """Of the parameters that it keeps."""
+    ticket: str
+    """Of memory that it shares with workers of its host; empty for none that this worker can see."""
 
 
 class Worker:
@@ -80,7 +82,7 @@ class Worker:
         """Connect to every server, and wait for it."""
         for server in servers:
             kept = [self._parameters[number] for number in server.numbers]
-            channel = Channel(self._place.world.rank, kept, self._changed)
+            channel = Channel(self._place.world.rank, kept, self._changed, server.ticket)
             self._servers.append((server, channel))
             channel.open(server.host, server.port, secret, self._place.watch.timeout_seconds)
         for server, channel in self._servers:
