@@ -99,7 +99,9 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "RANKWISE_SECRET": "of these tests"}
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     """Start ``rankwise run`` with the training; its temporary folders are below ``folder``."""
-    (folder / "train.py").write_text(textwrap.dedent(TRAIN))
+    script = folder / "train.py"
+    if not script.exists():  # Ranks of another launcher may be reading it.
+        script.write_text(textwrap.dedent(TRAIN))
     (folder / "tmp").mkdir(exist_ok=True)
     own = {"PYTHONPATH": str(Path(rankwise.__file__).parents[1]), "TMPDIR": str(folder / "tmp")}
     return subprocess.Popen(

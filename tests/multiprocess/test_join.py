@@ -38,7 +38,8 @@ print(f"{world.rank} of {world.world_size}: {rw.all_reduce(rank)}", flush=True)
 def start(folder: Path, rank: int, world_size: int, url: str, what: str = "run") -> subprocess.Popen[str]:
     """Start one rank as its own process, as a person would in another terminal."""
     script = folder / "script.py"
-    script.write_text(SCRIPT)
+    if not script.exists():  # Another rank may be reading it.
+        script.write_text(SCRIPT)
     variables = {k: v for k, v in os.environ.items() if k not in LAUNCHED_BY}
     return subprocess.Popen(
         [sys.executable, str(script), str(rank), str(world_size), url, what],
