@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 EXPENDABLE_KEY = "rankwise/expendable"
 """Where the launcher, which does not follow the log, finds the ranks that may go: a list of numbers, as JSON."""
+WORLDS_KEY = "rankwise/worlds"
+"""Where the launcher finds how many worlds the ranks have joined after their first; among the keys of the first."""
 LOOK_SECONDS = 10.0
 """How long a key that is there may take to come."""
 _KEY = "rankwise/events/{}"
@@ -26,6 +28,11 @@ _KEY = "rankwise/events/{}"
 def key_of(number: int) -> str:
     """Return the store's key of an event; the first is number 1."""
     return _KEY.format(number)
+
+
+def world_prefix(number: int) -> str:
+    """Return what the keys begin with of a world that was joined after ``number`` others, at least one."""
+    return f"join/{number}"
 
 
 class Log(Protocol):

@@ -27,6 +27,7 @@ from rankwise import environments, network, rendezvous, store
 from rankwise.device import choose_backend, choose_device, torch_backends
 from rankwise.environments.process import gloo_interfaces, in_kubernetes, set_interface, unset
 from rankwise.errors import ConfigurationError, RankwiseError, rank_prefix
+from rankwise.events import WORLDS_KEY, world_prefix
 from rankwise.exchange.choose import check_exchange, open_exchange
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, speak_as
@@ -242,8 +243,9 @@ def _meet(reading: Reading, timeout_seconds: float) -> tuple[Store, bool, list[P
     """Return the job's store, whether this process serves it, and where every rank is."""
     job_store, serves = _open_store(reading, timeout_seconds)
     job_store.expect_answers_within(timeout_seconds)
-    if _num_joins[0]:
-        job_store = job_store.prefixed(f"join/{_num_joins[0]}")  # the store may outlive the world that was left
+    if _num_joins[0]:  # The store may outlive the world that was left.
+        job_store.set(WORLDS_KEY, str(_num_joins[0]))
+        job_store = job_store.prefixed(world_prefix(_num_joins[0]))
     try:
         return job_store, serves, rendezvous.exchange_places(job_store, reading, timeout_seconds)
     finally:

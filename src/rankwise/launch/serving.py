@@ -13,7 +13,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from rankwise.events import EXPENDABLE_KEY, post
+from rankwise.launch.event_logs import EventLogs
 from rankwise.launch.failure import Failure
 from rankwise.launch.link import LARGEST_MESSAGE_BYTES, PURPOSE
 from rankwise.launch.nodes import introduced
@@ -38,6 +38,7 @@ class JobServer:
     def __init__(self, listener: socket.socket, secret: bytes, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._keys = keys.Keys()
+        self._logs: EventLogs | None = None
         self._writers: dict[str, StreamWriter] = {}
         self._gone: asyncio.Event | None = None
         self._server = AuthenticatedServer(
@@ -97,9 +98,15 @@ class JobServer:
     def _tell_who_may_go(self) -> None:
         """Have the coordinator know what ranks have declared in the store, before it hears of anything else."""
         attempt = self._coordinator.attempt
-        declared = None if attempt is None else self._keys.peek(f"attempt/{attempt}/{EXPENDABLE_KEY}")
-        if attempt is not None and declared is not None:
-            self._coordinator.may_lose(attempt, json.loads(declared))
+        if attempt is not None:
+            logs = self._logs_of(attempt)
+            logs.follow()
+            self._coordinator.may_lose(attempt, logs.expendable())
+
+    def _logs_of(self, attempt: int) -> EventLogs:
+        if self._logs is None or self._logs.attempt != attempt:
+            self._logs = EventLogs(self._keys, attempt)
+        return self._logs
 
     def _obey(self, node_id: str, message: dict[str, Any]) -> None:
         self._tell_who_may_go()
@@ -125,7 +132,7 @@ class JobServer:
     def _flush(self) -> None:
         messages, events = self._coordinator.take()
         for number, event in events:
-            post(_Part(self._keys, f"attempt/{number}/"), event)
+            self._logs_of(number).post(event)
         for node_id, message in messages:
             if message["do"] == "drop":
                 writer = self._writers.get(node_id)
@@ -142,15 +149,3 @@ class JobServer:
             data = json.dumps(message).encode()
             # Not waiting for the machine to read: one that is cut off must not hold up the others.
             writer.write(NUMBER.pack(len(data)) + data)
-
-
-class _Part:
-    """The keys of one attempt, as ``events.post`` writes them; for use on the loop only."""
-
-    def __init__(self, of_job: keys.Keys, prefix: str) -> None:
-        self._keys = of_job
-        self._prefix = prefix
-
-    def set_if_absent(self, key: str, value: str) -> bool:
-        data = value.encode()
-        return self._keys.compare_set(self._prefix + key, b"", data) == data
