@@ -16,6 +16,8 @@ from rankwise.parallel.buckets import own_part
 from rankwise.parallel.compress.low_rank import Plan, basis_of, orthonormaliser
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from on_ranks import RunRanks
 
     from rankwise.parallel.compress.methods import Method
@@ -33,8 +35,9 @@ class Linear(nn.Module):
         super().__init__()
         self.parts = nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES])
 
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        products = [(part * own).sum() for part, own in zip(self.parts, gradients, strict=True)]
+    def forward(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        pairs = zip(self.parts, gradients, strict=True)
+        products = [(part * own).sum() for part, own in pairs if own is not None]
         return torch.stack(products).sum()
 
 
@@ -175,6 +178,36 @@ def _partly_used(world: World, method: Method | str) -> None:
         model.zero_grad()
 
 
+def _unused_by_all(world: World, method: Method | str) -> None:
+    """One step in which no rank uses two of the parts: what they have left comes once they are used again."""
+    model = rw.replicate(Linear(), compress=method)
+    expected = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    for step in range(3):
+        of_ranks = [_gradients(10 * step + rank) for rank in range(world.world_size)]
+        unused = {0, 4} if step == 1 else set[int]()
+        with rw.weight(model, 1 + world.rank):
+            model([None if n in unused else own for n, own in enumerate(of_ranks[world.rank])]).backward()
+        for number, (part, mean) in enumerate(zip(model.parts, expected, strict=True)):
+            assert (part.grad is None) == (number in unused)
+            if part.grad is not None:
+                part.data.add_(part.grad)
+                for rank, gradients in enumerate(of_ranks):
+                    mean.add_(gradients[number], alpha=(1 + rank) / sum(range(1, world.world_size + 1)))
+        model.zero_grad()
+    for _ in range(30):
+        _step(model, [torch.zeros_like(part) for part in model.parts], num_samples=1 + world.rank)
+    assert max(float((part - mean).abs().max()) for part, mean in zip(model.parts, expected, strict=True)) < 1e-9
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("method", REMEMBERING, ids=str)
+def test_what_no_rank_uses_is_remembered_until_it_is_used(
+    run_ranks: RunRanks, world_size: int, method: Method | str
+) -> None:
+    for result in run_ranks(_unused_by_all, world_size, method):
+        result.get()
+
+
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_unused_parameters_empty_ranks_and_accumulation(run_ranks: RunRanks, method: Method | str) -> None:
     for result in run_ranks(_partly_used, 3, method):
@@ -184,10 +217,12 @@ def test_unused_parameters_empty_ranks_and_accumulation(run_ranks: RunRanks, met
 def _wrong(world: World) -> None:
     with pytest.raises(ConfigurationError, match=r"'int8'.*rankwise\.PowerSGD\(rank=\.\.\.\)"):
         rw.replicate(nn.Linear(2, 2), compress="zip")
-    with pytest.raises(ConfigurationError, match="no rank 0"):
-        rw.PowerSGD(rank=0)
-    with pytest.raises(ConfigurationError, match="above 0"):
-        rw.TopK(share=1.5)
+    for rank in (0, 2.5, "4", True):
+        with pytest.raises(ConfigurationError, match=f"no rank {rank!r}"):
+            rw.PowerSGD(rank=rank)  # type: ignore[arg-type]
+    for share in (1.5, 0, "1", True):
+        with pytest.raises(ConfigurationError, match="above 0"):
+            rw.TopK(share=share)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"(?s)compress differs.*rank 0: \"PowerSGD.*rank 1: \"Int8"):
         rw.replicate(nn.Linear(2, 2), compress="int8" if world.rank else "powersgd")
 

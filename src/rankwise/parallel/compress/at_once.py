@@ -75,12 +75,13 @@ class AtOnceLane:
     Args:
         journey: on which it goes.
         size: of the lane.
+        shapes: of the gradients in it, one behind the other.
     """
 
-    def __init__(self, journey: Journey, size: LaneSize) -> None:
+    def __init__(self, journey: Journey, size: LaneSize, shapes: Sequence[torch.Size]) -> None:
         self._journey = journey
         self.body = self.result = torch.zeros(size.num_elements, dtype=size.dtype, device=size.device)
-        self.memory = Memory(self.body)
+        self.memory = Memory(self.body, shapes)
         self.flags = torch.ones(size.num_flags, dtype=torch.uint8)
         journey.lanes.append(self)
 
@@ -99,7 +100,7 @@ class AtOnceLane:
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Note what is to be sent."""
         self._journey.prepare(weight)
-        self.memory.add_to(self.body, share, weight)
+        self.memory.add_to(self.body, share, weight, absent)
         self.flags = torch.ones_like(self.flags)
         self.flags[list(absent)] = 0
 
@@ -110,9 +111,9 @@ class AtOnceLane:
 
     def arrive(self, total: torch.Tensor, weight: float, flags: torch.Tensor) -> None:
         """Remember what the body has left, and put the mean in its place."""
-        self.memory.leave_out(self.body, weight / self._journey.exchange.world_size)
-        torch.mul(total, 1.0 / weight if weight > 0 else 0.0, out=self.result)
         self.flags = flags
+        self.memory.leave_out(self.body, weight / self._journey.exchange.world_size, self.is_flag_set)
+        torch.mul(total, 1.0 / weight if weight > 0 else 0.0, out=self.result)
 
     def total(self) -> float:
         """Return the sum of the weights."""

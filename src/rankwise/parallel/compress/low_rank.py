@@ -36,6 +36,7 @@ class Plan:
     """
 
     def __init__(self, shapes: Sequence[torch.Size], rank: int) -> None:
+        self.shapes = shapes
         self.matrices: list[tuple[int, int, int, int]] = []
         """Where each starts in the bucket, n, m and its own r."""
         self.rest: list[slice] = []
@@ -125,7 +126,7 @@ class LowRankLane:
         self._second = second
         self._factors = factors
         self.body = self.result = torch.zeros(size.num_elements, dtype=size.dtype, device=size.device)
-        self.memory = Memory(self.body)
+        self.memory = Memory(self.body, plan.shapes)
         self.bases: list[torch.Tensor] = []
         """[n, r] of each matrix, in this step."""
         generator = torch.Generator().manual_seed(SEED)
@@ -163,7 +164,7 @@ class LowRankLane:
             self._start(share, weight, absent)
 
     def _start(self, share: float, weight: float, absent: Sequence[int]) -> None:
-        self.memory.add_to(self.body, share, weight)
+        self.memory.add_to(self.body, share, weight, absent)
         factor = self._first.factor(1.0)
         place = 0
         for (low, rows, columns, rank), q in zip(self.plan.matrices, self._q, strict=True):
@@ -209,7 +210,7 @@ class LowRankLane:
             self._second.finish()
         for part in self.plan.rest:
             self.body[part].zero_()
-        self.memory.leave_out(self.body, 0.0)
+        self.memory.leave_out(self.body, 0.0, self.is_flag_set)
         if self._second is not None:
             self._multiply(self._second.result)
         place = self.plan.num_first

@@ -60,7 +60,7 @@ def open_lanes(
     exchange.meet("; ".join(words_of_lanes(sizes, words)))
     way = Largest(own, method.share, words) if isinstance(method, TopK) else Quantised(own, words)
     journeys = {device: Journey(own, way) for device in dict.fromkeys(size.device for size in sizes)}
-    return [AtOnceLane(journeys[size.device], size) for size in sizes]
+    return [AtOnceLane(journeys[size.device], size, inside) for size, inside in zip(sizes, shapes, strict=True)]
 
 
 def _narrow(method: Narrow, exchange: Exchange, sizes: Sequence[LaneSize], what: str) -> list[Lane]:
