@@ -133,3 +133,30 @@ def test_a_save_ends_the_round_and_holds_the_first_islands_state(tmp_path: Path,
     model = built(Wide)
     rw.load_weights(tmp_path / "weights.safetensors", model)
     assert all(torch.equal(value, saved[0][0][name]) for name, value in values(model).items())
+
+
+# -- other weights in the middle of a training -------------------------------------------------------
+
+
+def _other_weights(world: World) -> None:
+    for compress, momentum in (("top-k", 0.9), (None, 0.0)):
+        model = built(Wide)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = rw.local_sgd(model, every=4, overlap=0, outer=rw.DiLoCo(momentum=momentum), compress=compress)
+        others, state = {name: value + 1.0 for name, value in model.state_dict().items()}, outer.state_dict()
+        if momentum:
+            state["momentum"] = {name: value.clone() for name, value in state["momentum"].items()}
+        _train(world, model, optimizer, 4)
+        outer.synchronize()
+        model.load_state_dict(others)
+        if momentum:
+            outer.load_state_dict(state)
+        optimizer.param_groups[0]["lr"] = 0.0
+        _train(world, model, optimizer, 4)
+        for name, value in values(model).items():
+            assert torch.equal(value, others[name]), "nothing of before comes along"
+
+
+def test_weights_that_are_loaded_between_rounds_are_where_the_next_begins() -> None:
+    for result in run_plain_ranks(_other_weights, 2):
+        result.get()

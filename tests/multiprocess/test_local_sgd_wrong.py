@@ -8,6 +8,7 @@ from logging.handlers import QueueHandler
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from islands import assert_same_on_all_ranks, step, values
@@ -219,6 +220,7 @@ def _refused(world: World) -> None:
         ({"every": True}, "cannot have True steps"),
         ({"every": 4, "overlap": 4}, "from 0 to 3"),
         ({"every": 4, "outer": "sgd"}, r'"mean", "diloco" or rankwise\.DiLoCo'),
+        ({"every": 4, "outer": np.ones(2)}, r"knows no outer=array"),
         ({"every": 4, "compress": "zip"}, "'int8'"),
         ({"every": 4 + world.rank}, "what local_sgd\\(\\) was given differs"),
         ({"every": 4, "outer": rw.DiLoCo(lr=0.5 + world.rank)}, "what local_sgd\\(\\) was given differs"),
@@ -235,6 +237,9 @@ def _refused(world: World) -> None:
         rw.replicate(model)
     with pytest.raises(ConfigurationError, match="not of the outer optimizer"):
         outer.load_state_dict({"num_rounds": 1, "momentum": {"weight": torch.zeros(2, 2)}})
+    other = rw.local_sgd(nn.Linear(2, 2), every=4, outer="diloco")
+    with pytest.raises(ConfigurationError, match=r"(?s)momentum of bias is \[1\]; here it is \[2\]"):
+        other.load_state_dict({"num_rounds": 1, "momentum": {"weight": torch.ones(2, 2), "bias": torch.ones(1)}})
     frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(requires_grad=False), nn.Linear(2, 2))
     rw.local_sgd(frozen, every=1)
     frozen.requires_grad_(requires_grad=True)

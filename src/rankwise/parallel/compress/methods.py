@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from rankwise.errors import ConfigurationError
 
@@ -41,7 +42,7 @@ class PowerSGD:
         rank: columns of the factors; 1 to 4 are usual.
 
     Raises:
-        ConfigurationError: ``rank`` is less than one.
+        ConfigurationError: ``rank`` is less than one, or no whole number.
 
     Source: Vogels et al., "PowerSGD" (arXiv:1905.13727), algorithms 1 and 2, with warm start.
     """
@@ -49,8 +50,10 @@ class PowerSGD:
     rank: int = 4
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigurationError(f"PowerSGD has no rank {self.rank}.", do="pass rank=1 or more")
+        if type(self.rank) is not int or self.rank < 1:
+            raise ConfigurationError(
+                f"PowerSGD has no rank {self.rank!r}.", do="pass rank= a whole number of columns, at least 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,10 @@ class TopK:
     share: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.share <= 1.0:
-            raise ConfigurationError(f"TopK cannot send a share of {self.share}.", do="pass share= above 0, up to 1")
+        if isinstance(self.share, bool) or not isinstance(self.share, Real) or not 0.0 < self.share <= 1.0:
+            raise ConfigurationError(
+                f"TopK cannot send a share of {self.share!r}.", do="pass share= a number above 0, up to 1"
+            )
 
 
 Method = Narrow | Int8 | PowerSGD | TopK

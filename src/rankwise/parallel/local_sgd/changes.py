@@ -14,6 +14,7 @@ import torch
 
 from rankwise.exchange.protocol import LaneSize
 from rankwise.parallel.buckets import plan
+from rankwise.parallel.compress.memory import Remembers
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.opening import open_lanes
 
@@ -109,6 +110,12 @@ class Changes:
         """Wait for the means between islands. Called by: every rank."""
         for lane in self._lanes:
             lane.finish()
+
+    def forget(self) -> None:
+        """Have nothing of earlier rounds come along with later ones. Called where none is under way."""
+        for lane in self._lanes:
+            if isinstance(lane, Remembers):
+                lane.memory.left_out.zero_()
 
     @torch.no_grad()
     def take(self) -> list[torch.Tensor]:

@@ -57,10 +57,8 @@ def outer_of(outer: object) -> DiLoCo | None:
     """
     if isinstance(outer, DiLoCo):
         return outer
-    if outer == MEAN:
-        return None
-    if outer == "diloco":
-        return DiLoCo()
+    if isinstance(outer, str) and outer in {MEAN, "diloco"}:
+        return None if outer == MEAN else DiLoCo()
     raise ConfigurationError(
         f"local_sgd() knows no outer={outer!r}.",
         do='pass outer="mean", "diloco" or rankwise.DiLoCo(lr=..., momentum=...)',

@@ -161,6 +161,8 @@ class LocalSGD:
         if self._buffers is not None:
             self._buffers.average()
         self._is_settled = True
+        # The next round begins at what the parameters are then: all islands may load others before.
+        self._has_anchors = False
 
     # -- what backward and optimizers tell -----------------------------------------------------------
 
@@ -305,21 +307,28 @@ class LocalSGD:
         """Go on from a saved state, with a new round that begins at the parameters as they will be at the next step.
 
         Called by: every rank, with the same state; :meth:`rankwise.Checkpointer.restore` does. What is under way is
-        dropped, so load the model's parameters too, on every island the same.
+        dropped, and what compressing left out, so load the model's parameters too, on every island the same.
 
         Raises:
             ConfigurationError: it is of another model, or of another outer optimizer.
         """
         momentum = cast("Mapping[str, torch.Tensor]", state.get("momentum", {}))
-        names = [name for name, _ in self._all] if self._outer is not None and self._outer.momentum > 0 else []
-        if sorted(momentum) != sorted(names):
+        of_all = self._all if self._outer is not None and self._outer.momentum > 0 else []
+        shapes = {name: parameter.shape for name, parameter in of_all}
+        found = {name: value.shape for name, value in momentum.items()}
+        if found != shapes:
+            other = next((name for name in found if name in shapes and found[name] != shapes[name]), None)
             raise ConfigurationError(
                 f"This state is not of the outer optimizer of {self._name}.",
-                evidence=f"it holds the momentum of {len(momentum)} parameters; here are {len(names)} with momentum",
+                evidence=f"it holds the momentum of {len(found)} parameters; here are {len(shapes)} with momentum"
+                if other is None
+                else f"its momentum of {other} is {list(found[other])}; here it is {list(shapes[other])}",
                 do="pass the same outer= and the same model as when it was saved",
             )
-        if self._ends is not None and self._changes is not None:
-            self._changes.finish()
+        if self._changes is not None:
+            if self._ends is not None:
+                self._changes.finish()
+            self._changes.forget()
         with torch.no_grad():
             for (name, _), own in zip(self._own, self._momentum, strict=False):
                 own.copy_(own_part(momentum[name]))
