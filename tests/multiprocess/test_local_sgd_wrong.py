@@ -17,7 +17,7 @@ from said import check_said
 from torch import nn
 
 import rankwise as rw
-from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerMissing
+from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, PeerMissing
 from rankwise.log import logger
 from rankwise.parallel.local_sgd.changes import shared_out
 from rankwise.testing import RankDied, kill_self
@@ -211,6 +211,24 @@ def test_a_rank_of_an_island_that_is_killed_is_named_by_all(run_ranks: RunRanks)
     for other in others:
         assert isinstance(other.error, PeerMissing)
         assert other.error.ranks == (3,)
+
+
+def _fail_in_a_long_round(world: World) -> None:
+    model = built(_two_layers)
+    rw.local_sgd(model, every=10**9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ((x, y),) = _own_batches(world, [6])
+    while True:
+        step(model, optimizer, x, y)
+        if world.rank == 1:
+            raise ValueError("of an island")
+
+
+def test_islands_hear_of_a_failure_in_the_middle_of_a_round() -> None:
+    first, failed = run_plain_ranks(_fail_in_a_long_round, 2, timeout_seconds=30.0)
+    assert isinstance(failed.error, ValueError)
+    assert isinstance(first.error, PeerFailed)
+    assert first.error.rank == 1
 
 
 def _refused(world: World) -> None:

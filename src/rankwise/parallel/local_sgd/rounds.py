@@ -186,10 +186,18 @@ class LocalSGD:
             )
 
     def before_step(self) -> None:
-        """Note where a first round begins. Called before each step of an optimizer of the model."""
+        """Note where a first round begins. Called before each step of an optimizer of the model.
+
+        Raises:
+            RankwiseError: another rank failed.
+        """
         if current_or_none() is not self._session:
             self._stop_following()
             return
+        watch = self._session.watch
+        if watch is not None and watch.error is not None:
+            # Nothing may be waited for until the end of a long round.
+            raise watch.error
         self._is_settled, self._is_begun, self._has_stepped = False, True, True
         if not self._has_anchors:
             # Not earlier: weights may have been loaded since local_sgd().
