@@ -160,3 +160,26 @@ def _other_weights(world: World) -> None:
 def test_weights_that_are_loaded_between_rounds_are_where_the_next_begins() -> None:
     for result in run_plain_ranks(_other_weights, 2):
         result.get()
+
+
+# -- an island that has no numbers any more ----------------------------------------------------------
+
+
+def _no_numbers(world: World) -> None:
+    for overlap in (0, 2):
+        model = built(Wide)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = rw.local_sgd(model, every=4, overlap=overlap, compress="top-k")
+        _train(world, model, optimizer, 3)
+        if world.rank == 1:
+            torch.nn.init.constant_(model[0].weight, torch.nan)  # type: ignore[index]
+        outer.synchronize()
+        for value in values(model).values():
+            assert all(torch.equal(other.nan_to_num(), value.nan_to_num()) for other in rw.all_gather(value))
+            assert all(torch.equal(other.isnan(), value.isnan()) for other in rw.all_gather(value))
+        assert bool(values(model)["0.weight"].isnan().any()), "everyone sees it"
+
+
+def test_islands_are_the_same_also_where_one_has_no_numbers() -> None:
+    for result in run_plain_ranks(_no_numbers, 2):
+        result.get()

@@ -83,7 +83,7 @@ def local_sgd(
         islands resume from it, on any number of islands.
 
     Memory: one more copy of what a rank holds of the parameters, one more while a mean is under way that overlaps, one
-    more with momentum, one more on lanes.
+    more with momentum, one more on lanes; between islands of one host one more, in the memory that they share.
 
     Raises:
         NotJoined: before :func:`rankwise.join`.

@@ -279,8 +279,12 @@ class LocalSGD:
             return  # the mean of one island is what it is
         if parts:
             step_outer(self._outer, self._anchors, changes, self._momentum)
-            torch._foreach_sub_(parts, ends)
-            torch._foreach_add_(parts, self._anchors)
+            if self._is_begun:
+                torch._foreach_sub_(parts, ends)
+                torch._foreach_add_(parts, self._anchors)
+            else:
+                # Also where an island has numbers that are none, of which no difference is zero.
+                torch._foreach_copy_(parts, self._anchors)
 
     def _leave(self) -> None:
         """Let nothing be under way when the world is left."""
