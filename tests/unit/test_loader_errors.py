@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from small_datasets import Counting, Squares
 
 from rankwise import session
@@ -17,8 +19,6 @@ from rankwise.errors import ConfigurationError, DatasetError, NotJoined
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    import torch
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -52,6 +52,48 @@ def test_an_error_in_the_dataset_names_sample_and_rank(num_workers: int) -> None
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(DatasetError, match="collate_fn of 4 samples raised ZeroDivisionError"):
         list(DataLoader(Squares(), global_batch_size=4, num_workers=num_workers, collate_fn=lambda _: 1 // 0))
+
+
+class Unequal(Squares):
+    def __getitem__(self, index: int) -> Any:
+        pixels = None if index == 6 else torch.zeros(3, 5 if index == 5 else 4)
+        return {"pixels": pixels, "label": index}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_that_do_not_fit_together_are_named_with_their_shapes(num_workers: int) -> None:
+    with pytest.raises(DatasetError, match="collate_fn of 4 samples raised") as caught:
+        list(DataLoader(Unequal(), global_batch_size=4, num_workers=num_workers))
+    evidence = (caught.value.evidence or "").splitlines()
+    assert evidence[:3] == [
+        "dataset[4], dataset[7]: {'pixels': float32[3, 4], 'label': int}",
+        "dataset[5]: {'pixels': float32[3, 5], 'label': int}",
+        "dataset[6]: {'pixels': None, 'label': int}",
+    ]
+
+
+class WholeBatches(Squares):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return torch.tensor(indices)
+
+
+def test_what_a_dataset_returns_for_a_batch_need_not_be_a_list() -> None:
+    data = WholeBatches(8)
+    batches = list(DataLoader(data, global_batch_size=4, collate_fn=lambda batch: batch))
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(DatasetError, match="collate_fn of a Tensor raised ZeroDivisionError"):
+        list(DataLoader(data, global_batch_size=4, collate_fn=lambda _: 1 // 0))
+
+
+class UnequalStream(Counting):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from (torch.zeros(1), torch.zeros(2))
+
+
+def test_samples_of_a_stream_are_named_by_their_place_in_the_batch() -> None:
+    with pytest.raises(DatasetError) as caught:
+        list(DataLoader(UnequalStream(), global_batch_size=2))
+    assert caught.value.evidence == "sample 0 of the batch: float32[1]\nsample 1 of the batch: float32[2]"
 
 
 class BrokenOnce(Squares):
@@ -101,6 +143,32 @@ def test_a_dead_worker_is_an_error() -> None:
         list(DataLoader(Dying(), global_batch_size=2, num_workers=1))
     assert "rank 0/1" in str(caught.value)
     assert "worker 0 ended with exit code -9 (SIGKILL)" in str(caught.value)
+    assert "out-of-memory" in (caught.value.do or "")
+
+
+class Exiting(Squares):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sys.exit(3)
+
+
+def test_a_worker_that_was_left_by_exit_is_not_said_to_be_out_of_memory() -> None:
+    with pytest.raises(DatasetError, match="ended before it had read its batch") as caught:
+        list(DataLoader(Exiting(), global_batch_size=2, num_workers=1))
+    assert caught.value.evidence == "worker 0 ended with exit code 3"
+    assert "sys.exit()" in (caught.value.do or "")
+
+
+class NeverReady(Squares):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        signal.pause()
+        return super().__getitem__(index)
+
+
+def test_workers_that_do_not_answer_are_not_said_to_have_died() -> None:
+    with pytest.raises(DatasetError, match="did not answer in time") as caught:
+        list(DataLoader(NeverReady(), global_batch_size=2, num_workers=1, timeout_seconds=1))
+    assert "timed out after 1 seconds" in (caught.value.evidence or "")
+    assert "timeout_seconds=" in (caught.value.do or "")
 
 
 def test_batch_size_is_refused_with_the_two_words() -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from rankwise.data.batches import Batch, without_samples
+from rankwise.data.collating import collated
 from rankwise.data.seeds import (
     epoch_seed,
     generator_state,
@@ -118,11 +119,13 @@ class Samples:
         """Return the collated samples; the process's generators are left as they were."""
         with generators_kept():
             if len(request.indices):
-                return self._collated(self._read(request.epoch, request.indices))
-            (sample,) = self._read(request.epoch, np.array([request.stand_in]))
+                places = request.indices.tolist()
+                return self._collated(self._read(request.epoch, request.indices), places)
+            place = request.stand_in
+            (sample,) = self._read(request.epoch, np.array([place]))
             return without_samples(
-                self._collated([copy.deepcopy(sample)]),
-                self._collated([sample, copy.deepcopy(sample)]),
+                self._collated([copy.deepcopy(sample)], [place]),
+                self._collated([sample, copy.deepcopy(sample)], [place, place]),
             )
 
     def _read(self, epoch: int, indices: npt.NDArray[np.int64]) -> list[Any]:
@@ -141,8 +144,8 @@ class Samples:
             raise _reading_failed(f"dataset[{place}]", error, self._where) from error
         return samples
 
-    def _collated(self, samples: list[Any]) -> Batch:
-        return _collated(self._collate, samples, self._where)
+    def _collated(self, samples: list[Any], places: list[int]) -> Batch:
+        return collated(self._collate, samples, self._where, places)
 
 
 class Stream:
@@ -192,11 +195,11 @@ class Stream:
     def _part_of(self, block: list[Any]) -> Batch:
         low, high = self._shards.local_part(0, len(block))
         if low < high:
-            return _collated(self._collate, block[low:high], self._where)
+            return collated(self._collate, block[low:high], self._where)
         sample = block[0]
         return without_samples(
-            _collated(self._collate, [copy.deepcopy(sample)], self._where),
-            _collated(self._collate, [sample, copy.deepcopy(sample)], self._where),
+            collated(self._collate, [copy.deepcopy(sample)], self._where),
+            collated(self._collate, [sample, copy.deepcopy(sample)], self._where),
         )
 
 
@@ -311,13 +314,6 @@ def _with_own_generators(batches: Iterator[Fetched], seed: int, owners: list[Any
         if fetched is None:
             return
         yield fetched
-
-
-def _collated(collate: Collate, samples: list[Any], where: str) -> Batch:
-    try:
-        return collate(samples)
-    except Exception as error:
-        raise _reading_failed(f"collate_fn of {len(samples)} samples", error, where) from error
 
 
 def _reading_failed(what: str, error: Exception, where: str) -> DatasetError:

@@ -49,13 +49,14 @@ class Failure(NamedTuple):
 
     what: str
     where: str | None
-    traceback: str
+    evidence: str
+    """The error's own, then the worker's traceback."""
     cause: bytes
     """The exception that caused it, pickled; empty where it cannot be."""
 
     def error(self) -> DatasetError:
         """Return the error as it was raised in the worker, the worker's traceback as evidence."""
-        error = DatasetError(self.what, where=self.where, evidence=self.traceback.rstrip())
+        error = DatasetError(self.what, where=self.where, evidence=self.evidence)
         if self.cause:
             error.__cause__ = pickle.loads(self.cause)  # noqa: S301 - from a worker of this process
         return error
@@ -69,7 +70,8 @@ def failure_of(error: DatasetError) -> Failure:
         pickle.loads(pickled)  # noqa: S301 - an exception may pickle well and fail to unpickle
     except Exception:  # noqa: BLE001 - any object may fail in any way here
         pickled = b""
-    return Failure(error.what, error.where, "".join(traceback.format_exception(cause)), pickled)
+    trace = "".join(traceback.format_exception(cause)).rstrip()
+    return Failure(error.what, error.where, f"{error.evidence}\n{trace}" if error.evidence else trace, pickled)
 
 
 class _ReadsRequests(Dataset[Fetched | Failure]):
@@ -170,13 +172,7 @@ class Workers:
             try:
                 answer = next(answers, None)
             except Exception as error:
-                raise DatasetError(
-                    "A worker process of the loader died, did not answer in time, or could not start.",
-                    where=self._where,
-                    evidence=f"{type(error).__name__}: {error}" + self._end(answers),
-                    do="look for the kernel's out-of-memory killer (dmesg); num_workers=0 shows a "
-                    "crash where it happens; timeout_seconds= sets the limit for one batch",
-                ) from error
+                raise _unanswered(error, self._end(answers), self._where) from error
             if answer is None:
                 return
             if isinstance(answer, Failure):
@@ -185,26 +181,53 @@ class Workers:
                 raise answer.error()
             yield answer
 
-    def _end(self, answers: Iterator[Any]) -> str:
+    def _end(self, answers: Iterator[Any]) -> dict[int, int]:
         # Persistent workers that have ended are not to be asked again.
         self._loader._iterator = None  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         return _end_workers(answers)
 
 
-def _end_workers(answers: Iterator[Any]) -> str:
-    """End the workers, and return how those ended that ended by themselves.
+def _unanswered(error: Exception, exit_codes: dict[int, int], where: str) -> DatasetError:
+    """Return what is said where no answer came: a worker has ended, or all took too long.
+
+    Args:
+        error: torch's, which often only tells that a pipe broke.
+        exit_codes: of the workers that ended by themselves.
+        where: the rank.
+    """
+    if exit_codes:
+        what = "A worker process of the loader ended before it had read its batch."
+        ends = [
+            f"worker {number} ended with exit code {code}" + _signal_name(code) for number, code in exit_codes.items()
+        ]
+        evidence = "\n".join(ends)
+        if -signal.SIGKILL in exit_codes.values():
+            do = "look for the kernel's out-of-memory killer (dmesg); fewer num_workers= take less memory"
+        elif min(exit_codes.values()) < 0:
+            do = "num_workers=0 with PYTHONFAULTHANDLER=1 shows the crash where it happens"
+        else:
+            do = "sys.exit() and os._exit() in dataset[i], collate_fn or worker_init_fn end the worker: raise instead"
+    else:
+        what = "The worker processes of the loader did not answer in time, or could not start."
+        evidence = f"{type(error).__name__}: {error}"
+        do = "timeout_seconds= sets the limit for one batch; num_workers=0 shows where reading waits (rankwise stacks)"
+    return DatasetError(what, where=where, evidence=evidence, do=do)
+
+
+def _end_workers(answers: Iterator[Any]) -> dict[int, int]:
+    """End the workers, and return the exit codes of those that ended by themselves.
 
     Torch's child-signal handler raises wherever the process is when the signal comes: ending the
     workers waits for that, so that it comes here and not later, in the training loop.
     """
     with suppress(RuntimeError):
         answers._shutdown_workers()  # type: ignore[attr-defined] # noqa: SLF001 - the only way to wait for the end
-    ends: list[str] = []
+    exit_codes: dict[int, int] = {}
     for number, process in enumerate(answers._workers):  # type: ignore[attr-defined] # noqa: SLF001
         process.join(_END_SECONDS)
         if process.exitcode not in (0, None, -signal.SIGTERM):
-            ends.append(f"\nworker {number} ended with exit code {process.exitcode}" + _signal_name(process.exitcode))
-    return "".join(ends)
+            exit_codes[number] = process.exitcode
+    return exit_codes
 
 
 def _signal_name(exit_code: int) -> str:
