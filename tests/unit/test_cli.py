@@ -13,6 +13,7 @@ import rankwise
 from rankwise.cli import main
 from rankwise.errors import ConfigurationError
 from rankwise.launch.start import LaunchOptions, num_ranks_here
+from rankwise.version import VERSION
 
 HELP = """\
 usage: rankwise run [options] script.py [arguments]
@@ -88,6 +89,41 @@ def test_an_option_is_not_guessed_from_its_beginning(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main(["run", "--max", "1", "train.py"])
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--nproc-per-node", "2"], "-n is how many ranks of this machine"),
+        (["--nproc_per_node=2"], "-n is how many ranks of this machine"),
+        (["--standalone"], "leave it out"),
+        (["--rdzv_endpoint=a:1"], "--rendezvous is where machines meet, as HOST:PORT"),
+        (["-np", "2"], "mpirun's -np is -n here"),
+        (["-n", "two"], "'two' is not a number"),
+    ],
+)
+def test_another_launcher_s_option_is_answered_with_ours(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *words, "train.py"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: rankwise run [options] script.py")
+    assert told in said
+
+
+def test_a_script_without_a_command_is_told_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train.py", "--epochs", "3"])
+    assert "to run it: rankwise run train.py" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"rankwise {VERSION}\n"
 
 
 def test_a_mistake_is_text_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

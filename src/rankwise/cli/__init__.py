@@ -11,7 +11,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from rankwise.cli import doctor, env, horovodrun, run, stacks, submit
+from rankwise.cli.words import said_elsewhere
 from rankwise.errors import RankwiseError
+from rankwise.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,12 +28,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after ``rankwise``; ``None`` takes them from ``sys.argv``.
     """
-    options = _parser().parse_args(argv)
+    options = _options(sys.argv[1:] if argv is None else argv)
     try:
         return options.execute(options)
     except RankwiseError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return USAGE_ERROR
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    if words and words[0].endswith(".py"):
+        parser.error(f"{words[0]} is not a command; to run it: rankwise run {words[0]}")
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        parts = [f"unrecognized arguments: {' '.join(unknown)}", *said_elsewhere(unknown)]
+        options.refuse("\n  ".join(parts))
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,11 +53,11 @@ def _parser() -> argparse.ArgumentParser:
         description="One PyTorch training script on any number of ranks.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"rankwise {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    run.add_to(commands.add_parser)
-    doctor.add_to(commands.add_parser)
-    env.add_to(commands.add_parser)
-    stacks.add_to(commands.add_parser)
-    submit.add_to(commands.add_parser)
-    horovodrun.add_to(commands.add_parser)
+    for module in (run, doctor, env, stacks, submit, horovodrun):
+        module.add_to(commands.add_parser)
+    for command in commands.choices.values():
+        # With the usage of that command.
+        command.set_defaults(refuse=command.error)
     return parser

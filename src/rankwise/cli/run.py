@@ -62,7 +62,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "-n",
         dest="num_ranks",
-        type=int,
+        type=_count,
         metavar="N",
         help="how many ranks (default: one per GPU, else one)",
     )
@@ -178,6 +178,15 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
     command = Command(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
     hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
     return launch_on_hosts(command, hosts, host_options, nodes=options.nodes, ssh=ssh, say=_Terminal().say)
+
+
+def _count(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        # `-np 4` is read as `-n p`.
+        do = "; mpirun's -np is -n here" if text == "p" else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number{do}") from None
 
 
 def _nodes(text: str) -> tuple[int, int]:
