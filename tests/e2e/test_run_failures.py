@@ -33,12 +33,52 @@ def test_the_exit_code_is_the_failing_ranks(
     command.write("bad.py", "x = = 1")
     command.write(
         "train.py",
-        f"import ctypes, faulthandler, os, signal, sys\nfaulthandler.enable()\nprint('before')\n{ending}\n",
+        f"import ctypes, os, signal, sys\nprint('before')\n{ending}\n",
     )
     ended = command.run("-n", str(num_ranks), "train.py")
     assert ended.returncode == exit_code
     assert text in ended.stderr
     assert ended.stdout == "before\n" * num_ranks
+
+
+def test_a_crash_shows_the_line_of_python_it_was_at(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import ctypes, rankwise as rw
+
+        def in_an_extension():
+            ctypes.string_at(0)
+
+        with rw.join() as world:
+            if world.rank == 1:
+                in_an_extension()
+            rw.barrier()
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 139
+    report = ended.stderr[ended.stderr.index("[rankwise] [rank 1/2 on ") :]
+    assert "failed first: killed by SIGSEGV, exit code 139" in report
+    assert 'train.py", line 5 in in_an_extension' in report
+
+
+def test_ranks_that_are_ended_for_a_restart_are_not_said_to_hang(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, signal
+
+        if os.environ["RANKWISE_ATTEMPT"] == "0":
+            if os.environ["RANK"] == "1":
+                raise ValueError("boom")
+            signal.pause()
+        """,
+    )
+    ended = command.run("-n", "3", "--max-restarts", "1", "train.py")
+    assert ended.returncode == 0
+    assert "[rankwise] ranks 0, 2 ended by the launcher, to start anew\n" in ended.stderr
+    assert "had to be killed" not in ended.stderr
 
 
 def test_the_first_failure_is_shown_last_and_whole(command: Command) -> None:

@@ -18,7 +18,7 @@ from rankwise.launch import failure
 from rankwise.launch.coordinator import RETURN_SECONDS
 from rankwise.launch.failure import Failure
 from rankwise.launch.link import Link, LinkLost
-from rankwise.launch.ranks import Layout
+from rankwise.launch.ranks import FOR_RESTART, KILLED, Layout
 from rankwise.stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class _Ending:
 
     terminate_at: float
     kill_at: float
+    at_once: bool
+    """Nobody is waited for, since all are started anew."""
     has_asked: bool = False
 
 
@@ -216,7 +218,8 @@ class Agent:
             return
         terminate_at = time.monotonic() + message["settle_seconds"]
         at_once = not message["settle_seconds"]
-        self._ending = _Ending(terminate_at, terminate_at + (0.0 if at_once else TERMINATE_SECONDS), at_once)
+        kill_at = terminate_at + (0.0 if at_once else TERMINATE_SECONDS)
+        self._ending = _Ending(terminate_at, kill_at, at_once, has_asked=at_once)
 
     def _begin_to_end_rank(self, message: dict[str, Any]) -> None:
         if self._ranks.layout is not None and message["attempt"] == self._ranks.layout.attempt:
@@ -271,7 +274,7 @@ class Agent:
             ending.has_asked = True
             self._ranks.signal_all(signal.SIGTERM)
         elif ending.has_asked and now >= ending.kill_at:
-            self._ranks.clear()
+            self._ranks.clear(FOR_RESTART if ending.at_once else KILLED)
 
     # -- signals, and a coordinator that is gone ---------------------------------------------------
 

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 LONGEST_LINE = 2000
 """How much is shown of a line that a failed rank wrote."""
+KILLED = "had to be killed by the launcher"
+FOR_RESTART = "ended by the launcher, to start anew"
+"""How a rank ended, in words: after it had been given time to end by itself, and without."""
+
 STOPPED_SECONDS = 6.0
 """After how long a rank that somebody stopped (SIGSTOP) is spoken of, and where it can be, replaced."""
 
@@ -148,10 +152,14 @@ class LocalRanks:
             with contextlib.suppress(OSError):
                 self._server.signal(rank, number)
 
-    def clear(self) -> None:
-        """Kill the ranks and all they have started; returns when they are gone."""
+    def clear(self, how: str = KILLED) -> None:
+        """Kill the ranks and all they have started; returns when they are gone.
+
+        Args:
+            how: what is said of the ranks that ran until now.
+        """
         for rank in self.running:
-            self._ends.setdefault(rank, "had to be killed by the launcher")
+            self._ends.setdefault(rank, how)
         self._server.clear()
         while True:
             said = self._server.hear()
@@ -169,7 +177,7 @@ class LocalRanks:
     def kill(self, rank: int) -> None:
         """Kill one rank, where it still runs; what it has started goes with the attempt."""
         if rank in self.running:
-            self._ends.setdefault(rank, "had to be killed by the launcher")
+            self._ends.setdefault(rank, KILLED)
             self.send_signal(rank, signal.SIGKILL)
 
     def stack_files(self) -> dict[int, str]:

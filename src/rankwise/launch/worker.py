@@ -8,6 +8,7 @@ start, before the warm server is forked.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import sys
@@ -86,6 +87,7 @@ def _settle(variables: dict[str, str]) -> None:
     sys.excepthook = _show_nothing
     _line_by_line(sys.stdout)
     _line_by_line(sys.stderr)
+    _show_crashes()
 
 
 def _apply_threads(local_world_size: int) -> None:
@@ -109,6 +111,13 @@ def _line_by_line(stream: TextIO) -> None:
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(line_buffering=True)
+
+
+def _show_crashes() -> None:
+    """Have Python write the stack of a crash (SIGSEGV, SIGABRT, ...): of the exit alone nobody learns where it was."""
+    # Who has asked for it already has chosen how.
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=2, all_threads=False)
 
 
 def _offer_stack(path: str) -> None:
