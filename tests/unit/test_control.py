@@ -108,8 +108,10 @@ def test_an_error_of_the_launcher_is_told_to_who_asks(launcher: Callable[..., _L
 
     launcher(fail, number=2)
     (job,) = jobs()
-    with pytest.raises(LaunchError, match="the store is slow"):
+    with pytest.raises(LaunchError, match="the store is slow") as caught:
         control.ask(job, {"do": "stacks"})
+    assert caught.value.evidence == "TimeoutError: the store is slow"
+    assert "ask again" in (caught.value.do or "")
 
 
 def test_the_command_prints_what_the_job_answers(

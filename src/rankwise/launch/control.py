@@ -130,7 +130,9 @@ def ask(job: Job, request: dict[str, Any], timeout_seconds: float = ANSWER_SECON
             f"The launcher {job.pid} did not answer: {error}.", do="look whether it still runs: rankwise stacks"
         ) from error
     if not isinstance(answer, dict) or "error" in answer:
-        raise LaunchError(f"The launcher {job.pid} could not answer.", evidence=str(answer))
+        evidence = str(answer["error"] if isinstance(answer, dict) else answer)
+        do = "where its job has just ended there is nothing to see; else ask again: rankwise stacks"
+        raise LaunchError(f"The launcher {job.pid} could not answer.", evidence=evidence, do=do)
     return answer
 
 
