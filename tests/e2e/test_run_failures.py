@@ -63,6 +63,14 @@ def test_a_crash_shows_the_line_of_python_it_was_at(command: Command) -> None:
     assert 'train.py", line 5 in in_an_extension' in report
 
 
+@pytest.mark.parametrize("line", ["breakpoint()", "input('name? ')"])
+def test_what_would_read_from_the_terminal_is_told_that_there_is_none(command: Command, line: str) -> None:
+    command.write("train.py", f"{line}\nprint('after')\n")
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 1
+    assert "with several ranks there never is: debug with `rankwise run -n 1`" in ended.stderr.splitlines()[-1]
+
+
 def test_ranks_that_are_ended_for_a_restart_are_not_said_to_hang(command: Command) -> None:
     command.write(
         "train.py",

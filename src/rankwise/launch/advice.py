@@ -40,6 +40,12 @@ _MEGENGINE = (
     "import rankwise.compat.megengine.distributed as dist"
 )
 
+_NO_STDIN = (
+    "there was nothing to read from stdin, and with several ranks there never is: debug with `rankwise run -n 1` in a "
+    "terminal, or see where ranks are by `rankwise stacks`; give what a script asks for as an "
+    "argument"
+)
+
 WHAT_TO_DO = (
     # A torch without NCCL, then one with NCCL on a machine without GPUs.
     ("Distributed package doesn't have NCCL built in", _NO_NCCL),
@@ -57,18 +63,20 @@ WHAT_TO_DO = (
     ("trying to initialize the default process group twice", _TWICE),
     ("Expected to have finished reduction in the prior iteration", _UNUSED),
     ("EADDRINUSE", _PORT_TAKEN),
+    ("EOFError: EOF when reading a line", _NO_STDIN),
+    ("BdbQuit: ", _NO_STDIN),
     ("No module named 'horovod'", _HOROVOD),
     ("No module named 'megengine'", _MEGENGINE),
 )
-"""Words of the message, mostly torch's, and what mends it; the first row that fits counts."""
+"""Words of the error, mostly torch's, and what mends it; the first row that fits counts."""
 
 
-def advice_for(message: str) -> str | None:
-    """Return what to write instead, or ``None`` where the message is not a known one or says so itself.
+def advice_for(error: str) -> str | None:
+    """Return what to write instead, or ``None`` where the error is not a known one or says so itself.
 
     Args:
-        message: of the exception that ended a rank.
+        error: the exception that ended a rank, as ``ValueError: its message``.
     """
-    if "\n  do  " in message:  # as rankwise's own errors end
+    if "\n  do  " in error:  # as rankwise's own errors end
         return None
-    return next((advice for words, advice in WHAT_TO_DO if words in message), None)
+    return next((advice for words, advice in WHAT_TO_DO if words in error), None)

@@ -218,7 +218,7 @@ def report(failed: FailedAttempt) -> str:
     elif failed.stderr_tail:
         lines.append("[rankwise] the last lines it wrote to stderr:")
         lines.extend(f"  {line}" for line in failed.stderr_tail)
-    advice = advice_for(failed.first.message)
+    advice = advice_for(f"{failed.first.type}: {failed.first.message}")
     if advice is not None:
         lines.append(f"[rankwise] what to write instead: {advice}")
     return "\n".join(lines) + "\n"
