@@ -16,6 +16,7 @@ from rankwise.parallel.server.layout import spread
 from rankwise.parallel.server.opening import Ground, Opened, open_ends
 from rankwise.parallel.server.options import options_of
 from rankwise.parallel.server.same_state import give_optimizer_state, give_parameters
+from rankwise.parallel.server.worker import left
 from rankwise.parallel.trained import check_callable
 from rankwise.session import current
 from rankwise.stopping import StepSource
@@ -44,6 +45,7 @@ class ParameterServer:
         self._serving = opened.serving
         self._loader_state = opened.loader_state
         self._num_steps_finished = 0
+        self._has_left = False
 
     @property
     def num_steps(self) -> int:
@@ -100,6 +102,9 @@ class ParameterServer:
 
         Called by: workers, after a loop that is not one over a :class:`rankwise.DataLoader`, which does it by itself.
         On a server it does nothing.
+
+        Raises:
+            NotJoined: the world has been left.
         """
         self.finish_loop(0, has_stepped=True)
 
@@ -121,6 +126,7 @@ class ParameterServer:
             self._worker.leave()
         if self._serving is not None:
             self._serving.leave()
+        self._has_left = True
 
     def synchronize(self) -> None:
         """Give every rank, servers too, the parameters and the optimizer's state that the servers keep.
@@ -131,8 +137,11 @@ class ParameterServer:
 
         Raises:
             ConfigurationError: in the middle of a loop: the servers are busy.
+            NotJoined: the world has been left.
             PeerFailed, PeerMissing: a rank failed or is gone.
         """
+        if self._has_left:
+            raise left("server.synchronize()")
         if self._worker is not None and self._worker.num_steps != self._num_steps_finished:
             raise ConfigurationError(
                 "synchronize() came in the middle of a loop, where the servers are busy serving.",

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, NotJoined
 from rankwise.parallel.server.channel import Channel
 from rankwise.parallel.server.wire import Rows
 from rankwise.point_to_point.waiting import Patience, wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -72,10 +72,12 @@ class Worker:
         self._place = place
         self._is_ahead = is_ahead
         self._changed = threading.Condition()
-        self._servers: list[tuple[Server, Channel]] = []
+        self.channels: list[Channel] = []
+        """One to each server, until this worker leaves."""
+        self._servers: list[Server] = []
         self._is_asked = False
         self._is_broken = False
-        """Whether a wait was in vain: nothing is asked any more."""
+        """Whether taking an answer was broken off, as by Ctrl-C: none is waited for any more."""
         self._told_groups: list[dict[str, Any]] | None = None
 
     def connect(self, servers: Sequence[Server], secret: bytes) -> None:
@@ -83,9 +85,10 @@ class Worker:
         for server in servers:
             kept = [self._parameters[number] for number in server.numbers]
             channel = Channel(self._place.world.rank, kept, self._changed, server.ticket)
-            self._servers.append((server, channel))
+            self._servers.append(server)
+            self.channels.append(channel)
             channel.open(server.host, server.port, secret, self._place.watch.timeout_seconds)
-        for server, channel in self._servers:
+        for server, channel in self._ways():
             self._wait("connecting to a parameter server", server, channel, channel.has_connected)
 
     def step(self, weights: Sequence[float], groups: list[dict[str, Any]]) -> None:
@@ -97,7 +100,10 @@ class Worker:
 
         Raises:
             ConfigurationError: there are gradients that no backward has made.
+            NotJoined: this worker has left.
         """
+        if not self.channels:
+            raise left("optimizer.step()")
         if not weights and self._have_gradients():
             raise ConfigurationError(
                 "optimizer.step() found gradients that no backward() since the last step has made.",
@@ -112,7 +118,7 @@ class Worker:
             head["groups"] = self._told_groups = groups
         if self.loader_state is not None:
             head["loader"] = dict(self.loader_state())
-        for server, channel in self._servers:
+        for server, channel in self._ways():
             positions, rows = self._gradients(server)
             if not weights or not weights[-1]:
                 # What was used is updated, if only by momentum and the like, and what was not is left alone.
@@ -131,13 +137,15 @@ class Worker:
         """
         if self._is_broken:
             return
+        if not self.channels:
+            raise left("server.finish()")
         head: Head = {"kind": "end_loop", "loader": loader, "has_stepped": has_stepped}
         if not has_stepped:
-            for _, channel in self._servers:
+            for channel in self.channels:
                 channel.tell(head | {"whole": [], "rows": []})
             return
         self._take()
-        for _, channel in self._servers:
+        for channel in self.channels:
             channel.ask(head, [], [])
         self._is_asked = True
         self._take()
@@ -148,19 +156,19 @@ class Worker:
             self.close()
             return
         self._take()
-        for _, channel in self._servers:
+        for channel in self.channels:
             channel.leave()
-        for _, channel in self._servers:
+        for channel in self.channels:
             channel.join(self._place.watch.timeout_seconds)
+        # The optimizer holds this worker, and their memory is as large as the model.
+        self.channels.clear()
 
     def close(self) -> None:
         """Close every connection at once."""
-        close_all([channel for _, channel in self._servers])
+        close_all(self.channels)
 
-    @property
-    def channels(self) -> list[Channel]:
-        """The connections."""
-        return [channel for _, channel in self._servers]
+    def _ways(self) -> Iterator[tuple[Server, Channel]]:
+        return zip(self._servers, self.channels, strict=True)
 
     def _have_gradients(self) -> bool:
         """Return whether there is a gradient that is not zero."""
@@ -199,9 +207,13 @@ class Worker:
         """Wait for the answers to what was asked, and put the parameters in place."""
         if not self._is_asked:
             return
-        for server, channel in self._servers:
-            self._wait("optimizer.step()", server, channel, channel.has_answer)
-            self._put_in_place(server, channel, channel.take())
+        try:
+            for server, channel in self._ways():
+                self._wait("optimizer.step()", server, channel, channel.has_answer)
+                self._put_in_place(server, channel, channel.take())
+        except BaseException:
+            self._is_broken = True
+            raise
         self._is_asked = False
 
     @torch.no_grad()
@@ -228,11 +240,16 @@ class Worker:
             spare_seconds=SPARE_SECONDS,
             do=f"look at the output of rank {server.rank}, a parameter server, and at that of the slowest worker",
         )
-        try:
-            wait(patience, self._changed, is_there)
-        except BaseException:
-            self._is_broken = True
-            raise
+        wait(patience, self._changed, is_there)
+
+
+def left(what: str) -> NotJoined:
+    """Return the error of who calls ``what`` when the world of the parameter servers has been left."""
+    return NotJoined(
+        f"{what} came after the world of the parameter servers had been left.",
+        do="call it within the world; to train on alone, load model.state_dict() into a new model, with an optimizer "
+        "of its own",
+    )
 
 
 def close_all(channels: Sequence[Channel]) -> None:
