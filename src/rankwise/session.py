@@ -50,6 +50,10 @@ class Loop(Protocol):
         """
         ...
 
+    def break_loop(self, loader: int, *, has_stepped: bool) -> None:
+        """The same of a loop that was broken off: raises nothing, which nobody would hear."""
+        ...
+
 
 @dataclass(kw_only=True)
 class Session:

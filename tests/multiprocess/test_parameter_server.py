@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import rankwise as rw
 from rankwise import testing
-from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing
+from rankwise.errors import ConfigurationError, PeerFailed, PeerMissing
 from rankwise.parallel.server import memory
 from rankwise.session import current
 
@@ -347,49 +347,3 @@ def test_a_worker_that_does_otherwise_is_named(what: str, kind: type[Exception],
     assert isinstance(error, kind)
     assert words in str(error)
     assert isinstance(results[0].error, PeerFailed)
-
-
-def _breaks_off_a_step(world: World) -> None:
-    model, optimizer = _one_parameter()
-    server = rw.parameter_server(model, optimizer)
-    loader = rw.DataLoader(_dataset(), global_batch_size=8)
-    if server._worker is not None and world.rank == 0:
-        server._worker._put_in_place = _interrupt  # type: ignore[method-assign]
-    for _ in loader:
-        _step(model, optimizer)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_who_breaks_off_a_step_waits_for_nothing_more() -> None:
-    # An error lets go of the loop over the loader, as break does, before anybody hears of it.
-    results = testing.run_ranks(_breaks_off_a_step, 3, join_timeout_seconds=5.0)
-    assert [type(result.error) for result in results] == [KeyboardInterrupt, PeerFailed, PeerFailed]
-
-
-def _after_the_world(_: World) -> int:
-    model, optimizer = _one_parameter()
-    server = rw.parameter_server(model, optimizer, mode="async")
-    if server.is_server:
-        server.serve()
-    else:
-        _step(model, optimizer)
-        server.finish()
-    rw.leave()
-    with pytest.raises(NotJoined, match=r"server.synchronize\(\) came after"):
-        server.synchronize()
-    if not server.is_server:
-        with pytest.raises(NotJoined, match=r"optimizer.step\(\) came after"):
-            _step(model, optimizer)
-        with pytest.raises(NotJoined, match=r"server.finish\(\) came after"):
-            server.finish()
-    mapped = Path("/proc/self/maps").read_text(encoding="utf-8")
-    return 0 if server.is_server else mapped.count("memfd:rankwise")
-
-
-def test_after_the_world_nothing_is_asked_and_no_memory_is_kept() -> None:
-    # The optimizer is there still, and had led to memory as large as the model, twice.
-    for result in testing.run_ranks(_after_the_world, 2, exchange="auto"):
-        assert result.get() <= 1

@@ -209,9 +209,9 @@ class DataLoader(StepSource):
             try:
                 yield from self._batches()
             except GeneratorExit:
-                # A loop that an error has ended is let go of when the world is no more.
+                # By break, or by an error that is on its way up.
                 if current_or_none() is session:
-                    loop.finish_loop(self._number, has_stepped=loop.num_steps != num_steps)
+                    loop.break_loop(self._number, has_stepped=loop.num_steps != num_steps)
                 raise
             loop.finish_loop(self._number, has_stepped=loop.num_steps != num_steps)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rankwise.agreement import same_on_all_ranks
-from rankwise.errors import ConfigurationError, fold_ranks
+from rankwise.errors import ConfigurationError, RankwiseError, fold_ranks
 from rankwise.events import post_expendable
 from rankwise.log import log
 from rankwise.parallel.replicate import replicate
@@ -46,6 +46,8 @@ class ParameterServer:
         self._loader_state = opened.loader_state
         self._num_steps_finished = 0
         self._has_left = False
+        self._unheard: RankwiseError | None = None
+        """What went wrong at the end of a loop that was broken off."""
 
     @property
     def num_steps(self) -> int:
@@ -120,8 +122,26 @@ class ParameterServer:
             if has_stepped:
                 self._num_steps_finished = self._worker.num_steps
 
+    def break_loop(self, loader: int, *, has_stepped: bool) -> None:
+        """Do the same where the loop was broken off; the loader calls it, while nothing it raised would be heard.
+
+        Args:
+            loader: its number.
+            has_stepped: whether steps were taken in it.
+        """
+        try:
+            self.finish_loop(loader, has_stepped=has_stepped)
+        except RankwiseError as error:
+            self._unheard = error
+
     def leave(self) -> None:
-        """Let go of the other ranks: a server serves until all workers have. The end of the world calls it."""
+        """Let go of the other ranks: a server serves until all workers have. The end of the world calls it.
+
+        Raises:
+            PeerFailed, PeerMissing: a rank failed or is gone.
+        """
+        if self._unheard is not None:
+            raise self._unheard
         if self._worker is not None:
             self._worker.leave()
         if self._serving is not None:
