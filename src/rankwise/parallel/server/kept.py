@@ -69,6 +69,8 @@ class Kept:
             self._step()
         self.num_updates += 1
         for position, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                self._copy_what_is_kept(parameter, parameter.grad)
             parameter.grad = None
             if gradient is not None:
                 self._note_change(position, gradient)
@@ -94,6 +96,15 @@ class Kept:
             values = parameter.index_select(0, indices.to(parameter.device)).cpu().contiguous()
             rows.append(Rows(position, indices, values))
         return self._body, whole, rows
+
+    def _copy_what_is_kept(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Copy what the optimizer keeps of a gradient as it is: in its memory comes the next one."""
+        state = self.optimizer.state.get(parameter, {})
+        memory = gradient.untyped_storage().data_ptr()
+        for key, value in state.items():
+            is_dense = isinstance(value, torch.Tensor) and not value.is_sparse
+            if is_dense and value.untyped_storage().data_ptr() == memory:
+                state[key] = value.clone()
 
     def _note_change(self, position: int, gradient: torch.Tensor) -> None:
         self._is_copied[position] = False
