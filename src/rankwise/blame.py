@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import (
     CollectiveMismatch,
+    NotJoined,
     PeerFailed,
     PeerMissing,
     RankwiseError,
@@ -192,6 +193,15 @@ def store_lost(world: World) -> PeerMissing:
         ranks=[0],
         where=str(world),
         do="look at the output of rank 0 and of the launcher, and at the network between them and this machine",
+    )
+
+
+def world_left() -> NotJoined:
+    """Return the error of who needs ranks of a world that has been left."""
+    return NotJoined(
+        "This needs the other ranks of a world that has been left.",
+        do="train a replicated or sharded model before rankwise.leave() or the end of `with rankwise.join():`. "
+        "Afterwards, alone or in another world, build model and optimizer anew, and load their state_dicts",
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import socket
 import sys
@@ -24,11 +23,13 @@ import torch
 import torch.distributed as dist
 
 from rankwise import environments, network, rendezvous, store
+from rankwise.blame import world_left
 from rankwise.device import choose_backend, choose_device, torch_backends
 from rankwise.environments.process import gloo_interfaces, in_kubernetes, set_interface, unset
 from rankwise.errors import ConfigurationError, RankwiseError, rank_prefix
 from rankwise.events import WORLDS_KEY, world_prefix
 from rankwise.exchange.choose import check_exchange, open_exchange
+from rankwise.exchange.kept_groups import are_groups_kept, keep_groups_forever
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, speak_as
 from rankwise.session import Session, current_or_none, set_current
@@ -111,9 +112,9 @@ def join(
         )
     if dist.is_initialized():
         raise ConfigurationError(
-            f"torch.distributed has a process group already{', of a world that failed' if _groups_kept else ''}.",
+            f"torch.distributed has a process group already{', of a world that failed' if are_groups_kept() else ''}.",
             do="let the process end; a launcher starts all ranks anew: rankwise run --max-restarts 3"
-            if _groups_kept
+            if are_groups_kept()
             else "remove init_process_group(): rankwise.join() opens the group",
         )
     check_exchange(exchange)
@@ -151,7 +152,8 @@ def leave() -> None:
     """Leave the world: finish what is under way, close the process group.
 
     Called by: every rank. Does nothing when no world is joined. The end of ``with join()`` and a normal end
-    of the process call it.
+    of the process call it. A model that was spread over the ranks trains no more afterwards: its exchanges raise
+    :class:`rankwise.errors.NotJoined`.
     """
     session = current_or_none()
     if session is None:
@@ -204,6 +206,9 @@ def _close(session: Session, *, failed: bool) -> None:
     if session.exchange is not None:
         session.exchange.close()
     _close_groups(session, failed=failed)
+    if session.watch is not None and session.watch.error is None:
+        # For models and groups that stay: none of their exchanges may wait for ranks that have gone.
+        session.watch.error = world_left()
     if session.store is not None:
         session.store.close()
 
@@ -212,20 +217,9 @@ def _close_groups(session: Session, *, failed: bool) -> None:
     if not dist.is_initialized():
         return
     if failed or (session.watch is not None and (session.watch.error is not None or session.watch.has_lost_ranks)):
-        _keep_groups_forever()
+        keep_groups_forever()
     else:
         dist.destroy_process_group()
-
-
-def _keep_groups_forever() -> None:
-    """Keep torch's groups from being destroyed, now or when the interpreter ends.
-
-    After a failure collectives may still be under way; destroying their group would wait for ranks that never
-    come, or abort the process.
-    """
-    for group in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - there is no public list
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    _groups_kept.append(True)
 
 
 def _read(init_method: str | None, rank: int | None, world_size: int | None) -> Reading:
@@ -365,8 +359,6 @@ _interface_variables: list[str] = []
 _num_joins = [-1]
 """How often this process has joined before; every rank of a job joins equally often."""
 _following_exit: list[bool] = []
-_groups_kept: list[bool] = []
-"""Whether a world has failed in this process."""
 
 
 def _follow_exit() -> None:

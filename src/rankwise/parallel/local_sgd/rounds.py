@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 
+from rankwise.blame import world_left
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.parallel.buckets import gradient_of, own_part
@@ -189,11 +190,15 @@ class LocalSGD:
         """Note where a first round begins. Called before each step of an optimizer of the model.
 
         Raises:
+            NotJoined: this is another world than that of :func:`rankwise.local_sgd`.
             RankwiseError: another rank failed.
         """
-        if current_or_none() is not self._session:
+        session = current_or_none()
+        if session is None:
             self._stop_following()
             return
+        if session is not self._session:
+            raise world_left()
         watch = self._session.watch
         if watch is not None and watch.error is not None:
             # Nothing may be waited for until the end of a long round.
@@ -296,7 +301,6 @@ class LocalSGD:
                 f"the world is left with steps of {self._name} that the islands have not exchanged, so that its "
                 "parameters differ between them; call outer.synchronize() at the end of training"
             )
-        self._stop_following()
 
     # -- state ---------------------------------------------------------------------------------------
 
