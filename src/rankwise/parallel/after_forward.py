@@ -40,6 +40,7 @@ class AfterForward(OwnHook):
             self._count_seen = self._counts.parameters
         if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - not a recomputation inside backward
             sync.before_backward()
+            sync.note_call(args, kwargs)
         amount = samples_of(self._weight, args, kwargs)
         if amount is None:
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
@@ -21,9 +21,10 @@ from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, InOrder, lane_size
 from rankwise.parallel.compress.memory import carry_over
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.opening import open_lanes
+from rankwise.parallel.same_samples import digest_of_call, warn_of_same_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -64,6 +65,9 @@ class GradientSync:
         self.on_mean: Callable[[float], None] | None = None
         """Called at the end of backward with what the gradients are the mean over, on all ranks together."""
         self._group = group
+        self._model_name = model_name
+        self._first_call: int | None = None
+        """A checksum of what the model was first called with."""
         self._what = f"gradients of {model_name}"
         self._num_synced = 0
         self._unit = 1.0
@@ -151,6 +155,11 @@ class GradientSync:
                 do=f"call model.to(...) first, then rankwise.{self.strategy}(model)",
             )
         self.hook_new_parameters()
+
+    def note_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Remember what the model is called with in the first step, for ranks to compare."""
+        if self._first_call is None and self._group is not None:
+            self._first_call = digest_of_call(args, kwargs)
 
     def check_followed(self, model: nn.Module) -> None:
         """Raise unless every parameter of ``model`` is one that ``replicate`` found."""
@@ -304,6 +313,9 @@ class GradientSync:
         if total > 0:
             self._unit = self._unit_near(self._unit * total / group.world_size)
             self._scale = 1.0
+        if self._num_synced == 0:
+            # A rank without samples was called with others' to stand in.
+            warn_of_same_samples(self._first_call or 0 if self.weight > 0 else 0, group, self._model_name)
         self._num_synced += 1
         # Several models that are trained together make one step.
         group.watch.record.step = max(group.watch.record.step, self._num_synced)

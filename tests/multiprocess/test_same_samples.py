@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loader that gives every rank the same samples is spoken of, in the first step; nothing else is."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import rankwise as rw
+from rankwise import testing
+from rankwise.log import logger
+
+if TYPE_CHECKING:
+    from rankwise.world import World
+
+WORDS = "every rank has called Linear with the same in the first step"
+
+
+def _data(world: World, how: str) -> list[torch.Tensor]:
+    samples = [torch.full((2,), float(number)) for number in range(8)]
+    if how == "torch's loader":
+        return list(torch.utils.data.DataLoader(samples, batch_size=4))
+    if how == "a sampler":
+        sampler = rw.ShardedSampler(len(samples), global_batch_size=4)
+        return list(torch.utils.data.DataLoader(samples, batch_sampler=sampler))
+    if how == "no samples":
+        # All but the first stand in for a part that is empty.
+        return [torch.ones(1, 2)] * 2
+    return list(rw.DataLoader(samples, global_batch_size=4))
+
+
+def _train(world: World, how: str) -> list[str]:
+    said: list[str] = []
+    heard = logging.Handler()
+    heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(heard)
+    model = rw.replicate(nn.Linear(2, 1), weight=lambda x: 0 if how == "no samples" and world.rank else len(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for x in _data(world, how):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [text for text in said if "every rank has called" in text]
+
+
+@pytest.mark.parametrize("how", ["torch's loader", "a sampler", "our loader", "no samples"])
+def test_the_same_samples_on_every_rank_are_spoken_of_once(how: str) -> None:
+    first, *others = [result.get() for result in testing.run_ranks(_train, 3, how)]
+    assert others == [[], []]
+    assert [text[: len(WORDS)] for text in first] == [WORDS] * (how == "torch's loader")
