@@ -372,8 +372,8 @@ class Watch:
         if pointless is not None:
             return pointless
         with contextlib.suppress(StoreLost):
-            answers = self._roll_call()
-            gone = blame.unheard(answers, sorted(set(range(self._world.world_size)).difference(self._lost())))
+            lost, answers = self._lost(), self._roll_call()  # of those lost meanwhile nobody has heard here
+            gone = blame.unheard(answers, sorted(set(range(self._world.world_size)).difference(lost)))
             table = blame.table(answers, self._world.world_size)
             event = blame.broken(
                 self._world, ticket.words, gone=gone, table=table, departed=self._departed, reason=str(error)

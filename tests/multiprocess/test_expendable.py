@@ -67,7 +67,7 @@ def _go_on(world: World) -> list[str]:
             named.append(f"missing: {error.ranks}")
     with watch._changed:
         assert watch._changed.wait_for(lambda: watch.departed(3), EVENT_SECONDS)
-    assert watch.error is None
+    assert watch.error is None, watch.error
     assert rw.all_reduce(1, group=pair) == 2, "who does not need them goes on"
     return named
 
