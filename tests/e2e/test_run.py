@@ -191,7 +191,7 @@ def test_threads_are_shared_out_unless_the_user_chose(command: Command, chosen: 
         (["-m", "bad"], "SyntaxError: invalid syntax"),
         (["-n", "0", "good.py"], "0 ranks cannot be started"),
         (["-n", "-2", "good.py"], "-2 ranks cannot be started"),
-        (["-n", "two", "good.py"], "invalid int value"),
+        (["-n", "two", "good.py"], "'two' is not a number"),
         (["--max-restarts", "-1", "good.py"], "max_restarts is -1"),
         (["--log-dir", "good.py/logs", "good.py"], "cannot be written to"),
         ([], "the following arguments are required"),
