@@ -6,8 +6,6 @@ READY := .venv/ready
 PEERS_BIN := .venv-peers/bin
 PEERS_READY := .venv-peers/ready
 PYTEST := $(BIN)/python -m pytest
-# Ranks wait for each other much of the time: two tests at a time keep two cores busy.
-PYTEST_BY_TWO := $(PYTEST) --numprocesses 2 --dist worksteal
 CODE := src tests examples benchmarks
 
 .PHONY: help setup demo test check lint format type unit multiprocess multihost e2e gpu bench bench-peers lock clean
@@ -50,13 +48,13 @@ unit: setup  ## pure values, in seconds
 	$(PYTEST) tests/unit
 
 multiprocess: setup  ## real groups of ranks on this machine
-	$(PYTEST_BY_TWO) tests/multiprocess
+	$(PYTEST) tests/multiprocess
 
 multihost: setup  ## hosts that are network namespaces, Slurm, Open MPI, ssh; needs root and what .ci/run installs
 	$(PYTEST) tests/multihost
 
 e2e: setup  ## commands and examples, as a user runs them
-	$(PYTEST_BY_TWO) tests/e2e
+	$(PYTEST) tests/e2e
 
 gpu: setup  ## the same on GPUs; needs at least one, and is not part of test
 	$(PYTEST) tests/gpu
