@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WORDS = "every rank has called Linear with the same in the first step"
 
 
-def _data(world: World, how: str) -> list[torch.Tensor]:
+def _data(how: str) -> list[torch.Tensor]:
     samples = [torch.full((2,), float(number)) for number in range(8)]
     if how == "torch's loader":
         return list(torch.utils.data.DataLoader(samples, batch_size=4))
@@ -41,7 +41,7 @@ def _train(world: World, how: str) -> list[str]:
     model = rw.replicate(nn.Linear(2, 1), weight=lambda x: 0 if how == "no samples" and world.rank else len(x))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        for x in _data(world, how):
+        for x in _data(how):
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
