@@ -7,6 +7,7 @@ microstep of an accumulation. What no rank used keeps ``grad=None``. Used by sha
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -90,6 +91,8 @@ class ShardSync:
         self._amount = 0.0
         self._carried = 0.0
         self._num_carried = 0
+        self._earlier: dict[int, torch.Tensor] = {}
+        """By number of the parameter, the weighted sum of the gradients of earlier microsteps: [as the whole one]."""
         self._used: set[int] = set()
         self._without_gradient: set[int] = set()
         self._num_synced = 0
@@ -212,18 +215,25 @@ class ShardSync:
     def _before_reduction(self, group: FSDPParamGroup) -> None:
         """Multiply what backward has left in a block. Called when backward has left the block."""
         for one in group.fsdp_params:
+            number = self._number_of[id(one)]
             parameter = getattr(one, "_unsharded_param", None)
             gradient = None if parameter is None else parameter.grad
-            if parameter is not None and gradient is not None:
+            if gradient is not None:
                 if not self._in_backward:
                     self._begin(self._latest)
-                self._used.add(self._number_of[id(one)])
+                self._used.add(number)
                 _multiply(gradient, self._factor)
-                if self._is_accumulating:
-                    _add_up(one, gradient)
+            if self._is_accumulating:
+                if parameter is not None and gradient is not None:
+                    # Kept here, since each version of torch keeps it in its own way, or reduces it as it is.
+                    _add_to(self._earlier, number, gradient, one.reduce_dtype)
                     parameter.grad = None
-            if not self._is_accumulating and one.unsharded_accumulated_grad is not None:
-                _multiply(one.unsharded_accumulated_grad, self._carried_factor)
+            elif number in self._earlier:
+                earlier = self._earlier.pop(number)
+                _multiply(earlier, self._carried_factor)
+                if gradient is not None:
+                    earlier.add_(gradient)
+                _reduce_instead(one, earlier)
 
     # -- when backward has run ---------------------------------------------------------------------
 
@@ -275,13 +285,13 @@ class ShardSync:
             model.reset_iter_state()
         for group in self._groups:
             for one in group.fsdp_params:
-                one.unsharded_accumulated_grad = None
                 if hasattr(one, "_unsharded_param"):
-                    one._unsharded_param.grad = None  # noqa: SLF001 - where torch keeps it between microsteps
+                    one._unsharded_param.grad = None  # noqa: SLF001 - what the broken backward left
         self._in_backward = False
         self._close()
 
     def _close(self) -> None:
+        self._earlier.clear()
         self._used.clear()
         self._factor = self._carried_factor = self._unit = 1.0
         self._carried = 0.0
@@ -360,11 +370,23 @@ def _multiply(gradient: torch.Tensor, factor: float) -> None:
             local.mul_(factor)
 
 
-def _add_up(one: FSDPParam, gradient: torch.Tensor) -> None:
-    """Add a microstep's gradient to those that wait for the last one."""
+def _add_to(earlier: dict[int, torch.Tensor], number: int, gradient: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Add a microstep's gradient to those that wait for the last one, in the dtype they are reduced in."""
     with torch.no_grad():
-        earlier = one.unsharded_accumulated_grad
-        if earlier is None:
-            one.unsharded_accumulated_grad = gradient.to(one.reduce_dtype or gradient.dtype)
+        if number in earlier:
+            earlier[number] += gradient
         else:
-            earlier += gradient
+            earlier[number] = gradient.to(dtype or gradient.dtype)
+
+
+def _reduce_instead(one: FSDPParam, gradient: torch.Tensor) -> None:
+    """Have torch reduce ``gradient`` in place of what the last backward left.
+
+    From torch 2.15 on the whole parameter's ``grad`` takes any dtype; before, a wider one than the parameter's has
+    a place of its own.
+    """
+    if isinstance(inspect.getattr_static(type(one), "unsharded_accumulated_grad", None), property):
+        one._unsharded_param.grad = gradient  # noqa: SLF001 - where autograd adds up
+    else:
+        one._unsharded_param.grad = None  # noqa: SLF001 - as above
+        one.unsharded_accumulated_grad = gradient
