@@ -279,7 +279,6 @@ class _Server:
         for stream in streams:
             if stream > 2:  # noqa: PLR2004 - the three standard streams
                 os.close(stream)
-        gc.unfreeze()
 
     def _reap(self) -> None:
         while True:
@@ -347,7 +346,6 @@ def _preload() -> None:
 def _preload_for_restarts() -> None:
     """Import what torch's optimizers import when they are first used: a second of each rank's start."""
     importlib.import_module("torch._dynamo")
-    gc.freeze()
 
 
 def _children() -> list[int]:
