@@ -24,6 +24,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from rankwise.data.sources import Fetched, MapSource, Request, Stream
 from rankwise.errors import DatasetError
+from rankwise.forking import threads_are_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -167,7 +168,8 @@ class Workers:
         return self._fetched()
 
     def _fetched(self) -> Iterator[Fetched]:
-        answers = iter(self._loader)
+        with threads_are_known():
+            answers = iter(self._loader)
         while True:
             try:
                 answer = next(answers, None)
