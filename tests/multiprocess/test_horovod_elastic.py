@@ -232,7 +232,8 @@ def commit(_: rankwise.World, folder: str, kind: str) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "evidence"), [("code", "pathlib.PosixPath"), ("function", "test_horovod_elastic.commit")]
+    ("kind", "evidence"),
+    [("code", f"{type(Path()).__module__}.PosixPath"), ("function", "test_horovod_elastic.commit")],
 )
 def test_what_would_have_to_run_code_is_refused_when_it_is_committed(tmp_path: Path, kind: str, evidence: str) -> None:
     (result,) = testing.run_ranks(commit, 1, str(tmp_path), kind)

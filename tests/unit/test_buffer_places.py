@@ -66,7 +66,8 @@ def test_a_buffer_or_layer_more_or_less_is_one_walk() -> None:
 
 
 def test_scripted_layers_are_followed() -> None:
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    # A FutureWarning from torch 2.15 on.
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
         scripted = torch.jit.script(nn.BatchNorm1d(2))
     model = Counted(nn.Linear(2, 2), scripted)
     places = BufferPlaces(model)
