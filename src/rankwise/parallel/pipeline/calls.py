@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.collectives import gather_json
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
-from rankwise.parallel.buckets import own_part
 from rankwise.parallel.device_mesh import axes_for, exchange_along
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.checks import check_axes, check_functions, checked_count, checked_split
@@ -29,6 +27,8 @@ from rankwise.parallel.pipeline.steps import Pipeline
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.trained import check_untrained, note_trained
 from rankwise.session import current
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
-from rankwise.parallel.same_forward import in_backward
 from rankwise.parallel.trained import samples_of, tensors_with_grad
-from rankwise.parallel.uncompiled import uncompiled
+from rankwise.torch_private.autograd import in_backward
+from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
