@@ -279,7 +279,6 @@ class _Server:
         for stream in streams:
             if stream > 2:  # noqa: PLR2004 - the three standard streams
                 os.close(stream)
-        gc.unfreeze()
 
     def _reap(self) -> None:
         while True:
@@ -349,7 +348,6 @@ def _preload_for_restarts() -> None:
     from rankwise.torch_private.compiler import import_compiler  # noqa: PLC0415 - torch itself comes with _preload()
 
     import_compiler()
-    gc.freeze()
 
 
 def _children() -> list[int]:

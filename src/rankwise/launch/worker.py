@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import os
 import sys
 from typing import TYPE_CHECKING, TextIO
@@ -57,9 +56,6 @@ def run_rank(start: RankStart, target: Target, doorbell: int) -> int:
         if not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
         return exit_code
-    finally:
-        # Python's end would look through all of torch for what to free, and keep the others waiting.
-        gc.freeze()
     return 0
 
 

@@ -40,6 +40,7 @@ from rankwise.parallel.trained import (
 )
 from rankwise.session import current
 from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import is_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -369,7 +370,7 @@ def _without_views(_: nn.Module, __: object, output: object) -> object:
 
 
 def _is_followed_view(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad and value._is_view()  # noqa: SLF001 - no public way
+    return isinstance(value, torch.Tensor) and value.requires_grad and is_view(value)
 
 
 def _watch_waits(model: nn.Module, watch: Watch, ranks: Sequence[int]) -> None:
