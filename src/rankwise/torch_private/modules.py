@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-EXTRA_STATE = "_extra_state"
+EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
 """How the key of a module's extra state ends in a ``state_dict``."""
 
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
