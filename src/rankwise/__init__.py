@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from rankwise import torch_versions
 from rankwise.version import VERSION
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from rankwise.world import World
 
 __version__ = VERSION
+torch_versions.check()
 
 _ROOM_OF = {
     "Checkpointer": "checkpoint.checkpointer",

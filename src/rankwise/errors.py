@@ -86,6 +86,18 @@ class ConfigurationError(RankwiseError, ValueError):
     """An argument or setting is bad, or two contradict each other."""
 
 
+class TorchTooOld(RankwiseError, ImportError):
+    """The installed torch lacks calls that rankwise needs."""
+
+
+class UntestedTorch(UserWarning):
+    """The installed torch is newer than any version that rankwise was tested on."""
+
+
+class WrongGradients(RankwiseError, RuntimeError):
+    """On this version of torch a strategy computes other gradients than one device does."""
+
+
 class EnvironmentConflict(ConfigurationError):
     """Two launchers' variables say different things about this process."""
 

@@ -9,16 +9,31 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 logger = logging.getLogger("rankwise")
 
-_speaker: dict[str, str | bool] = {"prefix": "", "is_rank_zero": True}
+_speaker: dict[str, str | bool] = {"prefix": "", "is_rank_zero": True, "is_muted": False}
 
 
 def speak_as(prefix: str, *, is_rank_zero: bool) -> None:
     """Tell the log which rank this process is. Called when a world is joined and left."""
     _speaker["prefix"] = prefix
     _speaker["is_rank_zero"] = is_rank_zero
+
+
+@contextmanager
+def muted() -> Generator[None]:
+    """Say nothing inside the block: what is done there is not the user's."""
+    before, _speaker["is_muted"] = _speaker["is_muted"], True
+    try:
+        yield
+    finally:
+        _speaker["is_muted"] = before
 
 
 def log(message: str, *, all_ranks: bool = False) -> None:
@@ -37,7 +52,7 @@ def warn(message: str, *, all_ranks: bool = False) -> None:
 
 
 def _emit(level: int, message: str, *, all_ranks: bool) -> None:
-    if not (all_ranks or _speaker["is_rank_zero"]):
+    if _speaker["is_muted"] or not (all_ranks or _speaker["is_rank_zero"]):
         return
     text = f"{_speaker['prefix']} {message}" if all_ranks and _speaker["prefix"] else message
     if logger.hasHandlers():

@@ -17,6 +17,8 @@ from rankwise import places
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
+
     from rankwise.places import Place
 
 LENGTH = 64
@@ -123,3 +125,8 @@ class Record:
 def _at(ticket: Ticket, thread_id: int) -> str:
     # Hooks may run on a thread of torch's, which has no line of the user's: backward stands in the one that trains.
     return places.words(ticket.place) if ticket.place is not None else places.place_of_thread(thread_id)
+
+
+def with_kind(what: str, tensor: torch.Tensor) -> str:
+    """Add dtype and shape of what a rank sends to words that do not tell them."""
+    return what if "[" in what else f"{what}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rankwise import blame, roll_call, silent
 from rankwise.errors import RankwiseError, fold_ranks
 from rankwise.events import key_of, post, post_departure, post_failure
+from rankwise.forking import hold_during_forks
 from rankwise.log import warn
-from rankwise.record import Record
+from rankwise.record import Record, with_kind
 from rankwise.stopping import Stopping
 from rankwise.store import StoreLost
 
@@ -75,6 +76,7 @@ class Watch:
         self._departed: dict[int, dict[str, Any]] = {}
         self._expendable: set[int] = set()
         self._changed = threading.Condition()
+        hold_during_forks(self._changed)
         self._waiting: Ticket | None = None
         self._is_checking = False
         self._next_event = 1
@@ -96,7 +98,7 @@ class Watch:
         if self.check is not None and not self._is_checking and self._is_of_all(channel):
             self._is_checking = True
             try:
-                self.check(what if tensor is None else _with_kind(what, tensor))
+                self.check(what if tensor is None else with_kind(what, tensor))
             finally:
                 self._is_checking = False
         return self.record.begin(what, channel)
@@ -393,8 +395,3 @@ class Watch:
 def _has_come(counts: Sequence[int], ticket: Ticket) -> bool:
     """Return whether a rank that left with these counts had come to a collective."""
     return ticket.channel < len(counts) and counts[ticket.channel] >= ticket.sequence
-
-
-def _with_kind(what: str, tensor: torch.Tensor) -> str:
-    """Add dtype and shape to words that do not tell them."""
-    return what if "[" in what else f"{what}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

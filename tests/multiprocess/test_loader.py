@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -232,6 +234,17 @@ def _reads_all(world: World, num_workers: int) -> tuple[int, str, str]:
     except DatasetError as error:
         return -1, str(error), repr(error.__cause__)
     return len(batches), "", ""
+
+
+def _reads_where_warnings_are_errors(world: World) -> int:
+    assert threading.active_count() > 1, "there is no thread that a fork could meet"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return len(list(DataLoader(Augmented(9), global_batch_size=2, num_workers=2)))
+
+
+def test_starting_workers_beside_the_threads_of_a_rank_warns_of_nothing() -> None:
+    assert [result.get() for result in run_ranks(_reads_where_warnings_are_errors, 2)] == [5, 5]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -14,7 +14,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "rankwise"
 DRAWING = ROOT / "docs" / "architecture.md"
-PURE = ("errors", "world", "network", "environments", "data.permutation", "data.shards", "checkpoint.manifest")
+PURE = (
+    "errors",
+    "version",
+    "torch_versions",
+    "world",
+    "network",
+    "environments",
+    "data.permutation",
+    "data.shards",
+    "checkpoint.manifest",
+)
 VAGUE = {
     "utils",
     "util",

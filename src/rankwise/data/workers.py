@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rankwise.data.sources import Fetched, MapSource, Request, Stream
 from rankwise.errors import DatasetError
+from rankwise.forking import threads_are_known
 from rankwise.torch_private.loader import end_workers, forget_iterator, show_worker, workers_of
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ class Workers:
         return self._fetched()
 
     def _fetched(self) -> Iterator[Fetched]:
-        answers = iter(self._loader)
+        with threads_are_known():
+            answers = iter(self._loader)
         while True:
             try:
                 answer = next(answers, None)

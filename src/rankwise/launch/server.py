@@ -19,13 +19,13 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from rankwise import stopping
 from rankwise.errors import LaunchError
+from rankwise.forking import threads_are_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -160,7 +160,8 @@ def fork_server(
     sys.stderr.flush()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        pid = os.fork()
+        with threads_are_known():  # those of BLAS
+            pid = os.fork()
     except OSError as error:
         # No server comes to do it.
         shutil.rmtree(folder, ignore_errors=True)
@@ -239,9 +240,7 @@ class _Server:
     def _fork(self, start: RankStart, streams: Sequence[int]) -> bool:
         server_pid = os.getpid()
         try:
-            with warnings.catch_warnings():
-                # Python warns of threads at a fork; these are BLAS's own, made for it.
-                warnings.simplefilter("ignore", DeprecationWarning)
+            with threads_are_known():
                 pid = os.fork()
         except OSError as error:
             self._say({"said": "refused", "rank": start.rank, "why": error.strerror})

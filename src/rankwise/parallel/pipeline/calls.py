@@ -7,6 +7,7 @@ Holds the public call; where the model is cut is plan's, and what a step does is
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
@@ -24,7 +25,10 @@ from rankwise.parallel.pipeline.keep import keep_own
 from rankwise.parallel.pipeline.plan import Piped, plan_of
 from rankwise.parallel.pipeline.schedule import schedule_of
 from rankwise.parallel.pipeline.steps import Pipeline
+from rankwise.parallel.pipeline.trial import trial
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.self_check import check_torch
+from rankwise.parallel.self_check import loss_fn as trial_loss
 from rankwise.parallel.trained import check_untrained, note_trained
 from rankwise.session import current
 from rankwise.torch_private import tree as pytree
@@ -88,6 +92,7 @@ def pipeline(
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
         ConfigurationError: the model cannot be cut so, or ranks were given different things; on every rank, and
             nothing has changed.
+        WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
 
     Source: torch.distributed.pipelining, whose schedules order a step.
     """
@@ -101,6 +106,11 @@ def pipeline(
         num_micro_batches = checked_count(micro_batches, chosen, axes.pp)
         names = checked_split(split)
         plan = plan_of(model, chosen, axes.pp, session.world.device)
+
+    def small(model: nn.Module, example: object, split: Sequence[str]) -> Pipeline:
+        return pipeline(model, trial_loss, example=example, schedule=schedule, split=split or None)
+
+    check_torch("pipeline", partial(trial, small, plan.num_stages), variant=chosen.name)
     same_on_all_ranks(
         "what pipeline() was given",
         {

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -36,8 +37,10 @@ from rankwise.parallel.place.plan import (
     key_of,
 )
 from rankwise.parallel.place.report import PlacedPart, Placement
+from rankwise.parallel.place.trial import trial
 from rankwise.parallel.place.units import joined, sizes_of, units_of
 from rankwise.parallel.place.weights import Homes, Weights, commit, in_short, prepare
+from rankwise.parallel.self_check import check_torch
 from rankwise.parallel.trained import check_untrained, is_placed, note_placed
 from rankwise.tensor_files import open_tensor_files
 from rankwise.torch_private.modules import own_buffers, own_parameters
@@ -110,9 +113,11 @@ def place(
         ConfigurationError: something in the plan or the budgets is not there, or splits a block, or there is no
             room. The model is then as before.
         CheckpointError: the files are damaged, or of another model. The model is then as before.
+        WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
     """
     _check_model(model)
     _check_paths(checkpoint=checkpoint, offload_folder=offload_folder)
+    check_torch("place", partial(trial, lambda small, plan, folder: place(small, plan, offload_folder=folder)))
     units = units_of(model, keep_whole)
     to_int8 = quantisable(model) if int8 else set[int]()
     sizes = sizes_of(units, lambda slot: _bytes_at_home(slot, to_int8))

@@ -7,6 +7,7 @@ all ranks before anything changes. What makes the gradients exact is shard_weigh
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakMethod, ref
 
@@ -27,8 +28,10 @@ from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.from_meta import FromMeta, check_same_meta
 from rankwise.parallel.same_forward import SameForward
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.self_check import check_torch
 from rankwise.parallel.shard.blocks import Blocks, block_names, grouped
 from rankwise.parallel.shard.recompute import recompute_block
+from rankwise.parallel.shard.trial import trial
 from rankwise.parallel.shard.waits import WatchedAllGather, WatchedReduceScatter
 from rankwise.parallel.shard.weights import AfterForward, BeforeForward, ShardSync
 from rankwise.parallel.trained import (
@@ -109,6 +112,7 @@ def shard(
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
         ConfigurationError: the model is sharded or replicated already, has nothing to train, has no such blocks, or
             the mesh has axes that sharding does not use.
+        WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
 
     Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (VLDB 2023); the exact mean is
         sum_r w_r g_r / sum_r w_r.
@@ -127,6 +131,7 @@ def shard(
         recomputed = _recomputed(model, names, recompute)
         groups = grouped(model, names)
         _check_dtypes(model, groups)
+    check_torch("shard", partial(trial, shard))
     if session.exchange is not None:
         same_on_all_ranks(
             "what shard() was given",

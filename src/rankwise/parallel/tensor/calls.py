@@ -7,6 +7,7 @@ there; finding the plan is tensor_plan's.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -22,8 +23,10 @@ from rankwise.parallel.blocks import has_forward, is_plain_container
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.from_meta import FromMeta, check_same_meta
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.self_check import check_torch
 from rankwise.parallel.tensor.alike import Alike
 from rankwise.parallel.tensor.plan import Plan, Style, check_tied, find_plan, given_plan, tied
+from rankwise.parallel.tensor.trial import trial
 from rankwise.parallel.trained import check_untrained
 from rankwise.session import current
 from rankwise.torch_private.modules import own_parameters
@@ -68,6 +71,7 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
         ConfigurationError: the plan does not fit the model, sizes cannot be shared evenly, nothing to split was found,
             or the model went through another strategy before.
+        WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
 
     Source: torch.distributed.tensor.parallel.parallelize_module; Shoeybi et al., "Megatron-LM" (2019), section 3.
     """
@@ -77,6 +81,7 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
     with all_ranks_succeed("rankwise.tensor_parallel()"):
         _check_first(model)
         chosen = _choose(model, plan, tp)
+    check_torch("tensor_parallel", partial(trial, tensor_parallel))
     if session.exchange is not None:
         same_on_all_ranks(
             "the plan of tensor_parallel()",

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which versions of torch rankwise works on: read without importing torch, and judged when rankwise is imported.
+
+Holds the one list of tested versions. Imported by the package itself and by what checks a version before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import warnings
+from pathlib import Path
+
+from rankwise.errors import TorchTooOld, UntestedTorch
+from rankwise.version import VERSION
+
+OLDEST = (2, 12)
+"""The first release that has every call rankwise needs. Older ones are refused."""
+TESTED = ((2, 13), (2, 14), (2, 15))
+"""Releases on which CI runs the tests. On others the strategies check their gradients before they are used."""
+
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.dev)?")
+
+
+def requirement() -> str:
+    """Return what pip is to install: ``torch>=2.12,<2.16``."""
+    major, minor = TESTED[-1]
+    return f"torch>={_dotted(OLDEST)},<{major}.{minor + 1}"
+
+
+def installed() -> str | None:
+    """Return the version of torch in this environment, as ``2.15.0+cu132``; ``None`` where there is none."""
+    version = getattr(sys.modules.get("torch"), "__version__", None)
+    if version is not None:
+        return str(version)
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    # torch writes it there when it is built; its metadata takes ten times as long to read.
+    source = Path(spec.origin).with_name("version.py")
+    found = re.search(r"^__version__ = ['\"](.+)['\"]", source.read_text(encoding="utf-8"), re.MULTILINE)
+    return None if found is None else found[1]
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Return ``(2, 15)`` of ``2.15.0+cu132``.
+
+    Raises:
+        ValueError: it is no version.
+    """
+    return _parsed(version)[0]
+
+
+def is_tested(version: str | None = None) -> bool:
+    """Return whether CI ran on this release of torch. A build from before the release does not count as it.
+
+    Args:
+        version: by default the one installed.
+    """
+    version = installed() if version is None else version
+    if version is None:
+        return False
+    release, is_early = _parsed(version)
+    return release in TESTED and not is_early
+
+
+def check() -> None:
+    """Refuse a torch that is too old, and warn of one that is newer than any tested one.
+
+    Raises:
+        TorchTooOld: calls that rankwise needs are missing.
+    """
+    version = installed()
+    if version is None:
+        return  # Importing torch says so best.
+    release, is_early = _parsed(version)
+    if release < OLDEST:
+        raise TorchTooOld(
+            f"rankwise {VERSION} needs torch {_dotted(OLDEST)} or newer, and this is torch {version}.",
+            do=f"pip install '{requirement()}'",
+        )
+    if release > TESTED[-1] or (is_early and release == TESTED[-1]):
+        warnings.warn(
+            f"torch {version} is newer than the newest version that rankwise {VERSION} was tested on "
+            f"({_dotted(TESTED[-1])}): shard, pipeline, tensor_parallel and place check their gradients before they "
+            f"are first used. For a tested one: pip install '{requirement()}'",
+            UntestedTorch,
+            stacklevel=3,
+        )
+
+
+def _parsed(version: str) -> tuple[tuple[int, int], bool]:
+    found = _VERSION.match(version)
+    if found is None:
+        raise ValueError(f"{version!r} is not a version of torch")
+    return (int(found[1]), int(found[2])), found[3] is not None
+
+
+def _dotted(release: tuple[int, int]) -> str:
+    return f"{release[0]}.{release[1]}"

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which torch rankwise accepts: importing it refuses one that is too old, and warns of one that is too new."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+
+from rankwise import torch_versions
+from rankwise.errors import TorchTooOld, UntestedTorch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    import torch
+
+    # What is patched is the string that torch itself would have.
+    assert torch_versions.installed() == torch.__version__
+    return monkeypatch
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.8.0+cu128", "1.13.1", "2.11.0a0+git1"])
+def test_too_old_is_refused_with_what_to_install(told: pytest.MonkeyPatch, version: str) -> None:
+    told.setattr("torch.__version__", version)
+    with pytest.raises(TorchTooOld) as caught:
+        torch_versions.check()
+    assert version in str(caught.value)
+    assert "needs torch 2.12 or newer" in str(caught.value)
+    assert f"pip install '{torch_versions.requirement()}'" in str(caught.value)
+    assert isinstance(caught.value, ImportError)
+
+
+@pytest.mark.parametrize("version", ["2.16.0", "3.0.1+cu140", "2.16.0.dev20261101", "2.15.0a0+nv26.10", "2.15.0rc1"])
+def test_newer_than_tested_is_warned_of(told: pytest.MonkeyPatch, version: str) -> None:
+    told.setattr("torch.__version__", version)
+    with pytest.warns(UntestedTorch, match="check their gradients") as caught:
+        torch_versions.check()
+    assert len(caught) == 1
+    assert version in str(caught[0].message)
+    assert not torch_versions.is_tested()
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [
+        ("2.12.1", False),  # runs, and checks itself
+        ("2.13.0+cpu", True),
+        ("2.14.1", True),
+        ("2.15.0+cu132", True),
+        ("2.15.3", True),
+        ("2.14.0a0+nv26.06", False),  # built before the release
+    ],
+)
+def test_others_are_quiet(told: pytest.MonkeyPatch, version: str, is_tested: bool) -> None:
+    told.setattr("torch.__version__", version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_versions.check()
+    assert torch_versions.is_tested() is is_tested
+
+
+def test_the_requirement_says_what_is_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert torch_versions.requirement() in project["dependencies"]
+
+
+PROGRAM = """
+import sys, warnings
+from types import ModuleType
+if {version!r}:
+    torch = ModuleType("torch")
+    torch.__version__ = {version!r}
+    sys.modules["torch"] = torch
+import rankwise
+from rankwise import torch_versions
+assert ("torch" in sys.modules) == bool({version!r}), "importing rankwise imported torch"
+print(torch_versions.installed())
+"""
+
+
+def imported(version: str) -> subprocess.CompletedProcess[str]:
+    """Import rankwise in a process of its own, which sees this version of torch; or the one that is there."""
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(version=version)], capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+def test_importing_on_the_installed_torch_reads_its_version_without_importing_it() -> None:
+    import torch
+
+    done = imported("")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == torch.__version__
+
+
+def test_importing_on_an_old_torch_fails_in_words() -> None:
+    done = imported("2.8.0")
+    assert done.returncode == 1
+    assert "TorchTooOld: rankwise 0.1.0 needs torch 2.12 or newer, and this is torch 2.8.0." in done.stderr
+    assert "pip install" in done.stderr
+
+
+def test_importing_on_an_unknown_torch_warns_once() -> None:
+    done = imported("2.99.0")
+    assert done.returncode == 0
+    assert done.stderr.count("UntestedTorch") == 1
+    assert "torch 2.99.0 is newer than the newest version" in done.stderr
