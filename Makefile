@@ -7,8 +7,9 @@ PEERS_BIN := .venv-peers/bin
 PEERS_READY := .venv-peers/ready
 PYTEST := $(BIN)/python -m pytest
 CODE := src tests examples benchmarks
+VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e gpu bench bench-peers lock clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e versions gpu bench bench-peers lock clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +57,12 @@ multihost: setup  ## hosts that are network namespaces, Slurm, Open MPI, ssh; ne
 e2e: setup  ## commands and examples, as a user runs them
 	$(PYTEST) tests/e2e
 
+versions: $(VERSIONS:%=version-%)  ## what depends most on Python and torch, on the newer ones of both
+
+# version-3.13-2.15.0: Python, then torch.
+version-%:
+	@.ci/version $(subst -, ,$*)
+
 gpu: setup  ## the same on GPUs; needs at least one, and is not part of test
 	$(PYTEST) tests/gpu
 
@@ -77,5 +84,5 @@ lock:  ## pin requirements/dev.in and peers.in anew
 	$(PYTHON) requirements/lock.py
 
 clean:  ## remove what the other targets made
-	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

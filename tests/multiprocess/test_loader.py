@@ -236,15 +236,17 @@ def _reads_all(world: World, num_workers: int) -> tuple[int, str, str]:
     return len(batches), "", ""
 
 
-def _reads_where_warnings_are_errors(world: World) -> int:
+def _warned_of_while_reading(world: World) -> list[str]:
     assert threading.active_count() > 1, "there is no thread that a fork could meet"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return len(list(DataLoader(Augmented(9), global_batch_size=2, num_workers=2)))
+    # Recorded: what os.fork() warns of is printed where it would have to be raised.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(list(DataLoader(Augmented(9), global_batch_size=2, num_workers=2))) == 5
+    return [str(one.message) for one in caught]
 
 
 def test_starting_workers_beside_the_threads_of_a_rank_warns_of_nothing() -> None:
-    assert [result.get() for result in run_ranks(_reads_where_warnings_are_errors, 2)] == [5, 5]
+    assert [result.get() for result in run_ranks(_warned_of_while_reading, 2)] == [[], []]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

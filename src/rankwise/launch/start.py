@@ -193,7 +193,7 @@ def _take_part(job: _Job, target: Target, options: LaunchOptions, saying: Saying
             can_restart=options.max_restarts > 0,
             saves_on_terminate=SAVES_ON_TERMINATE in os.environ,
         )
-        saying.say(_decision(num_ranks) + meeting.words + _told(target))
+        saying.say(_decision(options, num_ranks) + meeting.words + _told(target))
         if options.nodes[1] == 1:
             saying.say(unused_nodes())
         exit_code = agent.run(options.rendezvous_timeout_seconds)
@@ -261,7 +261,9 @@ def _report(saying: Saying, failed: FailedAttempt, *, hosts_job: bool) -> None:
     saying.report(failed, failure.report(failed) if hosts_job else failure.report_elsewhere(failed))
 
 
-def _decision(num_ranks: int) -> str:
+def _decision(options: LaunchOptions, num_ranks: int) -> str:
+    if options.num_ranks == 1 and options.nodes[1] == 1:
+        return ""  # Nothing was decided here: what runs is what `python` would run.
     threads = threads_per_rank(num_ranks, os.environ.get("OMP_NUM_THREADS"))
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     each = f"{threads} CPU thread" if threads == 1 else f"{threads} CPU threads"
