@@ -12,8 +12,8 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.buckets import own_part
 from rankwise.parallel.compress.low_rank import Plan, basis_of, orthonormaliser
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

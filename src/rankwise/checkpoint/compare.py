@@ -16,6 +16,7 @@ import torch
 from rankwise.checkpoint.content import kind_of, unwrapped
 from rankwise.checkpoint.files import dtype_name
 from rankwise.checkpoint.state import child
+from rankwise.torch_private.modules import EXTRA_STATE
 
 _ABSENT = "nothing"
 
@@ -96,7 +97,7 @@ def _compare_entries(
         place = child(path, key)
         if key in saved and key in here:
             # A module's extra state is a value of its own, of any form.
-            inner = strict and not str(key).endswith("_extra_state")
+            inner = strict and not str(key).endswith(EXTRA_STATE)
             if difference := _compare(place, saved[key], here[key], strict=inner):
                 return difference
         elif strict:

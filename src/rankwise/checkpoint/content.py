@@ -18,6 +18,7 @@ from rankwise.checkpoint.layout import Layout, Report, bounds, differs, layouts_
 from rankwise.checkpoint.manifest import ObjectEntry, Part, Region, TensorEntry, whole
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.session import current_or_none
+from rankwise.torch_private.compiler import module_within
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -212,7 +213,8 @@ def unwrapped(thing: object) -> object:
     if isinstance(thing, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         return unwrapped(thing.module)
     if isinstance(thing, torch.nn.Module):
-        return dict(thing.named_children()).get("_orig_mod", thing)
+        inner = module_within(thing)
+        return thing if inner is None else inner
     return thing
 
 

@@ -10,14 +10,15 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from rankwise.checkpoint.manifest import Region, whole
 from rankwise.errors import CheckpointError
+from rankwise.torch_private.dtensor import own_part, placed_as_shaped, shard_orders, split_factor
+from rankwise.torch_private.tensors import memory_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch.distributed.tensor import DTensor
 
 
@@ -32,7 +33,7 @@ def as_dtensor(value: object) -> DTensor | None:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank has in memory of a tensor: all of it, or its region."""
     dtensor = as_dtensor(tensor)
-    return tensor.detach() if dtensor is None else cast("Any", dtensor)._local_tensor.detach()  # noqa: SLF001 - to_local() is for autograd
+    return tensor.detach() if dtensor is None else own_part(dtensor).detach()
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
@@ -109,16 +110,15 @@ def _shard_orders(dtensor: DTensor, mesh_shape: Sequence[int], path: str) -> lis
         if not hasattr(placement, "dim"):
             raise _unknown(dtensor, path, "its parts are still to be summed")
         order = orders[placement.dim]
-        before, place = 1, 0
-        while before != getattr(placement, "split_factor", 1) and place < len(order):
+        before, place, factor = 1, 0, split_factor(placement)
+        while before != factor and place < len(order):
             before *= mesh_shape[order[place]]
             place += 1
-        if before != getattr(placement, "split_factor", 1):
+        if before != factor:
             raise _unknown(dtensor, path, "its elements are picked in strides")
         order.insert(place, mesh_dim)
-    said = getattr(cast("Any", dtensor)._spec, "shard_order", None)  # noqa: SLF001 - no public way to it
-    for entry in said or ():
-        orders[entry.tensor_dim] = list(entry.mesh_dims)
+    for dim, mesh_dims in shard_orders(dtensor):
+        orders[dim] = mesh_dims
     return orders
 
 
@@ -138,25 +138,7 @@ def like(template: torch.Tensor, memory: torch.Tensor, shape: tuple[int, ...]) -
         memory: this rank's region; on any device.
         shape: whole; that of the template, or another one, which is then replicated.
     """
-    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - there already, where a template is
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: PLC0415 - as above
-
-    source = cast("DTensor", template)
-    same = tuple(source.shape) == shape
-    placements = source.placements if same else (Replicate(),) * len(source.placements)
-    said = cast("Any", source)._spec  # noqa: SLF001 - where an order of the mesh dimensions is kept
-    spec = DTensorSpec(
-        mesh=source.device_mesh,
-        placements=tuple(placements),
-        tensor_meta=TensorMeta(torch.Size(shape), _row_major(shape), memory.dtype),
-        shard_order=said.shard_order if same and not said.use_strided_shard_as_shard_order else cast("Any", None),
-    )
-    # Not from_local(), which moves the memory to the mesh's device: loading copies it there by itself.
-    return cast("Any", DTensor)(memory, spec, requires_grad=False)
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    return placed_as_shaped(template, memory, shape)
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -165,5 +147,5 @@ def identity(tensor: torch.Tensor) -> tuple[object, ...]:
     kind = (tensor.device, tensor.dtype, tensor.shape, memory.shape, memory.stride())
     if memory.is_meta or as_dtensor(tensor) is not None:
         # Without elements on this rank there is no address; torch's own record of the memory still is one.
-        return (*kind, memory.untyped_storage()._cdata, memory.storage_offset())  # noqa: SLF001 - no public way to it
+        return (*kind, memory_key(memory), memory.storage_offset())
     return (*kind, memory.data_ptr(), memory.is_conj(), memory.is_neg())

@@ -17,6 +17,7 @@ import torch
 
 from rankwise.checkpoint import spread
 from rankwise.errors import CheckpointError
+from rankwise.torch_private.modules import metadata_of, set_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -127,7 +128,7 @@ class _Flattener:
             encoded[tag] = cast("dict[str, Json]", dict(pairs))
         else:
             encoded[tag] = [[self.encode(key, path, depth + 1), item] for key, item in pairs]
-        metadata = getattr(tree, "_metadata", None)
+        metadata = metadata_of(tree)
         if metadata is not None:
             encoded["metadata"] = self.encode(metadata, f"{path}._metadata", depth + 1)
         return encoded
@@ -188,7 +189,7 @@ def _decode_dict(skeleton: dict[str, Any], tag: str, tensor_of: Callable[[str], 
     for key, item in _pairs(skeleton[tag]):
         tree[unflatten(key, tensor_of)] = unflatten(item, tensor_of)
     if "metadata" in skeleton:
-        tree._metadata = unflatten(skeleton["metadata"], tensor_of)  # noqa: SLF001 - where torch keeps it
+        set_metadata(tree, unflatten(skeleton["metadata"], tensor_of))
     return tree
 
 

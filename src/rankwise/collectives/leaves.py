@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING
 
-from torch.utils import _pytree as pytree
-
 from rankwise.arrays import tensor_of
+from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.arrays import back
 from rankwise.collectives.group import agreed, exchange_of, place_of, place_of_source, size_of
@@ -14,6 +13,7 @@ from rankwise.collectives.leaves import dtypes, flattened, kind, kinds, plain
 from rankwise.collectives.objects import gather_json, gather_rows
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.bytes_of import bytes_of
+from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.arrays import back
 from rankwise.collectives.group import agreed, place_of, size_of
@@ -14,6 +13,7 @@ from rankwise.collectives.leaves import flattened, kind, kinds, plain
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.bytes_of import bytes_of
 from rankwise.exchange.reducing import can_reduce, reduce_into
+from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from rankwise.collectives.group import Group

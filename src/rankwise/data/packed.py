@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rankwise.torch_private.tensors import typed_storage, untyped_storage_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -168,8 +170,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - any object
         """Have a typed storage pickled as the storage under it; torch would pickle its bytes."""
-        if type(obj) is torch.storage.TypedStorage and _lies_in_memory(_bytes_of(obj)):
-            return _typed_storage, (_bytes_of(obj), obj.dtype)
+        if type(obj) is torch.storage.TypedStorage and _lies_in_memory(untyped_storage_of(obj)):
+            return typed_storage, (untyped_storage_of(obj), obj.dtype)
         return NotImplemented
 
     def _write_list(self, items: list[Any]) -> tuple[Any, ...]:
@@ -239,13 +241,5 @@ class _Unpickler(pickle.Unpickler):
         return self._reader.follow(pid)
 
 
-def _bytes_of(storage: torch.storage.TypedStorage) -> torch.UntypedStorage:
-    return storage._untyped_storage  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - the public way warns
-
-
 def _lies_in_memory(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cpu" and storage.nbytes() > 0
-
-
-def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

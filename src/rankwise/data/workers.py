@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from rankwise.data.sources import Fetched, MapSource, Request, Stream
 from rankwise.errors import DatasetError
 from rankwise.forking import threads_are_known
+from rankwise.torch_private.loader import end_workers, forget_iterator, show_worker, workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -103,14 +103,14 @@ class _ReadsStream(IterableDataset[Fetched | Failure]):
         batches = self._stream.batches(epoch, position, number, num_workers)
         while True:
             # Every worker needs the whole stream: a dataset that divides itself must see none.
-            _show_worker(None)
+            show_worker(None)
             try:
                 fetched = next(batches, None)
             except DatasetError as error:
                 yield failure_of(error)
                 return
             finally:
-                _show_worker(worker)
+                show_worker(worker)
             if fetched is None:
                 return
             yield fetched
@@ -185,7 +185,7 @@ class Workers:
 
     def _end(self, answers: Iterator[Any]) -> dict[int, int]:
         # Persistent workers that have ended are not to be asked again.
-        self._loader._iterator = None  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        forget_iterator(self._loader)
         return _end_workers(answers)
 
 
@@ -223,9 +223,9 @@ def _end_workers(answers: Iterator[Any]) -> dict[int, int]:
     workers waits for that, so that it comes here and not later, in the training loop.
     """
     with suppress(RuntimeError):
-        answers._shutdown_workers()  # type: ignore[attr-defined] # noqa: SLF001 - the only way to wait for the end
+        end_workers(answers)
     exit_codes: dict[int, int] = {}
-    for number, process in enumerate(answers._workers):  # type: ignore[attr-defined] # noqa: SLF001
+    for number, process in enumerate(workers_of(answers)):
         process.join(_END_SECONDS)
         if process.exitcode not in (0, None, -signal.SIGTERM):
             exit_codes[number] = process.exitcode
@@ -266,11 +266,6 @@ def _default_start() -> str | None:
     from Python 3.14 on.
     """
     return "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-
-
-def _show_worker(info: object) -> None:
-    """Set what ``get_worker_info()`` returns in this process. Torch has no public way."""
-    torch_worker._worker_info = info  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 def _as_it_is(fetched: Any) -> Any:  # noqa: ANN401 - torch's own type for it is a list

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 
-import torch.distributed as dist
+from rankwise.torch_private.groups import open_groups
 
 _kept: list[bool] = []
 
@@ -16,7 +16,7 @@ def keep_groups_forever() -> None:
     After a failure collectives may still be under way; destroying their group would wait for ranks that never
     come, or abort the process.
     """
-    for group in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - there is no public list
+    for group in open_groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _kept.append(True)
 

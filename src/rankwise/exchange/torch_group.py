@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rankwise.exchange.agreeing import WHAT_EACH_CALLED, calls_differ
 from rankwise.exchange.bytes_of import bytes_of
 from rankwise.exchange.protocol import words_of_lanes
+from rankwise.torch_private.groups import num_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,7 +121,7 @@ class TorchGroup:
         Torch names such a group after its ranks and the number of groups that a rank is in; where that differs, ranks
         would wait for one another under different names. So whoever is in fewer opens some of its own first.
         """
-        own = torch.tensor([len(dist.distributed_c10d._world.pg_names)])  # noqa: SLF001 - there is no public count
+        own = torch.tensor([num_groups()])
         numbers = self._all_gather(own, self.watch.ticket("how many groups each rank is in", self.channel))
         for _ in range(int(numbers.max() - own)):
             dist.new_group([self.world_ranks[self.rank]], use_local_synchronization=True)

@@ -344,7 +344,9 @@ def _preload() -> None:
 
 def _preload_for_restarts() -> None:
     """Import what torch's optimizers import when they are first used: a second of each rank's start."""
-    importlib.import_module("torch._dynamo")
+    from rankwise.torch_private.compiler import import_compiler  # noqa: PLC0415 - torch itself comes with _preload()
+
+    import_compiler()
 
 
 def _children() -> list[int]:

@@ -7,11 +7,11 @@ secret, which torch's client does not know. Imported by the worker.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from rankwise import environments
+from rankwise.torch_private.rendezvous import replace_handler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,13 +27,8 @@ _kept: list[Store] = []
 
 
 def serve_env_scheme() -> None:
-    """Replace torch's handler of ``env://`` in this process.
-
-    Source: torch.distributed.rendezvous, whose ``register_rendezvous_handler`` takes new schemes only.
-    """
-    # torch.distributed exports a function of the same name as this module.
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    rendezvous._rendezvous_handlers["env"] = _env_handler  # noqa: SLF001 - see Source
+    """Replace torch's handler of ``env://`` in this process."""
+    replace_handler("env", _env_handler)
 
 
 def _env_handler(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:  # noqa: ANN401 - torch's

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from rankwise.errors import ConfigurationError
+from rankwise.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -88,7 +89,7 @@ class Accumulation:
         """Note that a microstep has been added up."""
         self.carried += share
         self._marks = {
-            number: (parameter.grad, parameter.grad._version)  # noqa: SLF001 - tells of changes in place
+            number: (parameter.grad, version_of(parameter.grad))
             for number, parameter in enumerate(self._parameters)
             if parameter.grad is not None
         }
@@ -135,7 +136,7 @@ class Accumulation:
         changed: dict[int, bool] = {}
         for number, (gradient, version) in self._marks.items():
             now = self._parameters[number].grad
-            if now is None or now is not gradient or now._version != version:  # noqa: SLF001
+            if now is None or now is not gradient or version_of(now) != version:
                 changed[number] = now is None or not bool(now.any())
         if not changed:
             return False

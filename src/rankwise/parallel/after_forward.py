@@ -10,7 +10,8 @@ import torch
 from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.registrations import count_registrations
 from rankwise.parallel.trained import samples_of, tensors_with_grad
-from rankwise.parallel.uncompiled import uncompiled
+from rankwise.torch_private.autograd import in_backward
+from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +39,7 @@ class AfterForward(OwnHook):
         if self._count_seen != self._counts.parameters:
             sync.check_followed(module)
             self._count_seen = self._counts.parameters
-        if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - not a recomputation inside backward
+        if not in_backward():
             sync.before_backward()
             sync.note_call(args, kwargs)
         amount = samples_of(self._weight, args, kwargs)

@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel import global_statistics
 from rankwise.session import current
+from rankwise.torch_private.modules import AnySizeBatchNorm, BatchNorm, check_input_dim
 
 if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _sync_of: WeakKeyDictionary[nn.Module, tuple[GradientSync, Exchange]] = WeakKeyDictionary()
 
 
-class _GlobalStatistics(_BatchNorm):
+class _GlobalStatistics(BatchNorm):
     """What the three subclasses share. Without a sync (a copied model) it is the plain layer."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
@@ -33,7 +33,7 @@ class _GlobalStatistics(_BatchNorm):
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         if noted is None or not uses_batch:
             return super().forward(input)
-        self._check_input_dim(input)
+        check_input_dim(self, input)
         if current().exchange is None:
             return super().forward(input)
         sync, exchange = noted
@@ -65,12 +65,8 @@ class GlobalBatchNorm2d(_GlobalStatistics, nn.BatchNorm2d):
     """``torch.nn.BatchNorm2d`` with the statistics of all ranks."""
 
 
-class GlobalBatchNorm(_GlobalStatistics):
+class GlobalBatchNorm(_GlobalStatistics, AnySizeBatchNorm):
     """``torch.nn.SyncBatchNorm``, on any device: inputs of two dimensions or more."""
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
-        if input.dim() < 2:  # noqa: PLR2004 - batch and channels
-            raise ValueError(f"expected an input of at least 2 dimensions, not {input.dim()}")
 
 
 class GlobalBatchNorm3d(_GlobalStatistics, nn.BatchNorm3d):
@@ -94,7 +90,7 @@ def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchan
     """
     for name, module in model.named_modules():
         replacement = _CLASS_OF.get(type(module))
-        if replacement is None and isinstance(module, _BatchNorm) and not isinstance(module, SYNCHRONISED):
+        if replacement is None and isinstance(module, BatchNorm) and not isinstance(module, SYNCHRONISED):
             raise ConfigurationError(
                 f"sync_batchnorm=True does not know {type(module).__name__}, the class of {name or 'the model'}.",
                 do="use torch.nn.BatchNorm1d, 2d or 3d there; a subclass may do anything in its forward",
@@ -110,7 +106,7 @@ def unsynchronised_batchnorms(model: nn.Module) -> list[str]:
     return [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        if isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
     ]
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rankwise.exchange.protocol import LaneSize
+from rankwise.torch_private import foreach
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,7 +107,7 @@ class Bucket:
             if gradient is not None and gradient is not place
         ]
         if pairs:
-            torch._foreach_copy_([place for place, _ in pairs], [gradient for _, gradient in pairs])
+            foreach.copy_([place for place, _ in pairs], [gradient for _, gradient in pairs])
         torch.mul(self.lane.result, factor, out=self.lane.body)
 
     def take_back(self) -> None:
@@ -166,13 +168,6 @@ class InOrder:
     def _send_next(self) -> None:
         self._send(self.buckets[self._num_sent])
         self._num_sent += 1
-
-
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor that may be split over ranks, as tensor_parallel splits it."""
-    # torch keeps the part of a DTensor under this name; to ask for its class would be to import it.
-    part = getattr(tensor, "_local_tensor", tensor)
-    return part if isinstance(part, torch.Tensor) else tensor
 
 
 def own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from operator import attrgetter, is_
+from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 from rankwise.parallel.batchnorm import SYNCHRONISED
 from rankwise.parallel.registrations import count_registrations
 from rankwise.parallel.same_model import broadcast_tensors
+from rankwise.torch_private.autograd import version_of
+from rankwise.torch_private.modules import own_buffers, own_modules
 
 if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
@@ -33,7 +35,7 @@ class BufferSync:
     def __init__(self, model: nn.Module, exchange: Exchange) -> None:
         self._places = BufferPlaces(model)
         self._exchange = exchange
-        self._seen = {place: (buffer, buffer._version) for place, buffer in self._places.buffers().items()}  # noqa: SLF001
+        self._seen = {place: (buffer, version_of(buffer)) for place, buffer in self._places.buffers().items()}
 
     def before_forward(self) -> None:
         """Make the buffers equal. Called by: every rank, before each training forward."""
@@ -44,7 +46,7 @@ class BufferSync:
             buffers = self._changed_on_any_rank(buffers)
         with torch.no_grad():
             broadcast_tensors(buffers.values(), self._exchange, what="buffers of rank 0")
-        self._seen |= {place: (buffer, buffer._version) for place, buffer in buffers.items()}  # noqa: SLF001
+        self._seen |= {place: (buffer, version_of(buffer)) for place, buffer in buffers.items()}
 
     def _changed_on_any_rank(self, buffers: dict[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
         changed = torch.tensor([self._has_changed(place, buffer) for place, buffer in buffers.items()]).byte()
@@ -53,7 +55,7 @@ class BufferSync:
 
     def _has_changed(self, place: Place, buffer: torch.Tensor) -> bool:
         before = self._seen.get(place)
-        return before is None or before[0] is not buffer or before[1] != buffer._version  # noqa: SLF001
+        return before is None or before[0] is not buffer or before[1] != version_of(buffer)
 
 
 class BufferPlaces:
@@ -76,7 +78,7 @@ class BufferPlaces:
         found: dict[Place, torch.Tensor] = {}
         for place in self._places:
             module, name = place
-            own = module._buffers  # noqa: SLF001 - torch has no other way that leaves out submodules
+            own = own_buffers(module)
             buffer = own[name] if name in own else None  # noqa: SIM401 - torch.jit's has no `get`
             if buffer is not None:
                 found[place] = buffer
@@ -86,7 +88,7 @@ class BufferPlaces:
         # In C throughout: a model without buffers pays this on each forward, and nothing else.
         return (
             self._count_seen != self._counts.buffers
-            or not all(map(is_, map(_layers_of, self._parents), self._layers))
+            or not all(map(is_, map(own_modules, self._parents), self._layers))
             or list(map(len, self._layers)) != self._num_layers
         )
 
@@ -103,11 +105,8 @@ class BufferPlaces:
         parents = [
             module
             for module in modules
-            if isinstance(module, nn.ModuleList | nn.Sequential) or (self._places and _layers_of(module))
+            if isinstance(module, nn.ModuleList | nn.Sequential) or (self._places and own_modules(module))
         ]
         self._parents = parents
-        self._layers = [_layers_of(module) for module in parents]
+        self._layers = [own_modules(module) for module in parents]
         self._num_layers = [len(layers) for layers in self._layers]
-
-
-_layers_of = attrgetter("_modules")

@@ -13,8 +13,9 @@ import torch
 from rankwise.agreement import all_ranks_succeed
 from rankwise.collectives import gather_json
 from rankwise.errors import ConfigurationError, fold_values
-from rankwise.parallel.buckets import own_part
 from rankwise.session import current
+from rankwise.torch_private.autograd import version_of
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +40,7 @@ class FromMeta:
             found = _tensors(model)
             # Numbers and truths have no NaN: those are known by not having been written to.
             whole = {name: found[name] for name in self._names if not _can_be_nan(found[name])}
-            self._seen = {name: (tensor, tensor._version) for name, tensor in whole.items()}  # noqa: SLF001
+            self._seen = {name: (tensor, version_of(tensor)) for name, tensor in whole.items()}
 
     def check(self, model: nn.Module) -> None:
         """Raise unless everything has been filled. Called by: every rank, before each forward."""
@@ -69,7 +70,7 @@ class FromMeta:
         if _can_be_nan(tensor):
             return is_as_filled(tensor)
         seen = self._seen.get(name)
-        return seen is not None and seen[0] is tensor and seen[1] == tensor._version and is_as_filled(tensor)  # noqa: SLF001
+        return seen is not None and seen[0] is tensor and seen[1] == version_of(tensor) and is_as_filled(tensor)
 
 
 def unfilled(strategy: str, name: str, *, is_saved: bool) -> ConfigurationError:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rankwise.parallel.buckets import Bucket, lane_size, own_part, plan
+from rankwise.parallel.buckets import Bucket, lane_size, plan
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

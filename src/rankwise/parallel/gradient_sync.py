@@ -13,15 +13,17 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import Variable
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.accumulation import Accumulation
-from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, InOrder, lane_size, own_gradient, own_part, plan
+from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, InOrder, lane_size, own_gradient, plan
 from rankwise.parallel.compress.memory import carry_over
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.opening import open_lanes
 from rankwise.parallel.same_samples import digest_of_call, warn_of_same_samples
+from rankwise.torch_private import foreach
+from rankwise.torch_private.autograd import run_after_backward
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -184,7 +186,7 @@ class GradientSync:
         if self.is_accumulating or self._accumulation.is_open:
             self._accumulation.begin(sorted(self._hooked), self._share, continues=self.is_accumulating)
         if not _round:
-            Variable._execution_engine.queue_callback(_finish_round)  # noqa: SLF001 - as torch's own DDP does
+            run_after_backward(_finish_round)
         _round.append(self)
 
     def _share(self) -> float:
@@ -334,9 +336,9 @@ class GradientSync:
         gradients = [own for p in self.parameters if (own := own_gradient(p)) is not None]
         if total == 0:
             # The mean of nothing is not a number; several ranks would have zeros too.
-            torch._foreach_zero_(gradients)
+            foreach.zero_(gradients)
         else:
-            torch._foreach_div_(gradients, total)
+            foreach.div_(gradients, total)
         self._accumulation.give_back_earlier()
 
     def _rebuild_in_arrival_order(self, group: Exchange, arrived: Sequence[int]) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from torch.nn.modules import module as torch_module
 
+from rankwise.torch_private.modules import own_buffers
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -42,7 +44,7 @@ def count_registrations() -> Registrations:
 
     def count_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         # Not `get`: what torch.jit has here is only like a dict.
-        before = module._buffers  # noqa: SLF001 - torch has no other way that leaves out submodules
+        before = own_buffers(module)
         if buffer is not None and (name not in before or before[name] is None):
             counts.buffers += 1
 

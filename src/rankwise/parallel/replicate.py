@@ -17,7 +17,6 @@ from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.parallel.after_forward import AfterForward
 from rankwise.parallel.batchnorm import synchronise_batchnorm, unsynchronised_batchnorms
-from rankwise.parallel.buckets import own_part
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.gradient_sync import GradientSync
@@ -29,8 +28,9 @@ from rankwise.parallel.trained import (
     check_untrained,
     note_trained,
 )
-from rankwise.parallel.uncompiled import uncompiled
 from rankwise.session import current
+from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable

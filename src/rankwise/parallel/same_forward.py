@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils import _pytree as pytree
+
+from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,11 +53,6 @@ class SameForward:
             said.append("in training" if model.training else "in evaluation")
             said += [_kind(one) for one in pytree.tree_leaves(inputs) if isinstance(one, torch.Tensor)]
         self._exchange.meet(", ".join(said))
-
-
-def in_backward() -> bool:
-    """Return whether a forward is only computed again, inside backward."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public way
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -7,9 +7,9 @@ import zlib
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.exchange.bytes_of import bytes_of
+from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

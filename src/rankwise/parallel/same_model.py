@@ -10,8 +10,8 @@ import torch
 
 from rankwise.collectives import gather_json
 from rankwise.errors import ModelMismatch, fold_values
-from rankwise.parallel.buckets import own_part
 from rankwise.session import current
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

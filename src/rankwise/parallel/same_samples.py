@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.log import warn
 from rankwise.parallel.same_inputs import digest_of
+from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

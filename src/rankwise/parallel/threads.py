@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import ref
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.log import log, warn
 from rankwise.parallel.trained import is_placed
 from rankwise.session import current_or_none
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.modules import aliases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -268,12 +269,7 @@ def _replicas(model: nn.Module, devices: Sequence[torch.device]) -> list[nn.Modu
 
 def _alias(model: nn.Module) -> nn.Module:
     """Return a model of the same parameters, with buffers of its own."""
-    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}  # noqa: SLF001 - as torch's does
-    for module, copy in copies.items():
-        copy._parameters = dict(module._parameters)  # noqa: SLF001
-        copy._buffers = {name: None if one is None else one.clone() for name, one in module._buffers.items()}  # noqa: SLF001
-        copy._modules = {name: None if one is None else copies[one] for name, one in module._modules.items()}  # noqa: SLF001
-    return copies[model]
+    return aliases(model)[model]
 
 
 # -- putting together ----------------------------------------------------------------------------------
@@ -294,7 +290,7 @@ def _joined(parts: tuple[Any, ...], sizes: list[int], devices: Sequence[torch.de
             raise ConfigurationError(
                 f"data_parallel() cannot put together the {type(first).__name__} that {name} returns.",
                 do="return tensors, or lists, tuples and dicts of them; or register the class: "
-                "torch.utils._pytree.register_dataclass",
+                "torch.export.register_dataclass",
             )
         if any(type(part) is not type(first) or part != first for part in parts):
             raise _differ(name, [repr(part) for part in parts], devices)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.errors import ConfigurationError
+from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

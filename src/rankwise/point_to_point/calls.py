@@ -7,9 +7,7 @@ backward goes on where it came from.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -18,10 +16,9 @@ from rankwise.errors import ConfigurationError, PeerMissing
 from rankwise.point_to_point.desk import Desk, desk, refuse_alone
 from rankwise.point_to_point.message import pack, replaced, unpack
 from rankwise.session import current
+from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rankwise.point_to_point.inbox import Message
 
 P = ParamSpec("P")
@@ -31,18 +28,7 @@ NO_GRAD = "received it inside torch.no_grad()"
 LET_GO = "let go of what it received before a backward() came to it"
 
 
-def _uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
-    """Keep torch.compile out of ``fn``, without importing the compiler (3 s) where nobody has."""
-    disabled = torch._disable_dynamo(fn)  # noqa: SLF001 - torch.compiler.disable would import it now
-
-    @wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (disabled if "torch._dynamo" in sys.modules else fn)(*args, **kwargs)
-
-    return call
-
-
-@_uncompiled
+@uncompiled
 def send(value: object, to: int) -> torch.Tensor:
     """Send ``value`` to rank ``to``, which receives it with :func:`recv`, and return without waiting for that.
 
@@ -93,7 +79,7 @@ def send(value: object, to: int) -> torch.Tensor:
     return cast("torch.Tensor", _Send.apply(sent, *packed.sources))
 
 
-@_uncompiled
+@uncompiled
 def recv(source: int) -> Any:  # noqa: ANN401 - whatever was sent
     """Return the next value that rank ``source`` has sent to this one, waiting for it.
 

@@ -12,6 +12,7 @@ from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
 from rankwise.compat.horovod.reduce_ops import Average
 from rankwise.compat.horovod.waiting import synchronize
 from rankwise.errors import ConfigurationError
+from rankwise.torch_private.tensors import sparse_indices, sparse_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,9 +42,9 @@ def sparse_allreduce_async(
         raise ConfigurationError(
             f"sparse_allreduce_async does not take {tensor.layout} tensors.", do="use hvd.allreduce_async()"
         )
-    of_entries = tensor._indices().transpose(0, 1).contiguous()  # noqa: SLF001 - torch's own, of what is not coalesced
+    of_entries = sparse_indices(tensor).transpose(0, 1).contiguous()
     indices_handle = allgather_async(of_entries, name=f"{name}.indices", process_set=process_set)
-    values = tensor._values().contiguous()  # noqa: SLF001 - as above
+    values = sparse_values(tensor).contiguous()
     values_handle = allgather_async(values, name=f"{name}.values", process_set=process_set)
     shape = tensor.shape
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankwise.compat.horovod.gathering import allgather
 from rankwise.compat.horovod.reduce_ops import Sum
 from rankwise.compat.horovod.reducing import allreduce
 from rankwise.compat.horovod.world import size
 from rankwise.parallel import global_statistics
+from rankwise.torch_private.modules import AnySizeBatchNorm, check_input_dim
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(AnySizeBatchNorm):
     """Normalise by the mean and variance of all ranks' elements; while it trains, every rank has to call it.
 
     The ranks' batches may differ in size. Its gradients are those of the sum of the ranks' losses.
@@ -39,16 +39,12 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
-        if input.dim() < 2:  # noqa: PLR2004 - batch and channels
-            raise ValueError(f"expected an input of at least 2 dimensions, not {input.dim()}")
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """Return the normalised input.
 
         Called by: every rank, in training; in evaluation nothing is sent.
         """
-        self._check_input_dim(input)
+        check_input_dim(self, input)
         if not self.training and self.track_running_stats:
             return functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps

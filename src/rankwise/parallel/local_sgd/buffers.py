@@ -8,8 +8,8 @@ from weakref import ref
 
 import torch
 
-from rankwise.parallel.buckets import own_part
 from rankwise.parallel.same_model import broadcast_tensors
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from torch import nn

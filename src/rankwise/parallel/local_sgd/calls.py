@@ -15,7 +15,6 @@ from rankwise.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
 from rankwise.parallel.after_forward import AfterForward
-from rankwise.parallel.buckets import own_part
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.device_mesh import axes_for, exchange_along
 from rankwise.parallel.gradient_sync import GradientSync
@@ -26,6 +25,7 @@ from rankwise.parallel.local_sgd.rounds import LocalSGD, exchanged
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.trained import check_split, check_untrained, is_placed, note_trained, trained_as
 from rankwise.session import current
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from torch import nn

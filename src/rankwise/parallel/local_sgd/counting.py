@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rankwise.parallel.uncompiled import uncompiled
+from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, MutableMapping

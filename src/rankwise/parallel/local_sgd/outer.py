@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.errors import ConfigurationError
+from rankwise.torch_private import foreach
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,10 +84,10 @@ def step_outer(
     if not anchors:
         return
     if outer is None:
-        torch._foreach_sub_(list(anchors), list(changes))
+        foreach.sub_(list(anchors), list(changes))
         return
     if momentum:
-        torch._foreach_mul_(list(momentum), outer.momentum)
-        torch._foreach_add_(list(momentum), list(changes))
-        torch._foreach_add_(list(anchors), list(momentum), alpha=-outer.lr * outer.momentum)
-    torch._foreach_add_(list(anchors), list(changes), alpha=-outer.lr)
+        foreach.mul_(list(momentum), outer.momentum)
+        foreach.add_(list(momentum), list(changes))
+        foreach.add_(list(anchors), list(momentum), alpha=-outer.lr * outer.momentum)
+    foreach.add_(list(anchors), list(changes), alpha=-outer.lr)

@@ -11,10 +11,12 @@ import torch
 from rankwise.blame import world_left
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
-from rankwise.parallel.buckets import gradient_of, own_part
+from rankwise.parallel.buckets import gradient_of
 from rankwise.parallel.local_sgd.counting import follow_steps
 from rankwise.parallel.local_sgd.outer import step_outer
 from rankwise.session import current_or_none
+from rankwise.torch_private import foreach
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -285,11 +287,11 @@ class LocalSGD:
         if parts:
             step_outer(self._outer, self._anchors, changes, self._momentum)
             if self._is_begun:
-                torch._foreach_sub_(parts, ends)
-                torch._foreach_add_(parts, self._anchors)
+                foreach.sub_(parts, ends)
+                foreach.add_(parts, self._anchors)
             else:
                 # Also where an island has numbers that are none, of which no difference is zero.
-                torch._foreach_copy_(parts, self._anchors)
+                foreach.copy_(parts, self._anchors)
 
     def _leave(self) -> None:
         """Let nothing be under way when the world is left."""

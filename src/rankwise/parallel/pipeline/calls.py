@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.collectives import gather_json
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
-from rankwise.parallel.buckets import own_part
 from rankwise.parallel.device_mesh import axes_for, exchange_along
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.checks import check_axes, check_functions, checked_count, checked_split
@@ -33,6 +31,8 @@ from rankwise.parallel.self_check import check_torch
 from rankwise.parallel.self_check import loss_fn as trial_loss
 from rankwise.parallel.trained import check_untrained, note_trained
 from rankwise.session import current
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.parallel.pipeline.program import Program, Ref
 from rankwise.parallel.pipeline.step import now
 from rankwise.parallel.pipeline.untouched import PythonRandomness, left_as_it_was
+from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.buckets import own_part
 from rankwise.parallel.from_meta import fill, is_as_filled
+from rankwise.torch_private.autograd import version_of
+from rankwise.torch_private.dtensor import own_part, placed_like
+from rankwise.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -52,7 +54,7 @@ def keep_own(plan: Plan, place: int) -> list[tuple[str, torch.Tensor, int]]:
             new[id(tensor)] = tensor, _on(tensor, plan.device if is_own else META)
             if is_own and part.is_meta:
                 found = new[id(tensor)][1]
-                empty.append((name, found, own_part(found)._version))  # noqa: SLF001 - autograd's own count
+                empty.append((name, found, version_of(own_part(found))))
         table[key] = new[id(tensor)][1]
     if plan.num_ranks > 1:
         model.register_forward_pre_hook(RefuseForward())
@@ -65,18 +67,14 @@ def find_unfilled(model: nn.Module, empty: list[tuple[str, torch.Tensor, int]]) 
     now = {name: tensor for name, _, _, tensor in _entries(model)}
     for name, tensor, version in empty:
         part = own_part(tensor)
-        if (
-            now.get(name) is tensor
-            and part._version == version  # noqa: SLF001 - autograd's own count
-            and is_as_filled(part)
-        ):
+        if now.get(name) is tensor and version_of(part) == version and is_as_filled(part):
             return name
     return None
 
 
 def _entries(model: nn.Module) -> Generator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     for path, module in model.named_modules():
-        tables = (module._parameters, module._buffers)  # noqa: SLF001 - torch has no public way to swap them
+        tables = (own_parameters(module), own_buffers(module))
         for table in cast("tuple[dict[str, Any], ...]", tables):
             for key, tensor in table.items():
                 if tensor is not None:
@@ -94,10 +92,7 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     else:
         part = part.to(device)
     if own_part(tensor) is not tensor:
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - most models have none, and it takes long
-
-        spec = tensor._spec  # type: ignore[attr-defined]  # noqa: SLF001 - how torch itself rebuilds a DTensor
-        part = DTensor(part, spec, requires_grad=False)
+        part = placed_like(tensor, part)
     return nn.Parameter(part, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.errors import ConfigurationError
+from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

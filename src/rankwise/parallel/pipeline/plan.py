@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.parallel.blocks import block_of, blocks
-from rankwise.parallel.buckets import own_part
 from rankwise.parallel.pipeline.cost import block_costs
 from rankwise.parallel.pipeline.stage_run import BoundStage
 from rankwise.parallel.pipeline.stages import Stage, balanced, called_blocks, cut, cuts_before, owners, stages_of_blocks
 from rankwise.parallel.pipeline.traced import trace
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.compiler import module_within
+from rankwise.torch_private.dtensor import own_part
+from rankwise.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -269,7 +271,7 @@ class Plan:
                 [
                     (id(parameter), parameter.requires_grad)
                     for module in self._modules
-                    for parameter in module._parameters.values()  # noqa: SLF001 - parameters() takes ten times as long
+                    for parameter in own_parameters(module).values()
                     if parameter is not None
                 ]
             ),
@@ -312,7 +314,7 @@ def plan_of(model: nn.Module, schedule: Schedule, num_ranks: int, world_device: 
     Raises:
         ConfigurationError: the model is on several devices, has no parameters, or is compiled.
     """
-    if hasattr(model, "_orig_mod"):
+    if module_within(model) is not None:
         raise ConfigurationError(
             "A compiled model cannot be cut into stages.",
             do="pass the model itself, its blocks compiled if you like: block.compile()",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rankwise.errors import ConfigurationError
+from rankwise.torch_private.pipelining import backward_action, forward_action, read_action, with_sends
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -152,27 +153,23 @@ def training_order(name: str, num_ranks: int, num_micro_batches: int) -> tuple[t
 
 def _one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[Any]:
     """Return the order of Schedule1F1B, whose own list of actions leaves out the last stage's first forward."""
-    from torch.distributed.pipelining.schedules import _Action, _ComputationType  # noqa: PLC0415 - takes long
-
     num_ahead = min(num_micro_batches, num_stages - stage)
-    actions = [_Action(stage, _ComputationType.FORWARD, number) for number in range(num_ahead)]
+    actions = [forward_action(stage, number) for number in range(num_ahead)]
     for number in range(num_micro_batches):
-        actions.append(_Action(stage, _ComputationType.FULL_BACKWARD, number))
+        actions.append(backward_action(stage, number))
         if number + num_ahead < num_micro_batches:
-            actions.append(_Action(stage, _ComputationType.FORWARD, number + num_ahead))
+            actions.append(forward_action(stage, number + num_ahead))
     return actions
 
 
 @cache
 def predicting_order(name: str, num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """Return what each rank does when there is no backward."""
-    from torch.distributed.pipelining.schedules import _Action, _ComputationType  # noqa: PLC0415 - takes long
-
     schedule = SCHEDULES[name]
     num_stages = schedule.num_stages(num_ranks)
     order = {
         rank: [
-            _Action(stage, _ComputationType.FORWARD, micro_batch)
+            forward_action(stage, micro_batch)
             for stage in range(num_stages)
             if schedule.rank_of(stage, num_ranks) == rank
             for micro_batch in range(num_micro_batches)
@@ -183,10 +180,8 @@ def predicting_order(name: str, num_ranks: int, num_micro_batches: int) -> tuple
 
 
 def _with_sends(schedule: Schedule, num_ranks: int, order: dict[int, Any]) -> tuple[tuple[Action, ...], ...]:
-    from torch.distributed.pipelining.schedules import _add_send_recv  # noqa: PLC0415 - takes long
-
     computing = {rank: [one for one in actions if _is_computed(one)] for rank, actions in order.items()}
-    whole = _add_send_recv(
+    whole = with_sends(
         computing,
         stage_to_rank=lambda stage: schedule.rank_of(stage, num_ranks),
         num_stages=schedule.num_stages(num_ranks),
@@ -195,8 +190,8 @@ def _with_sends(schedule: Schedule, num_ranks: int, order: dict[int, Any]) -> tu
 
 
 def _is_computed(action: Any) -> bool:  # noqa: ANN401 - torch's _Action, or None for waiting
-    return action is not None and action.computation_type.value in {"F", "B", "I", "W"}
+    return action is not None and read_action(action)[0] in {"F", "B", "I", "W"}
 
 
 def _own(actions: Iterable[Any]) -> Sequence[Action]:
-    return [Action(_KIND_OF[one.computation_type.value], one.stage_index, one.microbatch_index) for one in actions]
+    return [Action(_KIND_OF[kind], stage, number) for kind, stage, number in map(read_action, actions)]

@@ -12,10 +12,12 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.pipeline.program import Kind, Program, Ref
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import is_view
+from rankwise.torch_private.pipelining import backward_of_inputs, backward_of_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -132,8 +134,6 @@ class BoundStage:
 
     def backward_input(self, held: Held, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the gradients of what was received; those of the parameters may wait for :meth:`backward_weight`."""
-        from torch.distributed.pipelining._backward import stage_backward_input  # noqa: PLC0415 - takes long
-
         self._gather_roots(held, gradients)
         if not held.leaves:
             return [None] * len(self.stage.receives)
@@ -146,8 +146,8 @@ class BoundStage:
         leaves = list(held.leaves.values())
         if held.roots:
             # torch detaches them in place, which a view does not allow.
-            roots = [root.clone() if root._is_view() else root for root in held.roots]  # noqa: SLF001 - no public way
-            found, held.groups = stage_backward_input(roots, held.gradients, leaves, iter(self.parameters))
+            roots = [root.clone() if is_view(root) else root for root in held.roots]
+            found, held.groups = backward_of_inputs(roots, held.gradients, leaves, iter(self.parameters))
         else:
             found, held.groups = (None,) * len(leaves), []
         held.roots, held.gradients = [], None
@@ -155,10 +155,8 @@ class BoundStage:
 
     def backward_weight(self, held: Held) -> None:
         """Add to the gradients of the parameters what :meth:`backward_input` has left."""
-        from torch.distributed.pipelining._backward import stage_backward_weight  # noqa: PLC0415 - takes long
-
         if held.groups is not None:
-            stage_backward_weight(iter(self.parameters), held.groups)
+            backward_of_weights(iter(self.parameters), held.groups)
         elif not held.leaves:
             self._whole_backward(held)
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from rankwise.errors import ConfigurationError
 from rankwise.events import post_failure
@@ -26,6 +24,8 @@ from rankwise.parallel.pipeline.schedule import Action, predicting_order, traini
 from rankwise.parallel.pipeline.step import Link, MicroBatch, Span, StepRun, now
 from rankwise.parallel.same_inputs import in_words
 from rankwise.session import current
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.modules import BatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -286,7 +286,7 @@ class Pipeline:
     def _warn_of_states(self, program: Program) -> None:
         """Say once what happens per micro-batch instead of once per batch."""
         model = self._plan.model
-        norms = [n for n, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
+        norms = [n for n, module in model.named_modules() if isinstance(module, BatchNorm) and module.training]
         others = [name for name in program.changed_states if name.rpartition(".")[0] not in norms]
         if norms:
             more = f" and {len(norms) - 1} more BatchNorm layers take their" if len(norms) > 1 else " takes its"

@@ -12,19 +12,24 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.buckets import own_part
 from rankwise.parallel.pipeline.program import Call, Kind, Program, Ref
 from rankwise.parallel.pipeline.untouched import PythonRandomness, left_as_it_was
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import version_of
+from rankwise.torch_private.dtensor import own_part, placed_like
+from rankwise.torch_private.modes import DispatchMode
+from rankwise.torch_private.modules import own_buffers, own_parameters
+from rankwise.torch_private.tensors import mark_as_parameter, memory_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
     from torch import nn
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from rankwise.torch_private.fake import FakeTensorMode
+    from rankwise.torch_private.modes import Operator
 
 TARGET_WORDS = "put this part of forward into a module of its own: a block runs as it is"
 MOST_DEPTH = 4
@@ -48,19 +53,14 @@ def trace(
     Raises:
         ConfigurationError: what forward does depends on values, or cannot be followed.
     """
-    from torch._subclasses.fake_tensor import (  # noqa: PLC0415 - takes long to import
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensorMode,
-        UnsupportedOperatorException,
-    )
+    from rankwise.torch_private import fake  # noqa: PLC0415 - takes long to import
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake.fake_tensors()
     recorder = _Recorder()
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            leaves[index] = stand_in = mode.from_tensor(leaf.detach())
+            leaves[index] = stand_in = fake.fake_of(mode, leaf.detach())
             recorder.program.inputs[recorder.number(stand_in)] = index
     own_args, own_kwargs = pytree.tree_unflatten(leaves, spec)
     names = list(blocks)
@@ -73,9 +73,9 @@ def trace(
                 output = run(*own_args, **own_kwargs)
             recorder.check_randomness()
             return recorder.finish(output)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except (fake.DataDependentOutputException, fake.DynamicOutputShapeException) as error:
             raise _depends_on_values(error, recorder.within) from error
-        except UnsupportedOperatorException as error:
+        except fake.UnsupportedOperatorException as error:
             raise ConfigurationError(
                 "The model calls an operator that cannot be run without data.",
                 evidence=str(error),
@@ -134,7 +134,7 @@ class _Recorder(TorchFunctionMode):
         number = self.number(stand_in)
         self._numbers[id(tensor)] = number
         if own_part(stand_in) is not stand_in:
-            self._split_states[_storage(own_part(stand_in))] = number
+            self._split_states[memory_key(own_part(stand_in))] = number
         self.program.states[number] = name
 
     def follow(self, name: str, module: nn.Module) -> list[Any]:
@@ -237,7 +237,7 @@ class _Recorder(TorchFunctionMode):
         number = self._numbers.get(id(tensor))
         # What an autograd.Function returns was seen within it, where gradients are off.
         if number is None or self.program.kinds[number].requires_grad != tensor.requires_grad:
-            state = self._split_states.get(_storage(own_part(tensor)))
+            state = self._split_states.get(memory_key(own_part(tensor)))
             if state is not None:
                 return Ref(self._write_own_part(state, tensor))
             if _is_fake(own_part(tensor)):
@@ -266,7 +266,7 @@ class _Recorder(TorchFunctionMode):
         return self.program
 
 
-class _Randomness(TorchDispatchMode):
+class _Randomness(DispatchMode):
     """Notices random operators: what draws cannot be drawn again on another rank."""
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ class _Randomness(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: Operator,
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -291,7 +291,7 @@ def _stood_in(model: nn.Module, mode: FakeTensorMode, device: torch.device, reco
     stand_ins: dict[int, torch.Tensor] = {}
     swapped: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
     for path, module in model.named_modules():
-        for table in (module._parameters, module._buffers):  # noqa: SLF001 - torch has no public way to swap them
+        for table in (own_parameters(module), own_buffers(module)):
             for key, tensor in table.items():
                 if tensor is None:
                     continue
@@ -324,13 +324,10 @@ def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) 
     with mode:
         stand_in = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
     if part is not tensor:
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - most models have none, and it takes long
-
-        spec = tensor._spec  # type: ignore[attr-defined]  # noqa: SLF001 - how torch itself rebuilds a DTensor
-        stand_in = DTensor(stand_in, spec, requires_grad=tensor.requires_grad)
+        stand_in = placed_like(tensor, stand_in, requires_grad=tensor.requires_grad)
     stand_in.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
-        stand_in._is_param = True  # type: ignore[attr-defined]  # noqa: SLF001 - what isinstance(_, Parameter) reads
+        mark_as_parameter(stand_in)
     return stand_in
 
 
@@ -339,12 +336,8 @@ def _kind(tensor: torch.Tensor) -> Kind:
     is_plain = part is tensor and part.layout is torch.strided
     # empty_like gives strides without holes: the tensor's own where it has none.
     stride = torch.empty_like(part, device="meta").stride() if is_plain else ()
-    storage = _storage(part) if is_plain else -1
+    storage = memory_key(part) if is_plain else -1
     return Kind(tuple(part.shape), tuple(stride), part.dtype, tensor.requires_grad, storage, is_plain)
-
-
-def _storage(part: torch.Tensor) -> int:
-    return part.untyped_storage()._cdata  # noqa: SLF001 - its address: there is no data pointer
 
 
 def _own_part_of(parameter: Any) -> torch.Tensor:  # noqa: ANN401 - a DTensor, imported by whoever made it
@@ -367,13 +360,13 @@ def _hides_fake(value: object, depth: int = 0) -> bool:
 
 
 def _is_fake(value: object) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415 - takes long to import
+    from rankwise.torch_private.fake import FakeTensor  # noqa: PLC0415 - takes long to import
 
     return isinstance(value, FakeTensor)
 
 
 def _version(leaf: object) -> int:
-    return own_part(leaf)._version if isinstance(leaf, torch.Tensor) else 0  # noqa: SLF001 - autograd's own count
+    return version_of(own_part(leaf)) if isinstance(leaf, torch.Tensor) else 0
 
 
 def _autocast() -> tuple[bool, ...]:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.modes import is_innermost, pop_function_mode, push_function_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +57,7 @@ class Meeting(TorchFunctionMode):
 
     def end(self) -> None:
         """End what :meth:`begin` began, or what an interrupt has left of it."""
-        if self.is_active and self._is_innermost():
+        if self.is_active and is_innermost(self):
             self.__exit__(None, None, None)
         self.is_active = False
 
@@ -63,19 +65,15 @@ class Meeting(TorchFunctionMode):
         """Look away: a part of the model begins to run on its device."""
         self.device = device
         # Out of the way where possible: even looking away takes time in every call.
-        is_out = self._is_innermost()
+        is_out = is_innermost(self)
         if is_out:
-            torch._C._pop_torch_function_stack()  # noqa: SLF001 - torch has no public call to pause a mode
+            pop_function_mode()
         self._inside.append(is_out)
 
     def leave_part(self) -> None:
         """Look at calls again."""
         if self._inside and self._inside.pop():
-            torch._C._push_on_torch_function_stack(self)  # noqa: SLF001 - as above
-
-    def _is_innermost(self) -> bool:
-        count = torch._C._len_torch_function_stack()  # noqa: SLF001 - as above
-        return count > 0 and torch._C._get_function_stack_at(count - 1) is self  # noqa: SLF001 - as above
+            push_function_mode(self)
 
     def __torch_function__(
         self,

@@ -13,6 +13,7 @@ from weakref import ref
 from torch import nn
 
 from rankwise.errors import ConfigurationError
+from rankwise.torch_private.modules import own_parameters, update_flat_weights
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,7 @@ class Away:
                 module.__dict__.pop(place.attribute, None)
         for module in {module for place, _ in shown if isinstance(module := place.module(), nn.RNNBase)}:
             # torch keeps a list of the weights that it ran with, which would keep the fetched ones alive.
-            module._init_flat_weights()  # noqa: SLF001 - torch calls it where weights have changed
+            update_flat_weights(module)
 
     def check_shown(self, module: nn.Module) -> None:
         """Raise if a parameter of ``module`` was replaced while the part runs, which goes on to see the old one.
@@ -117,4 +118,4 @@ class _Place:
     def parameter(self) -> torch.Tensor | None:
         """What is there now. functional_call puts there what it was given."""
         module = self.module()
-        return None if module is None else module._parameters.get(self.attribute)  # noqa: SLF001 - without what is shown
+        return None if module is None else own_parameters(module).get(self.attribute)

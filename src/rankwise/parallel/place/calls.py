@@ -43,6 +43,7 @@ from rankwise.parallel.place.weights import Homes, Weights, commit, in_short, pr
 from rankwise.parallel.self_check import check_torch
 from rankwise.parallel.trained import check_untrained, is_placed, note_placed
 from rankwise.tensor_files import open_tensor_files
+from rankwise.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -278,7 +279,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found[name] = first[module]
-        for inner in (*module._parameters, *module._buffers):  # noqa: SLF001 - only of itself, and every name
+        for inner in (*own_parameters(module), *own_buffers(module)):
             found[joined(name, inner)] = joined(first[module], inner)
     return found
 

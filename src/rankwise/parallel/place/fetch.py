@@ -16,17 +16,23 @@ import torch
 from torch import nn
 
 from rankwise.errors import RankwiseError
+from rankwise.torch_private.autograd import (
+    NO_GRAPH,
+    graph_task,
+    in_backward,
+    innermost_saved_tensors_hooks,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    run_after_backward,
+    version_of,
+)
+from rankwise.torch_private.tensors import is_zero_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from rankwise.parallel.place.away import Away
-
-    Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
-
-_hooks_of_torch: Any = torch._C._autograd  # type: ignore[attr-defined]  # noqa: SLF001 - what the context manager calls
-NO_GRAPH = -1
-"""What torch calls the backward that is not running."""
+    from rankwise.torch_private.autograd import Hooks
 
 
 @dataclass
@@ -61,7 +67,7 @@ class Fetching:
     def begin(self) -> None:
         """Note that the whole model begins to run."""
         self._is_running = True
-        if _in_backward():
+        if in_backward():
             return
         # What an interrupt has left: torch calls no hooks then.
         for away in self._open[::-1]:
@@ -73,7 +79,7 @@ class Fetching:
     def end(self) -> None:
         """Note that the whole model has run."""
         self._is_running = False
-        if not _in_backward():
+        if not in_backward():
             self._forget()
 
     def enter(self, away: Away, *, with_notes: bool = True) -> None:
@@ -99,7 +105,7 @@ class Fetching:
             raise
 
     def _show(self, away: Away, *, with_notes: bool) -> None:
-        data = self._for_backward(away) if _in_backward() else self._for_forward(away)
+        data = self._for_backward(away) if in_backward() else self._for_forward(away)
         track = torch.is_grad_enabled()
         away.show(
             [
@@ -108,7 +114,7 @@ class Fetching:
             ]
         )
         if track and with_notes:
-            _hooks_of_torch._push_saved_tensors_default_hooks(*_Keeping(self, away, data).hooks())  # noqa: SLF001 - as above
+            push_saved_tensors_hooks(*_Keeping(self, away, data).hooks())
             away.hooked = True
 
     def leave(self, away: Away) -> None:
@@ -123,13 +129,13 @@ class Fetching:
         away.hide()
         if away.hooked:
             away.hooked = False
-            _hooks_of_torch._pop_saved_tensors_default_hooks()  # noqa: SLF001 - as above
+            pop_saved_tensors_hooks()
         if away in self._open:
             self._open.remove(away)
 
     def again(self, away: Away) -> list[torch.Tensor]:
         """Return the weights of a part for backward."""
-        if _in_backward():
+        if in_backward():
             return self._for_backward(away)
         return _copies(away)
 
@@ -144,12 +150,12 @@ class Fetching:
         return data
 
     def _for_backward(self, away: Away) -> list[torch.Tensor]:
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - no public call tells
+        task = graph_task()
         with self._lock:
             backward = self._backward
             if backward.task != task:
                 self._backward = backward = _Backward(task)
-                torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]  # noqa: SLF001 - as FSDP
+                run_after_backward(self._after_backward)
             if backward.away is not away:
                 if backward.away is not None:
                     self._after_in_backward[backward.away] = away
@@ -267,7 +273,7 @@ class _Keeping:
         self._numbers = {address: number for number, tensor in enumerate(data) if (address := _address(tensor))}
         self._dtypes = [parameter.dtype for parameter in away.parameters]
         # Only the innermost hooks are called: what they do not want they hand on (to torch.utils.checkpoint's, say).
-        self._outer: Hooks | None = _hooks_of_torch._top_saved_tensors_default_hooks(False)  # noqa: SLF001 - no public call
+        self._outer: Hooks | None = innermost_saved_tensors_hooks()
 
     def hooks(self) -> Hooks:
         """Return what ``saved_tensors_hooks`` takes."""
@@ -278,8 +284,8 @@ class _Keeping:
         if number is None or tensor.dtype != self._dtypes[number]:
             if self._outer is not None:
                 return _Passed(self._outer[0](tensor), self._outer[1], 0)
-            return _Passed(tensor, None, tensor._version)  # noqa: SLF001 - torch compares it too, but not under hooks
-        version = self._away.parameters[number]._version  # noqa: SLF001 - as above
+            return _Passed(tensor, None, version_of(tensor))  # torch compares it too, but not under hooks
+        version = version_of(self._away.parameters[number])
         return _Note(self._away, number, version, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, kept: _Note | _Passed) -> torch.Tensor:
@@ -297,13 +303,13 @@ def _address(tensor: torch.Tensor) -> int:
     """Return where a tensor's memory begins; 0 for what has none of its own, as a weight in parts, or no bytes."""
     if type(tensor) not in {torch.Tensor, nn.Parameter} or tensor.layout is not torch.strided:
         return 0
-    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():  # noqa: SLF001 - no public call tells
+    if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):
         return 0
     return tensor.untyped_storage().data_ptr()
 
 
 def _check_version(tensor: torch.Tensor, version: int, what: str) -> None:
-    if tensor._version != version:  # noqa: SLF001 - as torch does
+    if version_of(tensor) != version:
         raise RankwiseError(
             f"{what} was changed in place between forward and backward.".capitalize(),
             do="run backward before optimizer.step() and before any other change in place",
@@ -313,7 +319,3 @@ def _check_version(tensor: torch.Tensor, version: int, what: str) -> None:
 @torch.no_grad()
 def _copies(away: Away) -> list[torch.Tensor]:
     return [parameter.detach().to(away.device, copy=True) for parameter in away.parameters]
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != NO_GRAPH  # noqa: SLF001 - no public call tells

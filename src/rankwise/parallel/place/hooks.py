@@ -17,7 +17,8 @@ from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.place.across_devices import Meeting, moved
 from rankwise.parallel.place.away import Away
 from rankwise.parallel.place.fetch import Fetching
-from rankwise.parallel.uncompiled import uncompiled
+from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.modules import unwrapped_call, wrap_call
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,8 +60,7 @@ def install(model: nn.Module, runs_on: dict[Unit, torch.device], away: set[Unit]
         module.register_forward_hook(_After(calls), always_call=True)
         calls_of.setdefault(module, []).append(calls)
     for module, all_calls in calls_of.items():
-        if module._compiled_call_impl is None:  # noqa: SLF001 - what a module's call runs; copies and pickles lack it
-            module._compiled_call_impl = _Interruptible(module, all_calls)  # noqa: SLF001 - as above
+        wrap_call(module, _Interruptible(module, all_calls))
 
 
 def refuse_training(model: nn.Module, what: str) -> None:
@@ -186,7 +186,7 @@ class _Interruptible:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
         module = cast("nn.Module", self._module())
         try:
-            return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what a module's call runs without this one
+            return unwrapped_call(module, *args, **kwargs)
         except Exception:
             raise
         except BaseException:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
+from rankwise.torch_private.tree import LOGGER as TREE_LOGGER
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -90,7 +91,7 @@ def _torchao() -> Any:  # noqa: ANN401 - a module without types
 @contextmanager
 def _quiet() -> Generator[None]:
     """Keep to itself what torchao says about kernels of other machines when it is imported."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    loggers = [logging.getLogger(name) for name in ("torchao", TREE_LOGGER)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -13,6 +13,7 @@ import torch
 
 from rankwise.parallel.blocks import has_forward, reasons
 from rankwise.parallel.place.plan import Size
+from rankwise.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -34,13 +35,13 @@ class Slot:
     @property
     def tensor(self) -> torch.Tensor:
         """What is there now."""
-        held = self.module._parameters if self.is_parameter else self.module._buffers  # noqa: SLF001 - the one place both are in
+        held = own_parameters(self.module) if self.is_parameter else own_buffers(self.module)
         tensor = held[self.attribute]
         return torch.empty(0) if tensor is None else tensor
 
     def put(self, tensor: torch.Tensor) -> None:
         """Put another tensor there, without what ``nn.Module.__setattr__`` checks."""
-        held = self.module._parameters if self.is_parameter else self.module._buffers  # noqa: SLF001 - as above
+        held = own_parameters(self.module) if self.is_parameter else own_buffers(self.module)
         held[self.attribute] = tensor  # type: ignore[assignment]
 
 
@@ -121,7 +122,7 @@ def sizes_of(units: Sequence[Unit], bytes_of: Callable[[Slot], int]) -> list[Siz
 
 
 def _slots(module: nn.Module, name: str) -> list[Slot]:
-    held = ((module._parameters, True), (module._buffers, False))  # noqa: SLF001 - with their attribute names
+    held = ((own_parameters(module), True), (own_buffers(module), False))
     return [
         Slot(joined(name, attribute), module, attribute, is_parameter)
         for tensors, is_parameter in held

@@ -18,6 +18,8 @@ from torch import nn
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.parallel.blocks import near
 from rankwise.parallel.place.int8 import parts_of, quantised, with_parts
+from rankwise.torch_private.modules import forget_flat_weights, own_buffers, replace_buffers, update_flat_weights
+from rankwise.torch_private.tensors import can_take_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -165,10 +167,10 @@ def commit(units: Sequence[Unit], new: dict[int, torch.Tensor], to_int8: set[int
                 recurrent.add(slot.module)
     for module in recurrent:
         # Weak references, which keep torch from giving a parameter other content.
-        module._flat_weight_refs = []  # noqa: SLF001 - as torch does before it moves them
+        forget_flat_weights(module)
     with ExitStack() as on_error, ExitStack() as always:
         for module in recurrent:
-            always.callback(module._init_flat_weights)  # noqa: SLF001 - as torch does after
+            always.callback(update_flat_weights, module)
         for key, tensor in new.items():
             on_error.callback(_replace(old_of[key], tensor, slots_of[key], in_int8=key in to_int8))
         on_error.pop_all()
@@ -176,7 +178,7 @@ def commit(units: Sequence[Unit], new: dict[int, torch.Tensor], to_int8: set[int
 
 def _replace(old: torch.Tensor, tensor: torch.Tensor, slots: list[Slot], *, in_int8: bool) -> Callable[[], object]:
     """Give a parameter or a buffer its new content, and return what takes that back."""
-    if not in_int8 and torch._has_compatible_shallow_copy_type(old, tensor):  # noqa: SLF001 - as nn.Module.to asks
+    if not in_int8 and can_take_data(old, tensor):
         before, old.data = old.data, tensor
         return lambda: setattr(old, "data", before)
     if not in_int8 and isinstance(old, nn.Parameter):
@@ -250,17 +252,18 @@ def _rebuilt(model: nn.Module, module: nn.Module, slots: list[Slot]) -> dict[int
     results: list[dict[str, torch.Tensor]] = []
     for value in (0, 1):
         trial = copy.copy(module)
-        trial._buffers = {  # noqa: SLF001 - a copy's own
+        filled = {
             name: None if buffer is None else torch.full_like(buffer, value, device="cpu")
-            for name, buffer in module._buffers.items()  # noqa: SLF001 - with their attribute names
+            for name, buffer in own_buffers(module).items()
         }
+        replace_buffers(trial, filled)
         for owner in [one for one in model.modules() if module in set(one.modules())][::-1]:
             initialise = getattr(owner, "_init_weights", None)
             if callable(initialise) and not list(module.parameters(recurse=False)):
                 with torch.no_grad():
                     initialise(trial)
                 break
-        results.append({name: buffer for name, buffer in trial._buffers.items() if buffer is not None})  # noqa: SLF001 - as above
+        results.append(dict(trial.named_buffers(recurse=False, remove_duplicate=False)))
     first, second = results
     unwritten = [slot.name for slot in slots if not torch.equal(first[slot.attribute], second[slot.attribute])]
     if unwritten:

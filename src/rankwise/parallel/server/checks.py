@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.buckets import own_part
 from rankwise.parallel.trained import check_untrained
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

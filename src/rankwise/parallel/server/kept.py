@@ -11,6 +11,8 @@ import torch
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.parallel.server.layout import Body
 from rankwise.parallel.server.wire import Rows
+from rankwise.torch_private import foreach
+from rankwise.torch_private.tensors import sparse_indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,7 +84,7 @@ class Kept:
         stale = [position for position in whole if not self._is_copied[position]]
         if stale:
             own = [self.parameters[position].detach() for position in stale]
-            torch._foreach_copy_([self._body.views[position] for position in stale], own)
+            foreach.copy_([self._body.views[position] for position in stale], own)
             for position in stale:
                 self._is_copied[position] = True
         rows: list[Rows] = []
@@ -115,7 +117,7 @@ class Kept:
         if changed_at is None:
             changed_at = torch.zeros(gradient.shape[0], dtype=torch.int64)
             self._rows_changed_at[position] = changed_at
-        changed_at[gradient._indices()[0].cpu()] = self.num_updates  # noqa: SLF001 - indices() asks for a coalesced one
+        changed_at[sparse_indices(gradient)[0].cpu()] = self.num_updates
 
     def _is_row_local(self, position: int) -> bool:
         options = ROW_LOCAL.get(type(self.optimizer).__name__)

@@ -30,6 +30,7 @@ from rankwise.parallel.server.wire import SECRET_KEY
 from rankwise.parallel.server.worker import Place, Server, Worker, close_all
 from rankwise.parallel.trained import note_trained
 from rankwise.store.wire import listen
+from rankwise.torch_private.optimizers import mark_step
 from rankwise.watch import SLICE_SECONDS
 
 if TYPE_CHECKING:
@@ -256,12 +257,8 @@ def _follow(
 
 
 def _replace_step(optimizer: torch.optim.Optimizer, step: Any) -> None:  # noqa: ANN401 - a function
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        # A scheduler of the learning rate was built before, and looks for its mark.
-        step._wrapped_by_lr_sched = True  # noqa: SLF001 - torch's own
+    mark_step(optimizer, step)
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-    # Schedulers also look whether the optimizer has stepped before them, which is not for each rank to know.
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - torch's own
 
 
 def _noted(model: nn.Module) -> GradientSync:

@@ -13,6 +13,7 @@ from rankwise.errors import ConfigurationError, NotJoined
 from rankwise.parallel.server.channel import Channel
 from rankwise.parallel.server.wire import Rows
 from rankwise.point_to_point.waiting import Patience, wait
+from rankwise.torch_private import foreach
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -201,7 +202,7 @@ class Worker:
         gradients = [self._parameters[server.numbers[position]].grad for position in positions]
         if gradients:
             views = [channel.outgoing.views[position] for position in positions]
-            torch._foreach_copy_(views, [one for one in gradients if one is not None])
+            foreach.copy_(views, [one for one in gradients if one is not None])
 
     def _take(self) -> None:
         """Wait for the answers to what was asked, and put the parameters in place."""
@@ -221,7 +222,7 @@ class Worker:
         own = [self._parameters[number].detach() for number in server.numbers]
         whole = answer.head["whole"]
         if whole:
-            torch._foreach_copy_(
+            foreach.copy_(
                 [own[position] for position in whole], [channel.incoming.views[position] for position in whole]
             )
         for rows in answer.rows:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from rankwise.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.errors import ConfigurationError
@@ -43,6 +42,8 @@ from rankwise.parallel.trained import (
     note_trained,
 )
 from rankwise.session import current
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import is_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -374,7 +375,7 @@ def _without_views(_: nn.Module, __: object, output: object) -> object:
 
 
 def _is_followed_view(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad and value._is_view()  # noqa: SLF001 - no public way
+    return isinstance(value, torch.Tensor) and value.requires_grad and is_view(value)
 
 
 def _watch_waits(model: nn.Module, watch: Watch, ranks: Sequence[int]) -> None:

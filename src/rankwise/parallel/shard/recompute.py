@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
+
+from rankwise.torch_private.modules import BatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -54,7 +55,7 @@ class _Recomputed:
 @contextmanager
 def _without_counting(block: nn.Module) -> Generator[None]:
     """Have BatchNorm layers in training write their running statistics into copies."""
-    layers = [m for m in block.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+    layers = [m for m in block.modules() if isinstance(m, BatchNorm) and m.training and m.track_running_stats]
     kept = [dict(layer.named_buffers(recurse=False)) for layer in layers]
     for layer, buffers in zip(layers, kept, strict=True):
         for name, buffer in buffers.items():

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from rankwise.exchange.torch_group import Pending
+from rankwise.torch_private.fsdp import AllGather, ReduceScatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

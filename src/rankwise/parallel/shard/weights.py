@@ -7,32 +7,39 @@ microstep of an accumulation. What no rank used keeps ``grad=None``. Used by sha
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
-from rankwise.parallel.same_forward import in_backward
 from rankwise.parallel.trained import samples_of, tensors_with_grad
-from rankwise.parallel.uncompiled import uncompiled
+from rankwise.torch_private.autograd import in_backward, run_after_backward
+from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.fsdp import (
+    call_before_reduction,
+    forget_gradient,
+    groups_of,
+    params_of,
+    reduce_dtype_of,
+    reduce_instead,
+    sharded_of,
+    whole_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from rankwise.exchange.protocol import Lane
     from rankwise.exchange.torch_group import TorchGroup
     from rankwise.parallel.same_forward import SameForward
+    from rankwise.torch_private.fsdp import FSDPParamGroup
 
 
 class Announced:
@@ -67,9 +74,9 @@ class ShardSync:
         """What the gradients of the backward under way will be the mean over."""
         self._model = ref(model)
         self._exchange = exchange
-        self._groups = _groups_of(model)
-        self._places = [(group, index) for group in self._groups for index in range(len(group.fsdp_params))]
-        self._number_of = {id(group.fsdp_params[index]): i for i, (group, index) in enumerate(self._places)}
+        self._groups = groups_of(model)
+        self._places = [(group, index) for group in self._groups for index in range(len(params_of(group)))]
+        self._number_of = {id(params_of(group)[index]): i for i, (group, index) in enumerate(self._places)}
         self._weights: Lane | None = None
         self._uses: Lane | None = None
         if exchange is not None:
@@ -97,7 +104,7 @@ class ShardSync:
         self._without_gradient: set[int] = set()
         self._num_synced = 0
         for group in self._groups:
-            _call_before_reduction(group, self._before_reduction)
+            call_before_reduction(group, self._before_reduction)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -113,8 +120,9 @@ class ShardSync:
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
         self._is_accumulating = value
-        for group in self._groups:
-            group.reduce_grads = group.all_reduce_grads = not value
+        model = self._model()
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(not value)
 
     def is_mid_step(self) -> bool:
         """Whether gradients of some microsteps wait, on every rank, for those of the last."""
@@ -133,10 +141,10 @@ class ShardSync:
     def _follow_unfrozen(self) -> None:
         """Have torch's whole parameters need gradients where the sharded ones do by now."""
         for group in self._groups:
-            for one in group.fsdp_params:
-                whole = getattr(one, "_unsharded_param", None)
-                if whole is not None and whole.requires_grad != one.sharded_param.requires_grad:
-                    whole.requires_grad_(one.sharded_param.requires_grad)
+            for one in params_of(group):
+                whole, requires_grad = whole_of(one), sharded_of(one).requires_grad
+                if whole is not None and whole.requires_grad != requires_grad:
+                    whole.requires_grad_(requires_grad)
 
     def after_forward(self, output: object) -> None:
         """Follow what the call returned."""
@@ -186,9 +194,9 @@ class ShardSync:
             self._without_gradient = {
                 number
                 for number, (group, index) in enumerate(self._places)
-                if group.fsdp_params[index].sharded_param.grad is None
+                if sharded_of(params_of(group)[index]).grad is None
             }
-        Variable._execution_engine.queue_callback(self._end_last)  # noqa: SLF001 - as torch's own FSDP does
+        run_after_backward(self._end_last)
 
     def _divide_by(self, total: float, amount: float) -> None:
         """Have this rank's gradients multiplied so that torch's mean over ranks is the mean over all samples."""
@@ -214,9 +222,9 @@ class ShardSync:
 
     def _before_reduction(self, group: FSDPParamGroup) -> None:
         """Multiply what backward has left in a block. Called when backward has left the block."""
-        for one in group.fsdp_params:
+        for one in params_of(group):
             number = self._number_of[id(one)]
-            parameter = getattr(one, "_unsharded_param", None)
+            parameter = whole_of(one)
             gradient = None if parameter is None else parameter.grad
             if gradient is not None:
                 if not self._in_backward:
@@ -226,20 +234,20 @@ class ShardSync:
             if self._is_accumulating:
                 if parameter is not None and gradient is not None:
                     # Kept here, since each version of torch keeps it in its own way, or reduces it as it is.
-                    _add_to(self._earlier, number, gradient, one.reduce_dtype)
+                    _add_to(self._earlier, number, gradient, reduce_dtype_of(one))
                     parameter.grad = None
             elif number in self._earlier:
                 earlier = self._earlier.pop(number)
                 _multiply(earlier, self._carried_factor)
                 if gradient is not None:
                     earlier.add_(gradient)
-                _reduce_instead(one, earlier)
+                reduce_instead(one, earlier)
 
     # -- when backward has run ---------------------------------------------------------------------
 
     def _end_last(self) -> None:
         # What is queued now comes after torch's own end of backward, which reduces the last block.
-        Variable._execution_engine.queue_callback(self._end)  # noqa: SLF001
+        run_after_backward(self._end)
 
     def _end(self) -> None:
         if not self._in_backward:
@@ -274,7 +282,7 @@ class ShardSync:
         for number in unused:
             if number in self._without_gradient:
                 group, index = self._places[number]
-                group.fsdp_params[index].sharded_param.grad = None
+                sharded_of(params_of(group)[index]).grad = None
 
     def forget_broken(self) -> None:
         """Forget a backward that did not finish, and the microsteps before it, if there was one."""
@@ -284,9 +292,8 @@ class ShardSync:
         if isinstance(model, FSDPModule):
             model.reset_iter_state()
         for group in self._groups:
-            for one in group.fsdp_params:
-                if hasattr(one, "_unsharded_param"):
-                    one._unsharded_param.grad = None  # noqa: SLF001 - what the broken backward left
+            for one in params_of(group):
+                forget_gradient(one)  # what the broken backward left
         self._in_backward = False
         self._close()
 
@@ -338,26 +345,6 @@ class AfterForward:
             self._sync.after_forward(output)
 
 
-def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
-    """Return torch's groups of parameters that are gathered and reduced together, each once."""
-    found: dict[int, FSDPParamGroup] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001 - torch has no public way
-                found[id(group)] = group
-    return list(found.values())
-
-
-def _call_before_reduction(group: FSDPParamGroup, action: Callable[[FSDPParamGroup], None]) -> None:
-    reduce = group.post_backward
-
-    def post_backward(*unused: object) -> None:
-        action(group)
-        reduce(*unused)
-
-    group.post_backward = post_backward
-
-
 def _multiply(gradient: torch.Tensor, factor: float) -> None:
     """Multiply in place. Nothing of a gradient that does not count is left, not even a NaN."""
     if factor == 1.0:
@@ -377,16 +364,3 @@ def _add_to(earlier: dict[int, torch.Tensor], number: int, gradient: torch.Tenso
             earlier[number] += gradient
         else:
             earlier[number] = gradient.to(dtype or gradient.dtype)
-
-
-def _reduce_instead(one: FSDPParam, gradient: torch.Tensor) -> None:
-    """Have torch reduce ``gradient`` in place of what the last backward left.
-
-    From torch 2.15 on the whole parameter's ``grad`` takes any dtype; before, a wider one than the parameter's has
-    a place of its own.
-    """
-    if isinstance(inspect.getattr_static(type(one), "unsharded_accumulated_grad", None), property):
-        one._unsharded_param.grad = gradient  # noqa: SLF001 - where autograd adds up
-    else:
-        one._unsharded_param.grad = None  # noqa: SLF001 - as above
-        one.unsharded_accumulated_grad = gradient

@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rankwise.errors import ConfigurationError, fold_values
-from rankwise.parallel.same_forward import SameForward, in_backward
+from rankwise.parallel.same_forward import SameForward
 from rankwise.parallel.same_inputs import digest_of
 from rankwise.parallel.trained import check_no_optimizer_holds, is_trained
-from rankwise.parallel.uncompiled import uncompiled
 from rankwise.session import current
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import in_backward
+from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

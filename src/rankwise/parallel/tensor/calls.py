@@ -29,6 +29,7 @@ from rankwise.parallel.tensor.plan import Plan, Style, check_tied, find_plan, gi
 from rankwise.parallel.tensor.trial import trial
 from rankwise.parallel.trained import check_untrained
 from rankwise.session import current
+from rankwise.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -262,7 +263,7 @@ class _Plain:
 
     def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - whatever the module returns
         for owner, name in self._places:
-            parameter = owner._parameters.get(name)  # noqa: SLF001 - torch has no way to stand in for a parameter
+            parameter = own_parameters(owner).get(name)
             # What shard() has cut is not whole, and stays.
             if (
                 isinstance(parameter, DTensor)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from rankwise.parallel.tensor.attention_code import say_self
+from rankwise.torch_private.modules import runs_torch_feed_forward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,7 +75,7 @@ def why_not_elementwise(owner: nn.Module, firsts: Sequence[str], last: str) -> s
         last: the last one.
     """
     for kind in _ENCODER_LAYERS:
-        if isinstance(owner, kind) and type(owner)._ff_block is kind._ff_block and type(owner).forward is kind.forward:  # noqa: SLF001
+        if isinstance(owner, kind) and type(owner).forward is kind.forward and runs_torch_feed_forward(owner, kind):
             return None if is_elementwise(owner.activation) else "its activation is not known to be elementwise"
     if "forward" in vars(owner):
         return "its forward was replaced"

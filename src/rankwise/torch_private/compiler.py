@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that torch.compile leaves alone, at no cost where nothing is compiled."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
+    """Return ``fn`` as the compiler leaves it alone: it runs as it is, between two compiled graphs.
+
+    torch.compiler.disable imports the compiler (1.5 s) at once, and the private form does at its first call. Here it
+    is called only where the compiler has been imported: nothing is compiled before.
+    """
+    disabled = torch._disable_dynamo(fn)  # noqa: SLF001
+
+    @wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (disabled if "torch._dynamo" in sys.modules else fn)(*args, **kwargs)
+
+    return call
+
+
+def import_compiler() -> None:
+    """Import the compiler, which torch's optimizers import when they are first used."""
+    importlib.import_module("torch._dynamo")
+
+
+def module_within(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that ``torch.compile(module)`` has wrapped, or ``None`` where it has not."""
+    return dict(module.named_children()).get("_orig_mod")

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inside of DTensors. Imports torch's DTensor, which takes long, only where there is one."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor that may be split over ranks, as tensor_parallel splits it."""
+    # Checking for the class would mean importing it, and to_local() takes part in autograd.
+    part = getattr(tensor, "_local_tensor", tensor)
+    return part if isinstance(part, torch.Tensor) else tensor
+
+
+def placed_like(template: Any, part: torch.Tensor, *, requires_grad: bool = False) -> DTensor:  # noqa: ANN401 - a DTensor
+    """Return a DTensor of the whole shape and placements of another one, as torch itself rebuilds one.
+
+    Args:
+        template: a DTensor.
+        part: what this rank holds; on any device.
+        requires_grad: of the result.
+    """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - there already, where a template is
+
+    # Not from_local(), which moves the memory to the mesh's device.
+    return DTensor(part, template._spec, requires_grad=requires_grad)  # noqa: SLF001
+
+
+def placed_as_shaped(template: Any, part: torch.Tensor, shape: tuple[int, ...]) -> DTensor:  # noqa: ANN401 - a DTensor
+    """Return a DTensor on the mesh of another one.
+
+    Args:
+        template: a DTensor.
+        part: what this rank holds; on any device.
+        shape: whole; where it is not that of the template, the result is replicated.
+    """
+    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - there already, where a template is
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: PLC0415 - as above
+
+    same = tuple(template.shape) == shape
+    kept = template._spec  # noqa: SLF001 - where an order of the mesh dimensions is kept
+    order: Any = kept.shard_order if same and not kept.use_strided_shard_as_shard_order else None
+    row_major = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    spec = DTensorSpec(
+        mesh=template.device_mesh,
+        placements=tuple(template.placements if same else (Replicate(),) * len(template.placements)),
+        tensor_meta=TensorMeta(torch.Size(shape), row_major, part.dtype),
+        shard_order=order,
+    )
+    return DTensor(part, spec, requires_grad=False)
+
+
+def shard_orders(tensor: Any) -> Iterator[tuple[int, list[int]]]:  # noqa: ANN401 - a DTensor
+    """Yield each dimension of a DTensor whose order is recorded, with the mesh dimensions that split it, in order."""
+    for entry in getattr(tensor._spec, "shard_order", None) or ():  # noqa: SLF001
+        yield entry.tensor_dim, list(entry.mesh_dims)
+
+
+def split_factor(placement: Placement) -> int:
+    """Return how many pieces there were before a placement split them: 1 but for strided ones."""
+    return getattr(placement, "split_factor", 1)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The groups of parameters within ``fully_shard``, and their whole and sharded forms. Takes long to import."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+__all__ = [
+    "AllGather",
+    "FSDPParam",
+    "FSDPParamGroup",
+    "ReduceScatter",
+    "call_before_reduction",
+    "forget_gradient",
+    "groups_of",
+    "params_of",
+    "reduce_dtype_of",
+    "reduce_instead",
+    "sharded_of",
+    "whole_of",
+]
+
+
+def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
+    """Return the groups of parameters that are gathered and reduced together, each once."""
+    found: dict[int, FSDPParamGroup] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                found[id(group)] = group
+    return list(found.values())
+
+
+def call_before_reduction(group: FSDPParamGroup, action: Callable[[FSDPParamGroup], None]) -> None:
+    """Have ``action`` run each time backward has left the block of a group, before its gradients are reduced."""
+    reduce = group.post_backward
+
+    def post_backward(*unused: object) -> None:
+        action(group)
+        reduce(*unused)
+
+    group.post_backward = post_backward
+
+
+def params_of(group: FSDPParamGroup) -> list[FSDPParam]:
+    """Return the parameters of a group."""
+    return group.fsdp_params
+
+
+def sharded_of(one: FSDPParam) -> nn.Parameter:
+    """Return what this rank holds of a parameter, as the optimizer knows it."""
+    return one.sharded_param
+
+
+def whole_of(one: FSDPParam) -> nn.Parameter | None:
+    """Return the whole parameter, which autograd gives gradients; ``None`` before the first forward."""
+    return getattr(one, "_unsharded_param", None)
+
+
+def reduce_dtype_of(one: FSDPParam) -> torch.dtype | None:
+    """Return the dtype that gradients are reduced in, or ``None`` for their own."""
+    return one.reduce_dtype
+
+
+def forget_gradient(one: FSDPParam) -> None:
+    """Forget the gradient of the whole parameter."""
+    whole = whole_of(one)
+    if whole is not None:
+        whole.grad = None
+
+
+def reduce_instead(one: FSDPParam, gradient: torch.Tensor) -> None:
+    """Have torch reduce ``gradient`` in place of what the last backward left.
+
+    From torch 2.15 on the whole parameter's ``grad`` takes any dtype; before, a wider one than the parameter's has
+    a place of its own.
+    """
+    if isinstance(inspect.getattr_static(type(one), "unsharded_accumulated_grad", None), property):
+        one._unsharded_param.grad = gradient  # noqa: SLF001
+    else:
+        one._unsharded_param.grad = None  # noqa: SLF001
+        one.unsharded_accumulated_grad = gradient

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of a module, what its call runs, and layers with private parts."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+
+EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
+"""How the key of a module's extra state ends in a ``state_dict``."""
+
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+"""Return the table of a module's own parameters, which may be changed. ``parameters()`` takes ten times as long."""
+own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+"""Return the table of a module's own buffers, which may be changed. In torch.jit it has no ``get``."""
+own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""Return the table of a module's own modules."""
+
+
+def replace_buffers(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None:
+    """Give a module another table of buffers: a copied module shares the one of the original."""
+    module._buffers = buffers  # noqa: SLF001
+
+
+def aliases(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return a copy of each module of ``model``, with tables of its own: of the same parameters, of cloned buffers."""
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}  # noqa: SLF001
+    for module, copy in copies.items():
+        copy._parameters = dict(module._parameters)  # noqa: SLF001
+        copy._buffers = {name: None if one is None else one.clone() for name, one in module._buffers.items()}  # noqa: SLF001
+        copy._modules = {name: None if one is None else copies[one] for name, one in module._modules.items()}  # noqa: SLF001
+    return copies
+
+
+# -- calls ---------------------------------------------------------------------------------------------
+
+
+def wrap_call(module: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """Have a call of ``module`` run ``wrapper``, where nothing else does; copies and pickles are without it."""
+    if module._compiled_call_impl is None:  # noqa: SLF001
+        module._compiled_call_impl = wrapper  # noqa: SLF001
+
+
+def unwrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
+    """Call ``module`` with its hooks, past what :func:`wrap_call` has set."""
+    return module._call_impl(*args, **kwargs)  # noqa: SLF001
+
+
+# -- layers --------------------------------------------------------------------------------------------
+
+
+class AnySizeBatchNorm(BatchNorm):
+    """BatchNorm over inputs of two dimensions or more."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
+        if input.dim() < 2:  # noqa: PLR2004 - batch and channels
+            raise ValueError(f"expected an input of at least 2 dimensions, not {input.dim()}")
+
+
+def check_input_dim(layer: BatchNorm, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
+    """Raise unless a BatchNorm layer takes inputs of as many dimensions."""
+    layer._check_input_dim(input)  # noqa: SLF001
+
+
+def forget_flat_weights(layer: nn.RNNBase) -> None:
+    """Drop the weak references to weights, which keep torch from giving a parameter other content."""
+    layer._flat_weight_refs = []  # noqa: SLF001
+
+
+def update_flat_weights(layer: nn.RNNBase) -> None:
+    """Have a recurrent layer list the weights that it runs with again."""
+    layer._init_flat_weights()  # noqa: SLF001
+
+
+def runs_torch_feed_forward(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a layer has the feed-forward part of ``kind``, one of torch's transformer layers."""
+    return type(layer)._ff_block is kind._ff_block  # type: ignore[attr-defined] # noqa: SLF001
+
+
+# -- state -------------------------------------------------------------------------------------------
+
+
+def metadata_of(state: dict[Any, Any]) -> object:
+    """Return the versions of modules that ``state_dict()`` keeps beside the tensors, or ``None``."""
+    return getattr(state, "_metadata", None)
+
+
+def set_metadata(state: dict[Any, Any], metadata: object) -> None:
+    """Give a ``state_dict`` the versions of modules that ``load_state_dict`` reads."""
+    state._metadata = metadata  # type: ignore[attr-defined] # noqa: SLF001

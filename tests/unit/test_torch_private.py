@@ -1,0 +1,728 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A canary per private name of torch: it fails where a version of torch has changed what the name means.
+
+Run it under every tested version of torch: ``PYTHONPATH=src python -m pytest tests/unit/test_torch_private.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import operator
+import pickle
+import sys
+import warnings
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, get_worker_info
+
+from rankwise.torch_private import (
+    autograd,
+    compiler,
+    dtensor,
+    foreach,
+    groups,
+    loader,
+    modes,
+    modules,
+    optimizers,
+    pipelining,
+    rendezvous,
+    tensors,
+    tree,
+)
+from rankwise.torch_private.names import NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CANARIES: dict[str, Callable[[], None]] = {}
+FSDP = "torch.distributed.fsdp._fully_shard"
+SPEC = "torch.distributed.tensor._dtensor_spec"
+SCHEDULES = "torch.distributed.pipelining.schedules"
+FAKE = "torch._subclasses.fake_tensor"
+
+
+def canary(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def note(check: Callable[[], None]) -> Callable[[], None]:
+        CANARIES.update(dict.fromkeys(names, check))
+        return check
+
+    return note
+
+
+@pytest.mark.parametrize("name", [name.name for name in NAMES])
+def test_a_private_name_means_what_it_did(name: str) -> None:
+    CANARIES[name]()
+
+
+def test_every_canary_is_of_a_name_in_the_table() -> None:
+    assert sorted(CANARIES) == sorted(name.name for name in NAMES)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Open torch's process group, of this process alone; it sends nothing, and listens nowhere."""
+    import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def leaf(*sizes: int) -> torch.Tensor:
+    return torch.ones(*sizes, requires_grad=True)
+
+
+# -- autograd ------------------------------------------------------------------------------------------
+
+
+@canary("torch._C._current_graph_task_id")
+def check_graph_task() -> None:
+    seen: list[int] = []
+    x = leaf(2)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(autograd.graph_task()))
+    assert not autograd.in_backward()
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert len(set(seen)) == 2
+    assert autograd.NO_GRAPH not in seen
+    assert autograd.graph_task() == autograd.NO_GRAPH
+
+
+@canary("torch.autograd.Variable._execution_engine.queue_callback")
+def check_queue_callback() -> None:
+    ways = [autograd.run_after_backward, torch.autograd.Variable._execution_engine.queue_callback]
+    for run_after_backward in ways:
+        order: list[str] = []
+        x = leaf(2)
+
+        def queue(_: object, order: list[str] = order, run: Any = run_after_backward) -> None:
+            def first() -> None:
+                order.append("first")
+                # What is queued by a callback runs after those that were queued before.
+                run(lambda: order.append("last"))
+
+            run(first)
+            run(lambda: order.append("second"))
+
+        y = x * 2
+        y.register_hook(queue)
+        x.register_hook(lambda _, order=order: order.append("gradient"))
+        y.sum().backward()
+        assert order == ["gradient", "first", "second", "last"]
+
+
+@canary("torch.Tensor._version")
+def check_version() -> None:
+    x = torch.zeros(2)
+    before = autograd.version_of(x)
+    x.detach().add_(1)
+    x[0] = 3
+    assert autograd.version_of(x) == before + 2
+    _ = x + 1
+    assert autograd.version_of(x) == before + 2
+
+
+@canary("torch.Tensor._is_view")
+def check_is_view() -> None:
+    x = leaf(2) * 1
+    assert autograd.is_view(x[:1])
+    assert not autograd.is_view(x)
+    assert not autograd.is_view(x[:1].clone())
+
+
+@canary(
+    "torch._C._autograd._push_saved_tensors_default_hooks",
+    "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+)
+def check_saved_tensors_hooks() -> None:
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> int:
+        packed.append(tensor)
+        return len(packed) - 1
+
+    assert autograd.innermost_saved_tensors_hooks() is None
+    x = leaf(2)
+    autograd.push_saved_tensors_hooks(pack, packed.__getitem__)
+    try:
+        innermost = autograd.innermost_saved_tensors_hooks()
+        y = x.exp()
+    finally:
+        autograd.pop_saved_tensors_hooks()
+    assert innermost is not None
+    assert innermost[0] is pack
+    assert len(packed) == 1
+    assert autograd.innermost_saved_tensors_hooks() is None
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+# -- compiler ------------------------------------------------------------------------------------------
+
+
+@canary("torch._disable_dynamo", "torch._dynamo")
+def check_uncompiled() -> None:
+    def fn(x: int) -> int:
+        return x + 1
+
+    uncompiled = compiler.uncompiled(fn)
+    assert uncompiled(1) == 2
+    compiler.import_compiler()
+    assert "torch._dynamo" in sys.modules
+    # Now by way of the compiler's own.
+    assert uncompiled(1) == 2
+
+
+@canary("torch._dynamo.eval_frame.OptimizedModule._orig_mod")
+def check_module_within() -> None:
+    module = nn.Linear(2, 2)
+    assert compiler.module_within(torch.compile(module, backend="eager")) is module
+    assert compiler.module_within(module) is None
+
+
+# -- foreach -------------------------------------------------------------------------------------------
+
+
+@canary(*(f"torch._foreach_{word}_" for word in ("copy", "zero", "add", "sub", "mul", "div")))
+def check_foreach() -> None:
+    some = [torch.ones(2), torch.ones(3)]
+    others = [torch.full((2,), 4.0), torch.full((3,), 5.0)]
+    for act, expected in (
+        (lambda: foreach.copy_(some, others), [4.0, 5.0]),
+        (lambda: foreach.mul_(some, 3), [12.0, 15.0]),
+        (lambda: foreach.add_(some, others), [16.0, 20.0]),
+        (lambda: foreach.add_(some, others, alpha=-0.5), [14.0, 17.5]),
+        (lambda: foreach.sub_(some, others), [10.0, 12.5]),
+        (lambda: foreach.div_(some, 2.5), [4.0, 5.0]),
+        (lambda: foreach.zero_(some), [0.0, 0.0]),
+    ):
+        act()
+        assert [one.unique().tolist() for one in some] == [[value] for value in expected]
+
+
+# -- groups --------------------------------------------------------------------------------------------
+
+
+@canary("torch.distributed.distributed_c10d._world.pg_map", "torch.distributed.distributed_c10d._world.pg_names")
+def check_groups() -> None:
+    assert groups.open_groups() == []
+    with alone():
+        own = dist.new_group([0])
+        assert own in groups.open_groups()
+        assert dist.group.WORLD in groups.open_groups()
+        assert groups.num_groups() == 2
+    assert groups.num_groups() == 0
+
+
+@canary("torch.distributed.rendezvous._rendezvous_handlers")
+def check_rendezvous() -> None:
+    handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    before = handlers["env"]
+    store = dist.HashStore()
+
+    def handler(url: str, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
+        assert url.startswith("env:")
+        yield store, 0, 1
+
+    rendezvous.replace_handler("env", handler)
+    try:
+        dist.init_process_group("gloo", init_method="env://", rank=0, world_size=1)
+        dist.destroy_process_group()
+    finally:
+        rendezvous.replace_handler("env", before)
+
+
+# -- loader --------------------------------------------------------------------------------------------
+
+
+@canary(
+    "torch.utils.data.DataLoader._iterator",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",
+)
+def check_workers() -> None:
+    data = DataLoader(range(4), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    with warnings.catch_warnings():
+        # From Python 3.12 on, of a fork beside torch's threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        iterator = iter(data)
+        assert int(next(iterator)) == 0
+        (process,) = loader.workers_of(iterator)
+        assert process.is_alive()
+        loader.end_workers(iterator)
+        assert process.exitcode is not None
+        loader.forget_iterator(data)
+        again = iter(data)
+        assert again is not iterator
+        assert [int(one) for one in again] == [0, 1, 2, 3]
+        loader.end_workers(again)
+
+
+@canary("torch.utils.data._utils.worker._worker_info")
+def check_worker_info() -> None:
+    info = object()
+    loader.show_worker(info)
+    try:
+        assert get_worker_info() is info
+    finally:
+        loader.show_worker(None)
+    assert get_worker_info() is None
+
+
+# -- modes ---------------------------------------------------------------------------------------------
+
+
+@canary("torch.utils._python_dispatch.TorchDispatchMode", "torch._ops.OpOverload")
+def check_dispatch_mode() -> None:
+    seen: list[object] = []
+
+    class Mode(modes.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.rand(2)
+        torch.ones(2)
+    assert all(isinstance(one, modes.Operator) for one in seen)
+    assert [torch.Tag.nondeterministic_seeded in one.tags for one in seen] == [True, False]
+
+
+@canary(
+    "torch._C._pop_torch_function_stack",
+    "torch._C._push_on_torch_function_stack",
+    "torch._C._len_torch_function_stack",
+    "torch._C._get_function_stack_at",
+)
+def check_function_modes() -> None:
+    seen: list[object] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    outer, inner = Mode(), Mode()
+    x = torch.ones(2)
+    assert not modes.is_innermost(outer)
+    with outer:
+        assert modes.is_innermost(outer)
+        modes.pop_function_mode()
+        torch.add(x, x)
+        modes.push_function_mode(outer)
+        torch.mul(x, x)
+        with inner:
+            assert modes.is_innermost(inner)
+            assert not modes.is_innermost(outer)
+    assert seen == [torch.mul]
+
+
+# -- modules -------------------------------------------------------------------------------------------
+
+
+@canary("torch.nn.Module._parameters", "torch.nn.Module._buffers", "torch.nn.Module._modules")
+def check_tables() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    norm = model[0]
+    assert list(modules.own_parameters(norm)) == ["weight", "bias"]
+    assert list(modules.own_buffers(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert list(modules.own_modules(model).values()) == [norm]
+    modules.own_parameters(norm)["weight"] = weight = nn.Parameter(torch.ones(2))
+    modules.own_buffers(norm)["running_mean"] = mean = torch.ones(2)
+    assert norm.weight is weight
+    assert norm.running_mean is mean
+    model.append(nn.ReLU())
+    assert list(modules.own_modules(model)) == ["0", "1"]
+    shallow = copy.copy(norm)
+    modules.replace_buffers(shallow, {"running_mean": torch.zeros(2)})
+    assert norm.running_mean is mean
+
+
+@canary("torch.nn.Module._replicate_for_data_parallel")
+def check_aliases() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    alias = modules.aliases(model)[model]
+    assert alias is not model
+    assert alias[0].weight is model[0].weight
+    alias(torch.rand(4, 2)).sum().backward()
+    assert model[0].weight.grad is not None
+    assert model[0].num_batches_tracked == 0
+    assert alias[0].num_batches_tracked == 1
+
+
+@canary("torch.nn.Module._compiled_call_impl", "torch.nn.Module._call_impl")
+def check_wrapped_call() -> None:
+    module = nn.Identity()
+    seen: list[str] = []
+
+    def wrapper(x: int) -> Any:
+        seen.append("wrapper")
+        return modules.unwrapped_call(module, x)
+
+    module.register_forward_hook(lambda *_: seen.append("hook"))
+    modules.wrap_call(module, wrapper)
+    modules.wrap_call(module, lambda x: seen.append("second"))
+    assert module(3) == 3
+    assert seen == ["wrapper", "hook"]
+    seen.clear()
+    assert copy.deepcopy(nn.Sequential(module))[0](4) == 4
+    plain = nn.Identity()
+    modules.wrap_call(plain, wrapper)
+    assert pickle.loads(pickle.dumps(plain))(5) == 5  # noqa: S301 - its own
+    assert seen == ["hook"]
+
+
+@canary("torch.nn.Module.state_dict._metadata")
+def check_metadata() -> None:
+    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    metadata = modules.metadata_of(state)
+    assert isinstance(metadata, dict)
+    assert metadata["0"] == {"version": 2}
+    assert modules.metadata_of({}) is None
+    # Before version 2 there was no num_batches_tracked, and load_state_dict does not ask for it.
+    del state["0.num_batches_tracked"]
+    modules.set_metadata(state, {**metadata, "0": {"version": 1}})
+    nn.Sequential(nn.BatchNorm1d(2)).load_state_dict(state)
+
+
+@canary("torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX")
+def check_extra_state() -> None:
+    class Module(nn.Module):
+        def get_extra_state(self) -> int:
+            return 3
+
+    assert nn.Sequential(Module()).state_dict() == {f"0.{modules.EXTRA_STATE}": 3}
+
+
+@canary("torch.nn.modules.batchnorm._BatchNorm", "torch.nn.modules.batchnorm._BatchNorm._check_input_dim")
+def check_batchnorm() -> None:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d)
+    assert all(issubclass(kind, modules.BatchNorm) for kind in kinds)
+    assert not issubclass(nn.InstanceNorm1d, modules.BatchNorm)
+    modules.check_input_dim(nn.BatchNorm2d(2), torch.ones(1, 2, 3, 3))
+    with pytest.raises(ValueError, match="expected 4D"):
+        modules.check_input_dim(nn.BatchNorm2d(2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="at least 2"):
+        # Its own forward asks as well.
+        modules.AnySizeBatchNorm(2)(torch.ones(2))
+
+
+@canary("torch.nn.RNNBase._flat_weight_refs", "torch.nn.RNNBase._init_flat_weights")
+def check_recurrent() -> None:
+    layer = nn.LSTM(2, 2)
+    layer(torch.ones(1, 1, 2))
+    old = layer.weight_ih_l0
+    new = nn.Parameter(torch.zeros_like(old))
+    assert any(one() is old for one in layer._flat_weight_refs)
+    modules.forget_flat_weights(layer)
+    torch.utils.swap_tensors(old, new)
+    modules.update_flat_weights(layer)
+    assert any(one() is layer.weight_ih_l0 for one in layer._flat_weight_refs)
+    modules.own_parameters(layer)["weight_hh_l0"] = nn.Parameter(torch.full((8, 2), 7.0))
+    modules.update_flat_weights(layer)
+    assert any(one is layer.weight_hh_l0 for one in layer._flat_weights)
+
+
+@canary("torch.nn.TransformerEncoderLayer._ff_block")
+def check_feed_forward() -> None:
+    class Own(nn.TransformerEncoderLayer):
+        def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+        assert modules.runs_torch_feed_forward(kind(4, 2, 8), kind)
+    own = Own(4, 2, 8)
+    assert not modules.runs_torch_feed_forward(own, nn.TransformerEncoderLayer)
+    # It is what forward calls.
+    own.eval()
+    own.linear1 = None
+    own(torch.ones(1, 1, 4))
+
+
+# -- optimizers ----------------------------------------------------------------------------------------
+
+
+@canary("torch.optim.Optimizer._opt_called", "torch.optim.Optimizer.step._wrapped_by_lr_sched")
+def check_optimizer() -> None:
+    from types import MethodType
+
+    def step(self: torch.optim.Optimizer) -> None: ...
+
+    for is_marked in (True, False):
+        optimizer = torch.optim.SGD([leaf(2)], 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+        def own(self: torch.optim.Optimizer) -> None: ...
+
+        if is_marked:
+            optimizers.mark_step(optimizer, own)
+        optimizer.step = MethodType(own, optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scheduler.step()
+        assert bool(caught) is not is_marked
+
+
+# -- tensors -------------------------------------------------------------------------------------------
+
+
+@canary("torch.UntypedStorage._cdata")
+def check_memory_key() -> None:
+    x = torch.empty(4, device="meta")
+    assert tensors.memory_key(x) == tensors.memory_key(x[1:])
+    assert tensors.memory_key(x) != tensors.memory_key(torch.empty(4, device="meta"))
+
+
+@canary("torch.storage.TypedStorage._untyped_storage", "torch.storage.TypedStorage._internal")
+def check_typed_storage() -> None:
+    storage = torch.arange(3).untyped_storage()
+    typed = tensors.typed_storage(storage, torch.int64)
+    assert type(typed) is torch.storage.TypedStorage
+    assert tensors.untyped_storage_of(typed).data_ptr() == storage.data_ptr()
+
+
+@canary("torch.Tensor._indices", "torch.Tensor._values")
+def check_sparse() -> None:
+    x = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
+    assert not x.is_coalesced()
+    assert tensors.sparse_indices(x).tolist() == [[1, 1]]
+    assert tensors.sparse_values(x).tolist() == [2.0, 3.0]
+
+
+@canary("torch.Tensor._is_zerotensor")
+def check_zero_tensor() -> None:
+    assert tensors.is_zero_tensor(torch._efficientzerotensor(2))
+    assert not tensors.is_zero_tensor(torch.zeros(2))
+
+
+@canary("torch.Tensor._is_param")
+def check_is_param() -> None:
+    x = torch.ones(2)
+    assert not isinstance(x, nn.Parameter)
+    tensors.mark_as_parameter(x)
+    assert isinstance(x, nn.Parameter)
+
+
+@canary("torch._has_compatible_shallow_copy_type")
+def check_can_take_data() -> None:
+    x = torch.ones(2)
+    assert tensors.can_take_data(x, torch.ones(3, dtype=torch.float64))
+    assert not tensors.can_take_data(torch.empty(2, device="meta"), x.to_sparse())
+
+
+# -- trees ---------------------------------------------------------------------------------------------
+
+
+@canary(*(f"torch.utils._pytree.{word}" for word in (
+    "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"
+)))  # fmt: skip
+def check_tree() -> None:
+    value = {"a": [1, 2.0], "b": (None, 3)}
+    leaves, spec = tree.tree_flatten(value)
+    assert leaves == tree.tree_leaves(value) == [1, 2.0, None, 3]
+    assert isinstance(spec, tree.TreeSpec)
+    assert tree.tree_unflatten(leaves, spec) == value
+    assert spec == tree.tree_flatten({"a": [0, 0], "b": (0, 0)})[1]
+    assert spec != tree.tree_flatten({"a": [0, 0], "b": [0, 0]})[1]
+    assert tree.tree_map(lambda one: 0, value) == {"a": [0, 0], "b": (0, 0)}
+    assert tree.tree_map_only(float, operator.neg, value) == {"a": [1, -2.0], "b": (None, 3)}
+
+
+@canary("torch.utils._pytree")
+def check_tree_logger() -> None:
+    assert inspect.getmodule(tree.tree_flatten).__name__ == tree.LOGGER
+    assert tree.LOGGER in logging.root.manager.loggerDict
+
+
+# -- DTensor -------------------------------------------------------------------------------------------
+
+
+@canary(
+    "torch.distributed.tensor.DTensor._local_tensor",
+    "torch.distributed.tensor.DTensor._spec",
+    f"{SPEC}.DTensorSpec",
+    f"{SPEC}.DTensorSpec.use_strided_shard_as_shard_order",
+    f"{SPEC}.TensorMeta",
+)
+@alone()
+def check_dtensor() -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+    x = distribute_tensor(torch.arange(6.0).reshape(2, 3), mesh, [Shard(0)])
+    assert dtensor.own_part(x).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert dtensor.own_part(x).data_ptr() == x.to_local().data_ptr()
+    plain = torch.ones(2)
+    assert dtensor.own_part(plain) is plain
+    part = torch.empty(2, 3, device="meta")
+    like = dtensor.placed_like(x, part, requires_grad=True)
+    assert (like.shape, like.placements, like.requires_grad) == (x.shape, x.placements, True)
+    assert dtensor.own_part(like) is part
+    same = dtensor.placed_as_shaped(x, part.double(), (2, 3))
+    assert (same.placements, same.dtype, same.stride()) == ((Shard(0),), torch.float64, (3, 1))
+    other = dtensor.placed_as_shaped(x, torch.empty(4), (4,))
+    assert (tuple(other.shape), other.placements) == ((4,), (Replicate(),))
+
+
+@canary(
+    f"{SPEC}.DTensorSpec.shard_order",
+    f"{SPEC}.ShardOrderEntry.tensor_dim",
+    f"{SPEC}.ShardOrderEntry.mesh_dims",
+    "torch.distributed.tensor.placement_types._StridedShard.split_factor",
+)
+@alone()
+def check_shard_order() -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = dist.init_device_mesh("cpu", (1, 1))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1), Shard(1)])
+    assert list(dtensor.shard_orders(x)) == [(1, [0, 1])]
+    assert dtensor.split_factor(x.placements[0]) == 1
+    assert dtensor.split_factor(_StridedShard(0, split_factor=2)) == 2
+    assert dtensor.split_factor(Replicate()) == 1
+
+
+# -- pipelining ----------------------------------------------------------------------------------------
+
+
+@canary(
+    f"{SCHEDULES}._Action",
+    f"{SCHEDULES}._Action.computation_type",
+    f"{SCHEDULES}._Action.stage_index",
+    f"{SCHEDULES}._Action.microbatch_index",
+    f"{SCHEDULES}._ComputationType",
+    f"{SCHEDULES}._add_send_recv",
+)
+def check_actions() -> None:
+    order = {stage: [pipelining.forward_action(stage, 0), pipelining.backward_action(stage, 0)] for stage in (0, 1)}
+    whole = pipelining.with_sends(order, stage_to_rank=lambda stage: stage, num_stages=2)
+    told = {rank: [pipelining.read_action(one) for one in actions] for rank, actions in whole.items()}
+    assert told == {
+        0: [("F", 0, 0), ("SEND_F", 0, 0), ("RECV_B", 0, 0), ("B", 0, 0)],
+        1: [("RECV_F", 1, 0), ("F", 1, 0), ("B", 1, 0), ("SEND_B", 1, 0)],
+    }
+
+
+@canary(
+    "torch.distributed.pipelining._backward.stage_backward_input",
+    "torch.distributed.pipelining._backward.stage_backward_weight",
+)
+def check_backward_in_two_parts() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    x = leaf(3, 2)
+    gradient = torch.rand(3, 2)
+    inputs, left = pipelining.backward_of_inputs([layer(x)], [gradient], [x], iter(layer.parameters()))
+    torch.testing.assert_close(inputs[0], gradient @ layer.weight)
+    assert layer.weight.grad is None
+    pipelining.backward_of_weights(iter(layer.parameters()), left)
+    torch.testing.assert_close(layer.weight.grad, gradient.T @ x.detach())
+
+
+# -- fake tensors --------------------------------------------------------------------------------------
+
+
+@canary(
+    f"{FAKE}.FakeTensorMode",
+    f"{FAKE}.FakeTensorMode.from_tensor",
+    f"{FAKE}.FakeTensor",
+    f"{FAKE}.DataDependentOutputException",
+    f"{FAKE}.DynamicOutputShapeException",
+    f"{FAKE}.UnsupportedOperatorException",
+)
+def check_fake() -> None:
+    from rankwise.torch_private import fake
+
+    library = torch.library.Library("rankwise_canary", "FRAGMENT")
+    library.define("unknown(Tensor x) -> Tensor")
+    library.impl("unknown", lambda x: x.clone(), "CPU")
+    mode = fake.fake_tensors()
+    x = fake.fake_of(mode, torch.ones(2, 3))
+    assert isinstance(x, fake.FakeTensor)
+    with mode:
+        y = x @ torch.ones(3, 4)
+        assert isinstance(torch.empty(2), fake.FakeTensor)
+        with pytest.raises(fake.DataDependentOutputException):
+            x.sum().item()
+        with pytest.raises(fake.DynamicOutputShapeException):
+            x.nonzero()
+        with pytest.raises(fake.UnsupportedOperatorException):
+            torch.ops.rankwise_canary.unknown(x)
+    assert isinstance(y, fake.FakeTensor)
+    assert (tuple(y.shape), y.device.type) == ((2, 4), "cpu")
+
+
+# -- FSDP ----------------------------------------------------------------------------------------------
+
+
+@canary(
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    f"{FSDP}._fsdp_state.FSDPState._fsdp_param_groups",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_backward",
+    f"{FSDP}._fsdp_param.FSDPParam",
+    f"{FSDP}._fsdp_param.FSDPParam.sharded_param",
+    f"{FSDP}._fsdp_param.FSDPParam._unsharded_param",
+    f"{FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad",
+    f"{FSDP}._fsdp_param.FSDPParam.reduce_dtype",
+)
+@alone()
+def check_fsdp() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from rankwise.torch_private import fsdp
+
+    calls: list[str] = []
+    mesh = dist.init_device_mesh("cpu", (1,))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(nn.Linear(2, 2, bias=False), mesh=mesh, mp_policy=precision)
+    (group,) = fsdp.groups_of(model)
+    assert isinstance(group, fsdp.FSDPParamGroup)
+    (one,) = fsdp.params_of(group)
+    assert isinstance(one, fsdp.FSDPParam)
+    assert fsdp.sharded_of(one) is model.weight
+    assert fsdp.whole_of(one) is None
+    fsdp.forget_gradient(one)
+
+    def before(_: object) -> None:
+        calls.append("before")
+        whole = fsdp.whole_of(one)
+        assert (whole.dtype, tuple(whole.shape)) == (torch.bfloat16, (2, 2))
+        assert whole.grad.unique().tolist() == [3.0]
+        # Wider than the parameter, and not a number that bfloat16 has.
+        fsdp.reduce_instead(one, torch.full((2, 2), 1.0009765625))
+
+    fsdp.call_before_reduction(group, before)
+    model(torch.ones(3, 2)).sum().backward()
+    assert calls == ["before"]
+    assert fsdp.reduce_dtype_of(one) is torch.float32
+    assert model.weight.grad.to_local().unique().tolist() == [1.0009765625]
+    assert fsdp.whole_of(one).grad is None
+
+
+@canary(f"{FSDP}._fsdp_api.AllGather", f"{FSDP}._fsdp_api.ReduceScatter")
+def check_fsdp_communication() -> None:
+    from rankwise.torch_private import fsdp
+
+    # One rank has nothing to gather: tests/multiprocess/test_shard.py has torch call these.
+    for kind, words in (
+        (fsdp.AllGather, ["self", "output_tensor", "input_tensor", "group", "async_op"]),
+        (fsdp.ReduceScatter, ["self", "output_tensor", "input_tensor", "group", "op", "async_op"]),
+    ):
+        assert list(inspect.signature(kind.__call__).parameters) == words
+        assert list(inspect.signature(kind.allocate).parameters) == ["self", "size", "dtype", "device"]
+        assert inspect.isabstract(kind)
