@@ -16,7 +16,7 @@ from rankwise.errors import TorchTooOld, UntestedTorch
 from rankwise.version import VERSION
 
 OLDEST = (2, 12)
-"""The first release that has every call rankwise needs. Older ones are refused."""
+"""The first release with what rankwise needs throughout. Older ones are refused."""
 TESTED = ((2, 13), (2, 14), (2, 15))
 """Releases on which CI runs the tests. On others the strategies check their gradients before they are used."""
 
@@ -88,6 +88,20 @@ def check() -> None:
             UntestedTorch,
             stacklevel=3,
         )
+
+
+def lacks(call: str, since: tuple[int, int], who: str) -> TorchTooOld:
+    """Return the error for a call that this version of torch does not have.
+
+    Args:
+        call: torch's.
+        since: the release that brought it.
+        who: needs it, in words that begin a sentence: ``"A sharded model whose backward broke off"``.
+    """
+    return TorchTooOld(
+        f"{who} needs {call}, which torch {installed()} does not have and torch {_dotted(since)} does.",
+        do=f"pip install 'torch>={_dotted(since)},{requirement().rpartition(',')[2]}'",
+    )
 
 
 def _parsed(version: str) -> tuple[tuple[int, int], bool]:

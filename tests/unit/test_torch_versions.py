@@ -66,6 +66,15 @@ def test_others_are_quiet(told: pytest.MonkeyPatch, version: str, is_tested: boo
     assert torch_versions.is_tested() is is_tested
 
 
+def test_a_call_that_a_version_lacks_is_named_in_one_sentence(told: pytest.MonkeyPatch) -> None:
+    told.setattr("torch.__version__", "2.12.1")
+    error = torch_versions.lacks("FSDPModule.reset_iter_state()", (2, 13), "This")
+    assert str(error).splitlines() == [
+        "This needs FSDPModule.reset_iter_state(), which torch 2.12.1 does not have and torch 2.13 does.",
+        "  do        pip install 'torch>=2.13,<2.16'",
+    ]
+
+
 def test_the_requirement_says_what_is_tested() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert torch_versions.requirement() in project["dependencies"]

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from rankwise.watch import Watch
 
+# torch 2.13 named them anew.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class _Watched:
     """What both have: memory from torch's allocator, and a wait that the watch follows."""
@@ -50,7 +54,7 @@ class WatchedAllGather(_Watched, AllGather):
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002 - torch's signature; what runs next needs it
     ) -> None:
         """Gather, and wait."""
-        gather = partial(dist.all_gather_single, group=group, async_op=True)
+        gather = partial(_all_gather, group=group, async_op=True)
         self._wait(input_tensor, lambda: gather(output_tensor, input_tensor))
 
 
@@ -66,7 +70,5 @@ class WatchedReduceScatter(_Watched, ReduceScatter):
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
     ) -> None:
         """Reduce, and wait."""
-        start = partial(
-            dist.reduce_scatter_single, output_tensor, input_tensor, cast("Any", op), group=group, async_op=True
-        )
+        start = partial(_reduce_scatter, output_tensor, input_tensor, cast("Any", op), group=group, async_op=True)
         self._wait(input_tensor, start)
