@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
     from rankwise.watch import Watch
 
-# torch 2.13 named them anew.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# Renamed in torch 2.13, which deprecates the names that 2.12 has.
+_is_renamed = hasattr(dist, "all_gather_single")
+_all_gather: Any = getattr(dist, "all_gather_single" if _is_renamed else "all_gather_into_tensor")
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single" if _is_renamed else "reduce_scatter_tensor")
 
 
 class _Watched:
