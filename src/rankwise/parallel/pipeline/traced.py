@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankwise.device.accelerator import autocast_state
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.buckets import own_part
 from rankwise.parallel.pipeline.program import Call, Kind, Program, Ref
@@ -118,7 +119,7 @@ class _Recorder(TorchFunctionMode):
         self._next = 0
         self._depth = 0
         self._entered: tuple[list[Any], pytree.TreeSpec, list[int]] | None = None
-        self._autocast = _autocast()
+        self._autocast = autocast_state()
 
     def number(self, tensor: torch.Tensor) -> int:
         """Give ``tensor`` a new number, by which it goes from here on."""
@@ -195,7 +196,7 @@ class _Recorder(TorchFunctionMode):
         versions: list[int],
         result: object,
     ) -> None:
-        if _autocast() != self._autocast:
+        if autocast_state() != self._autocast:
             raise ConfigurationError(
                 f"{target} is called in another autocast state than the model.",
                 do="enter autocast around the whole step, or inside a block",
@@ -374,7 +375,3 @@ def _is_fake(value: object) -> bool:
 
 def _version(leaf: object) -> int:
     return own_part(leaf)._version if isinstance(leaf, torch.Tensor) else 0  # noqa: SLF001 - autograd's own count
-
-
-def _autocast() -> tuple[bool, ...]:
-    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
