@@ -11,6 +11,7 @@ Emulated in ``standin.cpp``, on the device's own memory:
   ``set_.source_Storage_storage_offset``, ``record_stream``; 1 GiB per device, counted; pinned memory of the host;
 - copies: ``_copy_from``, ``_copy_from_and_resize``, ``_local_scalar_dense``;
 - views: ``as_strided``, ``view``, ``_reshape_alias``, ``view_as_real``, ``view_as_complex``, ``unfold``;
+- ``mse_loss``, ``native_batch_norm``;
 - autocast: ``linear``, ``matmul``, ``mm``, ``addmm`` in the lower precision, ``mse_loss`` in float32;
 - streams and events (numbers; each call is finished when it returns), a generator of random numbers per device.
 

@@ -13,6 +13,8 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/mse_loss.h>
+#include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -299,6 +301,24 @@ at::Tensor& set_storage_offset(at::Tensor& self, at::Storage source, c10::SymInt
                                       C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
+// torch's own way through mse_loss.out warns of the size of what it returns.
+at::Tensor mse_loss(const at::Tensor& self, const at::Tensor& target, int64_t reduction) {
+  return at::mse_loss(on_cpu(self), on_cpu(target), reduction).to(self.device());
+}
+
+// Changes its running statistics, which its schema does not say: the fallback would not bring them back.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& self, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
+    double eps) {
+  auto seen = [](const std::optional<at::Tensor>& tensor) {
+    return tensor.has_value() && tensor->defined() ? std::optional<at::Tensor>(on_cpu(*tensor)) : std::nullopt;
+  };
+  auto [output, saved_mean, saved_variance] = at::native_batch_norm(
+      on_cpu(self), seen(weight), seen(bias), seen(mean), seen(variance), training, momentum, eps);
+  return {output.to(self.device()), saved_mean.to(self.device()), saved_variance.to(self.device())};
+}
+
 void record_stream(at::Tensor&, at::Stream) {}
 
 // Everything else: on the CPU, with the results brought back. Random numbers come from the device's own generator.
@@ -342,6 +362,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage_offset);
+  m.impl("mse_loss", mse_loss);
+  m.impl("native_batch_norm", batch_norm);
   m.impl("record_stream", record_stream);
 }
 
