@@ -334,7 +334,7 @@ def test_a_model_is_placed_on_devices(plan: dict[str, str] | None, used: set[str
 
 
 STRATEGIES: dict[str, Callable[[nn.Module], object]] = {
-    "shard": lambda model: rw.shard(model),
+    "shard": rw.shard,
     "tensor_parallel": lambda model: rw.tensor_parallel(model, {"first": "column"}),
     "pipeline": lambda model: rw.pipeline(model, nn.functional.mse_loss, example=torch.zeros(2, 6)),
 }
