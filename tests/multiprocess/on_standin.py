@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -33,6 +34,16 @@ class WithStandin:
 
     def __call__(self, *args: Any) -> Any:
         return self._fn(*args)
+
+
+def build_standin() -> None:
+    """Compile the device, which is not to happen within a rank: ranks would do so side by side."""
+    sources = importlib.util.spec_from_file_location("standin", Path(FOLDER, "standin", "__init__.py"))
+    assert sources is not None
+    assert sources.loader is not None
+    standin = importlib.util.module_from_spec(sources)
+    sources.loader.exec_module(standin)
+    standin.built()
 
 
 def on_standin(fn: Callable[..., Any], world_size: int, *args: object, exchange: str = "auto") -> list[Any]:

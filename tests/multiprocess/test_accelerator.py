@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from on_ranks import one_rank
-from on_standin import NUM_DEVICES, on_standin, python_with_standin
+from on_standin import NUM_DEVICES, build_standin, on_standin, python_with_standin
 from replicas import TOLERANCE, Net, Parameters, batches, built, largest_difference, part
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
     from rankwise.world import World
 
+pytestmark = pytest.mark.timeout(180)  # the first of these tests may have to compile the device
+
 EXCHANGES = ["shared_memory", "gloo"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _standin_is_built() -> None:
+    build_standin()
 
 
 def _on_cpu(tensors: dict[str, torch.Tensor]) -> Parameters:

@@ -84,29 +84,23 @@ class Here:
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "local_rank", "backend", "expected"),
+    ("here", "local_rank", "backend", "expected"),
     [
-        (None, 0, 0, None, "cpu"),
-        ("cuda", 8, 5, None, "cuda:5"),
-        ("cuda", 8, 5, "nccl", "cuda:5"),
-        ("cuda", 8, 5, "gloo", "cpu"),
-        ("xpu", 2, 1, None, "xpu:1"),
-        ("npu", 8, 7, None, "npu:7"),
-        ("mps", 1, 0, None, "mps:0"),
-        ("mps", 1, 3, None, "mps:0"),
-        ("standin", 4, 3, None, "standin:3"),
+        ((None, 0), 0, None, "cpu"),
+        (("cuda", 8), 5, None, "cuda:5"),
+        (("cuda", 8), 5, "nccl", "cuda:5"),
+        (("cuda", 8), 5, "gloo", "cpu"),
+        (("xpu", 2), 1, None, "xpu:1"),
+        (("npu", 8), 7, None, "npu:7"),
+        (("mps", 1), 0, None, "mps:0"),
+        (("mps", 1), 3, None, "mps:0"),
+        (("standin", 4), 3, None, "standin:3"),
     ],
 )
 def test_the_device_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str | None,
-    count: int,
-    *,
-    local_rank: int,
-    backend: str | None,
-    expected: str,
+    monkeypatch: pytest.MonkeyPatch, here: tuple[str | None, int], local_rank: int, backend: str | None, expected: str
 ) -> None:
-    Here(monkeypatch, name, count)
+    Here(monkeypatch, *here)
     assert choice.choose_device(None, backend, local_rank) == expected
     assert choice.choose_device("cpu", backend, local_rank) == "cpu"
 

@@ -2,8 +2,8 @@
 """A device for tests: ``standin:0`` to ``standin:3``, in the CPU's memory, computing on the CPU.
 
 torch takes it for an accelerator (its PrivateUse1 mechanism), so rankwise's code for accelerators runs without one. No
-backend of torch carries its tensors. A process has it after :func:`load`; or after ``import torch`` where the folder above
-is on ``PYTHONPATH``, since torch loads it by the entry point ``torch.backends``, as it loads torch_npu.
+backend of torch carries its tensors. A process has it after :func:`load`, or after ``import torch`` where the folder
+above is on ``PYTHONPATH``: torch loads it by the entry point ``torch.backends``, as it loads torch_npu.
 
 Emulated in ``standin.cpp``, on the device's own memory:
 
