@@ -13,6 +13,7 @@ from on_standin import NUM_DEVICES, build_standin, on_standin, python_with_stand
 from replicas import TOLERANCE, Net, Parameters, batches, built, largest_difference, part
 from torch import nn
 from torch.utils.data import TensorDataset
+from trained_otherwise import train_in_words, train_seldom
 
 import rankwise as rw
 from rankwise.device.choice import choose_backend, choose_device
@@ -169,6 +170,22 @@ def _compressed(world: World, method: str) -> Parameters:
 def test_compressed_gradients_are_those_of_cpu_ranks(method: str) -> None:
     expected = run_ranks(_compressed, 2, method)[0].get()
     for found in on_standin(_compressed, 2, method):
+        assert largest_difference(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("train", "how"),
+    [
+        (train_in_words, "horovod"),
+        (train_in_words, "megengine"),
+        (train_seldom, "parameter server"),
+        (train_seldom, "islands"),
+    ],
+    ids=["horovod", "megengine", "parameter server", "islands"],
+)
+def test_other_ways_of_training_are_exact(train: Callable[..., Parameters], how: str) -> None:
+    expected = one_rank(train, how, 2)
+    for found in on_standin(train, 2, how, 2):
         assert largest_difference(found, expected) < TOLERANCE
 
 
