@@ -14,7 +14,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "rankwise"
 DRAWING = ROOT / "docs" / "architecture.md"
-PURE = ("errors", "world", "network", "environments", "data.permutation", "data.shards", "checkpoint.manifest")
+PURE = (
+    "errors",
+    "world",
+    "network",
+    "environments",
+    "device.kinds",
+    "data.permutation",
+    "data.shards",
+    "checkpoint.manifest",
+)
 VAGUE = {
     "utils",
     "util",

@@ -67,9 +67,10 @@ def names() -> list[str]:
 
 
 def use(device: str) -> None:
-    """Make a device the current one of this process; the CPU is always."""
-    if torch.device(device).type != "cpu":
-        torch.accelerator.set_device_index(torch.device(device))
+    """Make a device the current one of this process. The CPU is always; a type without a number leaves the choice."""
+    where = torch.device(device)
+    if where.type != "cpu" and where.index is not None:
+        torch.accelerator.set_device_index(where)
 
 
 def synchronize(device: str | torch.device) -> None:
