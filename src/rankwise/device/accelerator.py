@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.device.kinds import EXAMPLE, Kind, kind_named
+from rankwise.device.kinds import EXAMPLE, Kind, is_accelerator, kind_named
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -68,9 +68,8 @@ def names() -> list[str]:
 
 def use(device: str) -> None:
     """Make a device the current one of this process. The CPU is always; a type without a number leaves the choice."""
-    where = torch.device(device)
-    if where.type != "cpu" and where.index is not None:
-        torch.accelerator.set_device_index(where)
+    if is_accelerator(device) and ":" in device:
+        torch.accelerator.set_device_index(torch.device(device))
 
 
 def synchronize(device: str | torch.device) -> None:
