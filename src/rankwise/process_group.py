@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from rankwise import environments, network, rendezvous, store
 from rankwise.blame import world_left
-from rankwise.device import choose_backend, choose_device, torch_backends
-from rankwise.environments.process import gloo_interfaces, in_kubernetes, set_interface, unset
+from rankwise.device import accelerator
+from rankwise.device.choice import choose_backend, choose_device, torch_backends
+from rankwise.environments.process import asked_device, gloo_interfaces, in_kubernetes, set_interface, unset
 from rankwise.errors import ConfigurationError, RankwiseError, rank_prefix
 from rankwise.events import WORLDS_KEY, world_prefix
 from rankwise.exchange.choose import check_exchange, open_exchange
@@ -84,8 +85,9 @@ def join(
     ``with rankwise.join() as world:``; the block's end, or the process's, leaves the world.
 
     Args:
-        backend: ``"nccl"`` or ``"gloo"``; by default NCCL on GPUs and Gloo elsewhere.
-        device: the device of this rank; by default the GPU of its local rank, else the CPU.
+        backend: ``"nccl"``, ``"gloo"``, or another that torch knows; by default torch's own for the device: NCCL on
+            GPUs of NVIDIA and AMD, Gloo on the CPU. ``docs/devices.md`` has the table.
+        device: the device of this rank; by default the accelerator of its local rank, else the CPU.
         init_method: ``tcp://host:port``, ``file:///path`` or ``env://``, when nobody set the variables of a
             launcher. The first two need ``rank`` and ``world_size``.
         rank: number of this process, with ``init_method``.
@@ -128,8 +130,7 @@ def join(
         world = _world(reading, device, backend, [place.hostname for place in places])
         _choose_interface(reading, places)
         session = _open_group(world, job_store, timeout_seconds, serves_store=serves)
-    if world.device.startswith("cuda"):
-        torch.cuda.set_device(world.device)
+    accelerator.use(world.device)
     set_current(session)
     session.on_close = listen(session.stopping, reading.stop_signals)
     speak_as(str(world), is_rank_zero=world.rank == 0)
@@ -290,7 +291,7 @@ def _world(
     local_rank = reading.local_rank
     if local_rank is None:
         local_rank = hostnames[: reading.rank].count(own)
-    chosen = choose_device(device, backend, local_rank)
+    chosen = choose_device(device or asked_device(), backend, local_rank)
     return JoinedWorld(
         rank=reading.rank,
         world_size=reading.world_size,
@@ -330,12 +331,17 @@ def _forget_interface() -> None:
 def _open_group_of_one(world: World) -> None:
     """Open torch's group in a world of one, for torch's own ways of spreading a model."""
     if not dist.is_initialized():
-        dist.init_process_group(torch_backends(world.device), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            torch_backends(world.device, choose_backend(None, world.device)),
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+        )
 
 
 def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool) -> Session:
     dist.init_process_group(
-        backend=torch_backends(world.device if world.backend == "nccl" else "cpu"),
+        backend=torch_backends(world.device, world.backend),
         store=job_store.prefixed("group").torch_store,
         rank=world.rank,
         world_size=world.world_size,

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "multiprocess"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         return
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     items[:] = [item for item in items if item not in here]
@@ -24,4 +24,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_collectionfinish() -> str:
-    return "" if torch.cuda.is_available() else "tests/gpu needs a GPU, and torch sees none on this machine"
+    return "" if torch.accelerator.is_available() else "tests/gpu needs a GPU, and torch sees none on this machine"

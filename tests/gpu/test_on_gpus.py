@@ -9,11 +9,9 @@ import pytest
 import torch
 from replicas import TOLERANCE, largest_difference
 from spread_training import WAYS, Net, train
+from trained_otherwise import train_in_words, train_seldom
 
 import rankwise as rw
-import rankwise.compat.horovod as hvd
-from rankwise.compat.megengine.autodiff import GradManager
-from rankwise.compat.megengine.distributed import make_allreduce_cb
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -21,7 +19,8 @@ if TYPE_CHECKING:
 
     from rankwise.world import World
 
-NUM_GPUS = torch.cuda.device_count()
+NUM_GPUS = torch.accelerator.device_count()
+KIND = getattr(torch.accelerator.current_accelerator(), "type", "cuda")
 ALONE = [(way, {}) for way in ("replicate", "shard", "pipeline", "placed")]
 FITTING = [*ALONE, *(way for way in WAYS if torch.Size(way[1].values()).numel() <= NUM_GPUS)]
 
@@ -66,7 +65,7 @@ def test_a_model_sharded_in_cpu_memory_trains_the_same() -> None:
     assert largest_difference(offloaded, kept) < TOLERANCE
 
 
-@pytest.mark.parametrize("devices", [["cuda:0", f"cuda:{NUM_GPUS - 1}"]])
+@pytest.mark.parametrize("devices", [[f"{KIND}:0", f"{KIND}:{NUM_GPUS - 1}"]])
 def test_two_devices_of_one_process_train_as_one(devices: list[str]) -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 5, dtype=torch.float64)
@@ -74,39 +73,11 @@ def test_two_devices_of_one_process_train_as_one(devices: list[str]) -> None:
     plain(x).square().mean().backward()
     model = Net().double()
     model.load_state_dict(plain.state_dict())
-    rw.data_parallel(model.to("cuda:0"), devices)
-    model(x.to("cuda:0")).square().mean().backward()
+    rw.data_parallel(model.to(devices[0]), devices)
+    model(x.to(devices[0])).square().mean().backward()
     found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert largest_difference(found, expected) < TOLERANCE
-
-
-def train_in_words(world: World, words: str, num_parts: int) -> dict[str, torch.Tensor]:
-    """Train on this rank's part of a batch; of one that is cut into ``num_parts``, where ranks are fewer, on all."""
-    hvd.init()
-    torch.manual_seed(0)
-    model = Net().double().to(world.device)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    manager = GradManager()
-    if words == "horovod":
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    else:
-        manager.attach(model.parameters(), callbacks=[make_allreduce_cb("mean")])
-    x = torch.randn(num_parts, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    own = x[world.rank :: world.world_size].flatten(0, 1).to(world.device)
-    for _ in range(3):
-        optimizer.zero_grad()
-        if words == "horovod":
-            model(own).square().mean().backward()
-        else:
-            with manager:
-                manager.backward(model(own).square().mean())
-        optimizer.step()
-    total = hvd.allreduce(torch.ones(3, device=world.device), op=hvd.Sum)
-    assert total.tolist() == [world.world_size] * 3
-    parts = rw.all_to_all([torch.full((to,), world.rank, device=world.device) for to in range(world.world_size)])
-    assert [part.tolist() for part in parts] == [[source] * world.rank for source in range(world.world_size)]
-    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.timeout(300)
@@ -115,37 +86,6 @@ def test_scripts_in_other_libraries_words_train_as_on_one_cpu(words: str) -> Non
     expected = run_ranks(train_in_words, 1, words, NUM_GPUS)[0].get()
     for result in run_ranks(train_in_words, NUM_GPUS, words, NUM_GPUS, device=None, timeout_seconds=240.0):
         assert largest_difference(result.get(), expected) < TOLERANCE
-
-
-def train_seldom(world: World, way: str, num_parts: int) -> dict[str, torch.Tensor]:
-    """Train with a parameter server, or on islands that exchange in every step; on one rank, on the whole batch."""
-    torch.manual_seed(0)
-    model = Net().double().to(world.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    own = list(range(num_parts))
-    server = outer = None
-    if world.world_size > 1:
-        if way == "parameter server":
-            server = rw.parameter_server(model, optimizer)
-            own = own[world.rank :: len(server.workers)]
-        else:
-            outer = rw.local_sgd(model, every=1)
-            own = own[world.rank :: world.world_size]
-    x = torch.randn(num_parts, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    if server is not None and server.is_server:
-        server.serve()
-    else:
-        for _ in range(3):
-            model(x[own].flatten(0, 1).to(world.device)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if server is not None:
-            server.finish()
-    if server is not None:
-        server.synchronize()
-    if outer is not None:
-        outer.synchronize()
-    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.timeout(300)

@@ -21,6 +21,7 @@ PURE = (
     "world",
     "network",
     "environments",
+    "device.kinds",
     "data.permutation",
     "data.shards",
     "checkpoint.manifest",

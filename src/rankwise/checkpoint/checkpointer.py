@@ -20,6 +20,8 @@ from rankwise.checkpoint import files, folder
 from rankwise.checkpoint.confirm import SLICE_SECONDS, Alone, ThroughStore, Together
 from rankwise.checkpoint.load import load_into, looks_complete, verify
 from rankwise.checkpoint.save import agree_on_target, make_job, write
+from rankwise.device.kinds import is_accelerator
+from rankwise.device.streams import pins, wait_for_copies
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.log import log, warn
 from rankwise.session import current, current_or_none
@@ -278,14 +280,14 @@ class Checkpointer:
 
     def _copy(self, own: dict[str, torch.Tensor]) -> Callable[[], list[memoryview]]:
         """Copy tensors and return what gives their bytes, once copies from GPUs have arrived."""
-        devices = {tensor.device for tensor in own.values() if tensor.device.type == "cuda"}
-        memory = self._memory.take(sum(tensor.nbytes for tensor in own.values()), pinned=bool(devices))
+        devices = {tensor.device for tensor in own.values() if is_accelerator(tensor.device.type)}
+        memory = self._memory.take(sum(tensor.nbytes for tensor in own.values()), pinned=any(map(pins, devices)))
         files.copy_into(memory, own)
-        copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+        copied = [wait_for_copies(device) for device in devices]
 
         def data() -> list[memoryview]:
-            for event in copied:
-                event.synchronize()
+            for wait in copied:
+                wait()
             return [files.memory_of(memory)]
 
         return data

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.device.streams import current_stream, new_stream, recorded
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -77,25 +79,26 @@ def _like_mapping(kind: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any
 
 
 def to_device(batches: Iterator[tuple[Any, Batch]], device: torch.device) -> Iterator[tuple[Any, Batch]]:
-    """Yield each ``(mark, batch)``, the batch on ``device``; on CUDA the next travels meanwhile."""
+    """Yield each ``(mark, batch)``, the batch on ``device``; where it has streams the next travels meanwhile."""
+    stream = new_stream(device)
     if device.type == "cpu":
         yield from batches
-    elif device.type == "cuda":
-        yield from _ahead_on_cuda(batches, device)
+    elif stream is not None:
+        yield from _ahead(batches, device, stream)
     else:
         for mark, batch in batches:
             yield mark, move(batch, device)
 
 
-def _ahead_on_cuda(batches: Iterator[tuple[Any, Batch]], device: torch.device) -> Iterator[tuple[Any, Batch]]:
+def _ahead(
+    batches: Iterator[tuple[Any, Batch]], device: torch.device, stream: torch.Stream
+) -> Iterator[tuple[Any, Batch]]:
     """Copy one batch ahead, on a stream of its own: the copy hides behind the step before it."""
-    stream = torch.cuda.Stream(device)
-    waiting: tuple[Any, Batch, torch.cuda.Event] | None = None
+    waiting: tuple[Any, Batch, torch.Event] | None = None
     for mark, batch in batches:
-        with torch.cuda.stream(stream):
+        with stream:
             moved = move(batch, device, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(stream)
+            copied = recorded(stream)
         if waiting is not None:
             yield _handed_over(waiting, device)
         waiting = (mark, moved, copied)
@@ -103,9 +106,9 @@ def _ahead_on_cuda(batches: Iterator[tuple[Any, Batch]], device: torch.device) -
         yield _handed_over(waiting, device)
 
 
-def _handed_over(waiting: tuple[Any, Batch, torch.cuda.Event], device: torch.device) -> tuple[Any, Batch]:
+def _handed_over(waiting: tuple[Any, Batch, torch.Event], device: torch.device) -> tuple[Any, Batch]:
     mark, batch, copied = waiting
-    consumer = torch.cuda.current_stream(device)
+    consumer = current_stream(device)
     consumer.wait_event(copied)
 
     def keep_until_used(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from rankwise.data.sources import (
     is_stream,
 )
 from rankwise.data.workers import WorkerOptions, Workers
+from rankwise.device.streams import pins
 from rankwise.errors import ConfigurationError
 from rankwise.session import current, current_or_none
 from rankwise.stopping import StepSource
@@ -98,7 +99,7 @@ class DataLoader(StepSource):
         remainder: ``"keep"`` or ``"drop"`` the last global batch of an epoch if it is short.
         num_workers: processes that read ahead; 0 reads in this one.
         collate_fn: makes a batch of a list of samples. Default: torch's.
-        pin_memory: go through page-locked memory. Default: where the device is a GPU.
+        pin_memory: go through page-locked memory. Default: where the device copies faster from there (GPUs).
         prefetch_factor: batches each worker reads ahead. Default: torch's, 2.
         persistent_workers: keep the workers between epochs.
         device: where batches go. Default: the world's device.
@@ -140,7 +141,7 @@ class DataLoader(StepSource):
         self.shuffle = shuffle
         self.device = torch.device(world.device if device is None else device)
         self._cursor = EpochCursor()
-        self._pin = self.device.type == "cuda" if pin_memory is None else pin_memory
+        self._pin = pins(self.device) if pin_memory is None else pin_memory
         data_rank, data_world_size = current().data_rank("a DataLoader")
         current().num_loaders += 1
         self._number = current().num_loaders

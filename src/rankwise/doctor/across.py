@@ -19,6 +19,7 @@ import torch
 
 from rankwise import network
 from rankwise.collectives import all_reduce
+from rankwise.device import accelerator
 from rankwise.doctor.checks import ERROR, LARGE_BYTES, Finding
 from rankwise.doctor.facts import (
     Across,
@@ -251,6 +252,5 @@ def _timings(device: str, timeout_seconds: float) -> list[Timing]:
 def _seconds(action: Callable[[], object], device: str) -> float:
     begun = time.perf_counter()
     action()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
+    accelerator.synchronize(device)
     return time.perf_counter() - begun

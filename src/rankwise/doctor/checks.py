@@ -10,6 +10,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rankwise.device.kinds import kind_named
 from rankwise.errors import fold_ranks, fold_values
 
 if TYPE_CHECKING:
@@ -85,11 +86,13 @@ def gpus(job: Job) -> list[Finding]:
         machine = first.machine
         if machine.num_gpu_files and not machine.gpus:
             what = f"{machine.hostname} has {machine.num_gpu_files} GPUs, and torch can use none of them"
-            do = "nvidia-smi; python -m torch.utils.collect_env; unset CUDA_VISIBLE_DEVICES if it hides them"
+            kind = kind_named(machine.device_type)
+            do = kind.examine + (f"; unset {kind.visible} if it hides them" if kind.visible else "")
             found.append(Finding(check="GPUs", level=WARNING, what=what, do=do))
-        elif machine.gpus and "nccl" not in machine.backends:
-            what = f"torch on {machine.hostname} has GPUs and no NCCL"
-            found.append(Finding(check="GPUs", level=ERROR, what=what, do="install a build of torch for CUDA"))
+        elif machine.gpus and machine.device_backend not in machine.backends:
+            title, backend = kind_named(machine.device_type).title, machine.device_backend.upper()
+            what, do = f"torch on {machine.hostname} has {title}s and no {backend}", f"install a torch with {backend}"
+            found.append(Finding(check="GPUs", level=ERROR, what=what, do=do))
     if len(set(held.values())) > 1:
         told = "; ".join(fold_values(held).splitlines())
         do = "start as many ranks on each host as it has GPUs, or pass --device cpu on all of them"

@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rankwise.device.kinds import EXAMPLE
 from rankwise.network import Interface, Route
 
 
@@ -19,7 +20,7 @@ class Machine:
 
     hostname: str
     versions: dict[str, str]
-    """``python``, ``torch``, ``rankwise``, and ``cuda`` and ``nccl`` where torch has them."""
+    """``python``, ``torch``, ``rankwise``, and of CUDA, ROCm and NCCL where torch has them."""
     gpus: tuple[str, ...]
     """Names of the GPUs that torch can use."""
     num_gpu_files: int
@@ -46,6 +47,10 @@ class Machine:
     """Numbers of the cores this process may use."""
     num_threads: int
     """How many threads torch computes with."""
+    device_type: str = EXAMPLE.name
+    """What torch calls a GPU, or other accelerator, of this machine."""
+    device_backend: str = "nccl"
+    """What torch would carry its tensors with, whether this torch has it or not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

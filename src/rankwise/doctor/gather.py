@@ -13,10 +13,10 @@ import socket
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.cuda import nccl
 
 from rankwise import network
+from rankwise.device import accelerator, versions
+from rankwise.device.choice import backend_of, known_backends
 from rankwise.doctor.facts import Machine
 from rankwise.errors import ConfigurationError
 from rankwise.version import VERSION
@@ -34,12 +34,15 @@ def machine(port: int = 0) -> Machine:
     hostname = socket.gethostname()
     open_files, open_files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     total, free = _shared_memory()
+    kind = accelerator.shown_kind().name
     return Machine(
         hostname=hostname,
         versions=_versions(),
-        gpus=tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())),
-        num_gpu_files=len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()]),
-        backends=tuple(name for name in ("gloo", "nccl") if dist.is_backend_available(name)),
+        gpus=tuple(accelerator.names()),
+        num_gpu_files=versions.num_driver_files(),
+        device_type=kind,
+        device_backend=backend_of(kind),
+        backends=tuple(known_backends()),
         interfaces=tuple(network.interfaces()),
         own_name_addresses=tuple(_resolved(hostname)),
         own_addresses=tuple(network.own_addresses()),
@@ -57,16 +60,13 @@ def machine(port: int = 0) -> Machine:
 
 
 def _versions() -> dict[str, str]:
-    versions = {
+    own = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "rankwise": VERSION,
     }
-    if torch.version.cuda:
-        versions["cuda"] = torch.version.cuda
-        if dist.is_nccl_available():
-            versions["nccl"] = ".".join(str(part) for part in nccl.version())
-    return versions
+    nccl = versions.nccl_version()
+    return own | versions.toolkits() | ({} if nccl is None else {"nccl": ".".join(map(str, nccl))})
 
 
 def _resolved(host: str) -> list[str]:

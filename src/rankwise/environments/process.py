@@ -153,6 +153,11 @@ def checks_collectives() -> bool:
     return os.environ.get("RANKWISE_CHECK", "0").strip() not in {"", "0"}
 
 
+def asked_device() -> str | None:
+    """Return the device that ranks are to have unless their script names one: ``RANKWISE_DEVICE=cpu``."""
+    return os.environ.get("RANKWISE_DEVICE") or None
+
+
 def stack_file() -> str:
     """Return what this rank writes its stack into when rankwise's launcher asks for it; empty without one."""
     return os.environ.get("RANKWISE_STACK_FILE", "")

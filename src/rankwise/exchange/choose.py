@@ -9,12 +9,15 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankwise.device.choice import goes_through_host
+from rankwise.device.kinds import type_of
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.exchange import futex
 from rankwise.exchange.agreeing import gather_texts
 from rankwise.exchange.engine import Engine
 from rankwise.exchange.peers import Peers
 from rankwise.exchange.shared_memory import Place, open_shared_memory
+from rankwise.exchange.through_host import ThroughHost
 
 if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
@@ -52,7 +55,16 @@ def open_exchange(wanted: str, group: TorchGroup, world: World, *, checks: bool 
         ConfigurationError: ranks want different ones, or shared memory is wanted and cannot be had; or only some are
             to compare.
     """
-    own = json.dumps([wanted, world.device.partition(":")[0], home_of(world), os.getpid(), checks])
+    exchange, words = _open(wanted, group, world, checks=checks)
+    if not goes_through_host(world.device, world.backend):
+        return exchange, words
+    through = f"tensors on {type_of(world.device)} go through the memory of the host"
+    return ThroughHost(exchange), f"{words}; {through}" if words else through
+
+
+def _open(wanted: str, group: TorchGroup, world: World, *, checks: bool) -> tuple[Exchange, str]:
+    kind = "cpu" if goes_through_host(world.device, world.backend) else type_of(world.device)
+    own = json.dumps([wanted, kind, home_of(world), os.getpid(), checks])
     texts = gather_texts(group, own, what="choosing an exchange")
     facts = [json.loads(text) for text in texts]
     if len({fact[0] for fact in facts}) > 1:
@@ -76,7 +88,7 @@ def open_exchange(wanted: str, group: TorchGroup, world: World, *, checks: bool 
     if wanted == "gloo":
         return group, ""
     if any(fact[1] != "cpu" for fact in facts):
-        return _without(group, world, wanted, "a rank's device is a GPU", is_news=False)
+        return _without(group, world, wanted, "a rank's device has a backend of its own", is_news=False)
     homes = [fact[2] for fact in facts]
     reason = _why_not(homes)
     if reason:

@@ -6,12 +6,14 @@ A table and its lookup: text in, text out. Imported by ``failure``, which shows 
 
 from __future__ import annotations
 
+from rankwise.device.kinds import ASK_FIRST, MISSING_GPU
+
 _NO_NCCL = (
     'NCCL is for GPUs, and this rank sees none: write init_process_group(backend="gloo"), leave the backend out '
     "(torch takes the one that fits), or call rankwise.join(), which chooses by the device"
 )
 _NO_GPU = (
-    "this rank sees no GPU: call torch.cuda only where torch.cuda.is_available(), or use the device that "
+    f"this rank sees no GPU: {ASK_FIRST}, or use the device that "
     "rankwise.join() decides: `world = rankwise.join(); model.to(world.device)`"
 )
 _NO_GROUP = (
@@ -50,11 +52,7 @@ WHAT_TO_DO = (
     # A torch without NCCL, then one with NCCL on a machine without GPUs.
     ("Distributed package doesn't have NCCL built in", _NO_NCCL),
     ("ProcessGroupNCCL is only supported with GPUs", _NO_NCCL),
-    # A torch without CUDA, by two calls; then one with CUDA, without a driver or a device.
-    ("has no attribute '_cuda_setDevice'", _NO_GPU),
-    ("Torch not compiled with CUDA enabled", _NO_GPU),
-    ("Found no NVIDIA driver on your system", _NO_GPU),
-    ("No CUDA GPUs are available", _NO_GPU),
+    *((words, _NO_GPU) for words in MISSING_GPU),
     (
         "DistributedDataParallel device_ids and output_device arguments only work with",
         "leave device_ids and output_device out for a model on the CPU; rankwise.replicate(model) takes neither",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankwise.device import kinds
 from rankwise.errors import ConfigurationError, LaunchError
 from rankwise.launch import secret
 from rankwise.launch.connections import Connection, Connections
@@ -46,7 +47,7 @@ NOT_FOUND = {126, 127}
 ANSWER_SECONDS = 60.0
 """How long a host may take for each answer before its ranks start."""
 EVIDENCE_LINES = 5
-PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANKWISE_CHECK")
+PASSED_ON = (*kinds.PASSED_ON, "OMP_NUM_THREADS", "RANKWISE_CHECK", "RANKWISE_DEVICE")
 _PREFIXES = ("NCCL_", "TORCH_")
 
 # A file of the home folder must not stand for a module; what ranks import from comes with their script.

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankwise.device.kinds import EXAMPLE, HIDES_GPUS
 from rankwise.errors import ConfigurationError
 from rankwise.launch import failure
 from rankwise.launch.control import Control
@@ -39,6 +40,7 @@ from rankwise.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rankwise.device.kinds import Kind
     from rankwise.launch.failure import FailedAttempt
     from rankwise.launch.link import Link
     from rankwise.launch.meeting import Meeting
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LaunchOptions", "launch", "num_ranks_here"]
 
+DEVICE_NAME = "RANKWISE_DEVICE"
+"""Tells ranks which device to use; ``environments`` reads it."""
 SAVES_ON_TERMINATE = "SLURM_JOB_ID"
 """Where this is set, SIGTERM is Slurm's word before a preemption or ``scancel``, with time left to save."""
 
@@ -78,7 +82,7 @@ def launch(target: Target, options: LaunchOptions, saying: Saying, meeting: Meet
         and stopped because they were asked to, or 128 and the number of the signal that ended the launcher.
 
     Raises:
-        ConfigurationError: more ranks than GPUs, the log folder or the rendezvous cannot be used, another machine
+        ConfigurationError: more ranks than devices, the log folder or the rendezvous cannot be used, another machine
             runs something else. No rank was started.
         LaunchError: a rank could not be started, or the other machines cannot be reached.
     """
@@ -89,7 +93,7 @@ def launch(target: Target, options: LaunchOptions, saying: Saying, meeting: Meet
     if options.log_dir is not None:
         _make_folder(options.log_dir)
     if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ |= {DEVICE_NAME: options.device, **HIDES_GPUS}
     # For the fork below to have it: one import serves the launcher and every rank.
     importlib.import_module("torch")
 
@@ -123,35 +127,35 @@ def _open_standard_streams() -> None:
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as above
 
 
-def num_ranks_here(options: LaunchOptions, num_gpus: int) -> int:
-    """Return how many ranks to start on a machine with ``num_gpus`` GPUs.
+def num_ranks_here(options: LaunchOptions, num_gpus: int, kind: Kind | None = None) -> int:
+    """Return how many ranks to start on a machine with ``num_gpus`` devices that ranks have one each of.
 
     Raises:
-        ConfigurationError: there are GPUs, and more ranks than GPUs.
+        ConfigurationError: there are devices, and more ranks than devices.
     """
     if options.num_ranks is None:
         return max(1, num_gpus)
     if 0 < num_gpus < options.num_ranks:
-        gpus = "GPU" if num_gpus == 1 else "GPUs"
+        title = (kind or EXAMPLE).title
         raise ConfigurationError(
-            f"{options.num_ranks} ranks were asked for on a machine with {num_gpus} {gpus}.",
-            do=f"pass -n {num_gpus}, or --device cpu to run the ranks without GPUs",
+            f"{options.num_ranks} ranks were asked for on a machine with {num_gpus} {title}{'s' * (num_gpus > 1)}.",
+            do=f"pass -n {num_gpus}, or --device cpu to run the ranks without {title}s",
         )
     return options.num_ranks
 
 
 def _take_part(job: _Job, target: Target, options: LaunchOptions, saying: Saying, meeting: Meeting | None) -> int:
     # While the server already imports what the ranks need.
-    import torch.cuda  # noqa: PLC0415
-
+    from rankwise.device import accelerator  # noqa: PLC0415
     from rankwise.launch.agent import Agent  # noqa: PLC0415
     from rankwise.launch.asking import Asking  # noqa: PLC0415
     from rankwise.launch.link import open_link  # noqa: PLC0415
     from rankwise.launch.meeting import meet  # noqa: PLC0415
     from rankwise.launch.ranks import JobFacts, LocalRanks  # noqa: PLC0415
 
-    # Only now: asking for GPUs before the fork could leave the ranks unable to use them.
-    num_ranks = num_ranks_here(options, torch.cuda.device_count())
+    # Only now: asking for devices before the fork could leave the ranks unable to use them.
+    kind = None if options.device == "cpu" else accelerator.found_kind()
+    num_ranks = num_ranks_here(options, accelerator.count() if kind and not kind.is_shared else 0, kind)
     if meeting is None:
         meeting = meet(options)
     output = Output(options.log_dir)

@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rankwise.agreement import all_ranks_succeed
 from rankwise.collectives import gather_json
+from rankwise.device.choice import choose_backend, goes_through_host
+from rankwise.device.kinds import type_of
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.log import log, warn
 from rankwise.mesh import NAMES, Axes, axes_of
@@ -16,6 +18,10 @@ from rankwise.session import current
 
 if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
+    from rankwise.world import World
+
+_THROUGH_TORCH = {"shard", "pipeline", "tensor_parallel"}
+"""Strategies that exchange through torch's own groups on the device."""
 
 
 def mesh(*, islands: int = 1, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, tp: int = 1) -> DeviceMesh:
@@ -62,9 +68,13 @@ def axes_for(strategy: str, axis: str) -> Axes:
         axis: what it spreads a model along.
 
     Raises:
-        ConfigurationError: the ranks cannot be laid out any more.
+        ConfigurationError: the ranks cannot be laid out any more, or no backend of torch carries tensors of their
+            device, which this strategy needs.
     """
     session = current()
+    if strategy in _THROUGH_TORCH:
+        with all_ranks_succeed(f"rankwise.{strategy}()"):
+            _check_carried(session.world, f"{strategy}()")
     if session.axes is None:
         _lay_out({axis: session.world.world_size}, f"rankwise.{strategy}()")
     return _axes()
@@ -120,7 +130,9 @@ def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
             do="pass the same sizes on every rank",
         )
     session.open_group()
-    device_type = session.world.device.partition(":")[0]
+    world = session.world
+    is_carried = world.backend == "none" or not goes_through_host(world.device, world.backend)
+    device_type = type_of(world.device) if is_carried else "cpu"
     device_mesh = init_device_mesh(device_type, tuple(axes.size(name) for name in NAMES), mesh_dim_names=NAMES)
     session.axes, session.device_mesh = axes, device_mesh
     if axes.islands > 1:
@@ -129,6 +141,17 @@ def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
     if session.world.world_size > 1:
         log(f"mesh: {axes}")
     return device_mesh
+
+
+def _check_carried(world: World, caller: str) -> None:
+    backend = choose_backend(None, world.device) if world.backend == "none" else world.backend
+    if goes_through_host(world.device, backend):
+        kind = type_of(world.device)
+        raise ConfigurationError(
+            f"{caller} needs a backend of torch that carries tensors on {kind}, and {backend} does not.",
+            do="use rankwise.replicate(), which exchanges through the memory of the host, or "
+            "rankwise.join(device='cpu')",
+        )
 
 
 def _do_islands_meet() -> bool:

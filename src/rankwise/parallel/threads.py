@@ -17,6 +17,9 @@ from weakref import ref
 
 import torch
 
+from rankwise.device import accelerator
+from rankwise.device.kinds import is_accelerator, kind_named
+from rankwise.device.streams import on_stream, stream_of_thread
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.log import log, warn
 from rankwise.parallel.trained import is_placed
@@ -110,19 +113,19 @@ def _devices(model: nn.Module, wanted: Sequence[str | torch.device | int] | None
     tensors = [*model.parameters(), *model.buffers()]
     own = tensors[0].device if tensors else torch.device("cpu")
     if wanted is None:
-        others = range(torch.cuda.device_count()) if own.type == "cuda" else ()
-        return [own, *(torch.device("cuda", number) for number in others if number != own.index)]
+        others = range(accelerator.count_of(own.type))
+        return [own, *(torch.device(own.type, number) for number in others if number != own.index)]
     if isinstance(wanted, str | torch.device) or not isinstance(wanted, Iterable):
         raise ConfigurationError(
             f"data_parallel() takes a list of devices, and was given {wanted!r}.",
-            do='pass devices=["cuda:0", "cuda:1"], or none to take every GPU',
+            do=f"pass devices={accelerator.example_list()}, or none to take every {accelerator.shown_kind().title}",
         )
     places = [_device(one) for one in wanted]
     if not places or len({place.type for place in places}) > 1:
         raise ConfigurationError(
             "data_parallel() needs devices of one kind.",
             evidence=f"devices={[str(place) for place in places]}",
-            do='pass devices=["cuda:0", "cuda:1"], or none to take every GPU',
+            do=f"pass devices={accelerator.example_list()}, or none to take every {accelerator.shown_kind().title}",
         )
     for tensor in tensors:
         if tensor.device != places[0]:
@@ -140,15 +143,16 @@ def _device(name: str | torch.device | int) -> torch.device:
         raise ConfigurationError(
             f"data_parallel() knows no device {name!r}.",
             evidence=str(error).splitlines()[0],
-            do='pass names as torch takes them: devices=["cuda:0", "cuda:1"]',
+            do=f"pass names as torch takes them: devices={accelerator.example_list()}",
         ) from None
-    if place.type == "cuda":
-        count = torch.cuda.device_count()
-        place = torch.device("cuda", place.index or 0)
+    if is_accelerator(place.type):
+        kind = kind_named(place.type)
+        count = accelerator.count_of(place.type)
+        place = torch.device(place.type, place.index or 0)
         if place.index >= count:
             raise ConfigurationError(
-                f"data_parallel() was given {place}, and this process sees {count} GPUs.",
-                do="pass devices= from cuda:0 on, or set CUDA_VISIBLE_DEVICES to more of them",
+                f"data_parallel() was given {place}, and this process sees {count} {kind.title}s.",
+                do=f"pass devices= from {place.type}:0 on{kind.visible and f', or set {kind.visible} to more of them'}",
             )
     return place
 
@@ -210,15 +214,13 @@ class _Run:
         self._is_inference = torch.is_inference_mode_enabled()
         kind = device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self._stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+        self._stream = stream_of_thread(device)
 
     def __call__(self) -> Any:  # noqa: ANN401 - whatever the model returns
         forward, replica, args, kwargs = self._call
         kind, dtype, enabled = self._autocast
         with contextlib.ExitStack() as stack:
-            if self._stream is not None:
-                stack.enter_context(torch.cuda.device(self._device))
-                stack.enter_context(torch.cuda.stream(self._stream))
+            stack.enter_context(on_stream(self._device, self._stream))
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
             # Each thread would keep its own cast copies of the weights.
@@ -260,11 +262,24 @@ def _replicas(model: nn.Module, devices: Sequence[torch.device]) -> list[nn.Modu
     """Return the model once per device, its parameters being copies that gradients come back from."""
     if all(device == devices[0] for device in devices):
         return [model, *(_alias(model) for _ in devices[1:])]
+    if not accelerator.copies_in_groups(devices):
+        return [model, *(_copy(model, device) for device in devices[1:])]
     from torch.nn.parallel import replicate  # noqa: PLC0415 - only where there are several GPUs
 
     found = replicate(cast("Any", model), devices, detach=not torch.is_grad_enabled())
     # The first would write its running statistics into a copy of itself.
     return [model, *found[1:]]
+
+
+def _copy(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a model on another device, whose parameters are copies that gradients come back from."""
+    copies = {id(one): one.to(device) for one in (*model.parameters(), *model.buffers())}
+    copy = _alias(model)
+    for module, other in zip(model.modules(), copy.modules(), strict=True):
+        for kind in ("_parameters", "_buffers"):
+            own: dict[str, torch.Tensor | None] = vars(module)[kind]
+            vars(other)[kind] = {name: None if one is None else copies[id(one)] for name, one in own.items()}
+    return copy
 
 
 def _alias(model: nn.Module) -> nn.Module:

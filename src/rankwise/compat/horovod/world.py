@@ -12,6 +12,7 @@ from rankwise.collectives import gather_json
 from rankwise.compat.horovod.errors import NotOffered, not_initialized
 from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
 from rankwise.compat.horovod.queue import Members, Queue, Seat, current_queue, current_queue_or_none, set_current_queue
+from rankwise.device import versions
 from rankwise.errors import ConfigurationError
 from rankwise.process_group import join, leave
 from rankwise.session import current, current_or_none
@@ -141,10 +142,11 @@ def gloo_built() -> bool:
 
 def nccl_built() -> int:
     """Return the version of torch's NCCL as one number, or 0."""
-    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+    found = versions.nccl_version() if versions.can_use_nccl() else None
+    if found is None:
         return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]  # pyright: ignore[reportAttributeAccessIssue]
-    return int(major * 10000 + minor * 100 + patch)
+    major, minor, patch = found
+    return major * 10000 + minor * 100 + patch
 
 
 def ddl_built() -> bool:
@@ -159,12 +161,12 @@ def ccl_built() -> bool:
 
 def cuda_built() -> bool:
     """Return whether torch was built with CUDA."""
-    return torch.version.cuda is not None
+    return versions.has_toolkit("cuda")
 
 
 def rocm_built() -> bool:
     """Return whether torch was built with ROCm."""
-    return torch.version.hip is not None
+    return versions.has_toolkit("hip")
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's arguments

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from rankwise.device import accelerator
 from rankwise.errors import ConfigurationError
 
 GPU_TYPES = ("cuda", "gpu", "rocm")
@@ -22,7 +21,7 @@ def get_device_count(device_type: str) -> int:
         ConfigurationError: there is no such kind.
     """
     check_device_type(device_type)
-    num_gpus = torch.cuda.device_count()
+    num_gpus = accelerator.count()
     if device_type == "cpu":
         return 1
     return max(num_gpus, 1) if device_type == "xpu" else num_gpus

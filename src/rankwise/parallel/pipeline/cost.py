@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.device.accelerator import kept_random_states
 from rankwise.parallel.pipeline.program import Program, Ref
 from rankwise.parallel.pipeline.step import now
 from rankwise.parallel.pipeline.untouched import PythonRandomness, left_as_it_was
@@ -42,15 +43,13 @@ def block_costs(
     """
     costs: dict[str, float] = {}
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = [device] if device.type != "cpu" else []
     env: dict[int, Any] = {number: leaves[index] for number, index in program.inputs.items()}
     env |= program.constants
     env |= {number: get(model) for number, get in states.items()}
     randomness = PythonRandomness()
     last_use = {number: index for index, call in enumerate(program.calls) for number in call.reads}
     try:
-        fork = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-        with left_as_it_was(model), fork:
+        with left_as_it_was(model), kept_random_states(device):
             for index, call in enumerate(program.calls):
                 values = [env[leaf.number] if type(leaf) is Ref else leaf for leaf in call.leaves]
                 if isinstance(call.target, str):

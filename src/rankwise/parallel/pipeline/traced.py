@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.overrides import TorchFunctionMode
 
+from rankwise.device.accelerator import autocast_state
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.pipeline.program import Call, Kind, Program, Ref
 from rankwise.parallel.pipeline.untouched import PythonRandomness, left_as_it_was
@@ -118,7 +119,7 @@ class _Recorder(TorchFunctionMode):
         self._next = 0
         self._depth = 0
         self._entered: tuple[list[Any], pytree.TreeSpec, list[int]] | None = None
-        self._autocast = _autocast()
+        self._autocast = autocast_state()
 
     def number(self, tensor: torch.Tensor) -> int:
         """Give ``tensor`` a new number, by which it goes from here on."""
@@ -195,7 +196,7 @@ class _Recorder(TorchFunctionMode):
         versions: list[int],
         result: object,
     ) -> None:
-        if _autocast() != self._autocast:
+        if autocast_state() != self._autocast:
             raise ConfigurationError(
                 f"{target} is called in another autocast state than the model.",
                 do="enter autocast around the whole step, or inside a block",
@@ -367,7 +368,3 @@ def _is_fake(value: object) -> bool:
 
 def _version(leaf: object) -> int:
     return version_of(own_part(leaf)) if isinstance(leaf, torch.Tensor) else 0
-
-
-def _autocast() -> tuple[bool, ...]:
-    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from rankwise.device.accelerator import example
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.blocks import near
 from rankwise.parallel.place import hooks
@@ -224,7 +225,7 @@ def _budgets(
         return default_budgets(already, offload_folder)
     if not isinstance(budgets, Mapping):
         raise ConfigurationError(
-            f"budgets= is a {type(budgets).__name__}.", do='budgets={"cuda:0": "10GiB", "cpu": "30GiB"}'
+            f"budgets= is a {type(budgets).__name__}.", do=f'budgets={{"{example()}": "10GiB", "cpu": "30GiB"}}'
         )
     given = {device_name(device): bytes_in(amount) for device, amount in budgets.items()}
     if offload_folder is not None and "disk" not in given:
@@ -249,7 +250,8 @@ def _planned(
         return by_policy(plan, sizes, budgets or {})
     if not isinstance(plan, Mapping):
         raise ConfigurationError(
-            f"plan= is a {type(plan).__name__}.", do='plan="auto", or a mapping: {"layers.0": "cuda:0", "": "cpu"}'
+            f"plan= is a {type(plan).__name__}.",
+            do=f'plan="auto", or a mapping: {{"layers.0": "{example()}", "": "cpu"}}',
         )
     given = {name: device_name(device) for name, device in plan.items()}
     first_of = _first_names(model)

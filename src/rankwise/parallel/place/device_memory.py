@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.device import accelerator
+from rankwise.device.kinds import is_accelerator
 from rankwise.errors import ConfigurationError
 from rankwise.session import current_or_none
 
@@ -36,15 +38,15 @@ def device_name(device: object) -> str:
     if device == "disk":
         return "disk"
     try:
-        found = torch.device(f"cuda:{device}" if isinstance(device, int) else device)  # type: ignore[arg-type]
+        found = torch.device(accelerator.example(device) if isinstance(device, int) else device)  # type: ignore[arg-type]
     except (RuntimeError, TypeError) as error:
         raise _no_device(device) from error
     if found.type in {"cpu", "meta"}:
         return found.type
     index = found.index or 0
-    if found.type != "cuda" or index >= torch.cuda.device_count():
+    if index >= accelerator.count_of(found.type):
         raise _no_device(device)
-    return f"cuda:{index}"
+    return f"{found.type}:{index}"
 
 
 def default_budgets(already_bytes: Mapping[str, int], offload_folder: str | os.PathLike[str] | None) -> dict[str, int]:
@@ -58,10 +60,9 @@ def default_budgets(already_bytes: Mapping[str, int], offload_folder: str | os.P
     """
     budgets: dict[str, int] = {}
     for index in _own_gpus():
-        free, _ = torch.cuda.mem_get_info(index)
-        # What torch keeps for itself of memory that nothing uses any more.
-        free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-        budgets[f"cuda:{index}"] = int(free * (1 - MARGIN)) + already_bytes.get(f"cuda:{index}", 0)
+        free_here, name = accelerator.free_bytes(index), accelerator.example(index)
+        if free_here is not None:
+            budgets[name] = int(free_here * (1 - MARGIN)) + already_bytes.get(name, 0)
     free = int(_free_memory_bytes() * (1 - MARGIN)) // _num_local_ranks()
     budgets["cpu"] = free + already_bytes.get("cpu", 0)
     if offload_folder is not None:
@@ -77,13 +78,13 @@ def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
 
 
 def _own_gpus() -> list[int]:
-    count = torch.cuda.device_count()
+    count = accelerator.count()
     session = current_or_none()
     if session is None or not count:
         return list(range(count))
     world = session.world
     if world.local_world_size > count:
-        return [torch.device(world.device).index or 0] if world.device.startswith("cuda") else []
+        return [torch.device(world.device).index or 0] if is_accelerator(world.device) else []
     begin, end = (count * rank // world.local_world_size for rank in (world.local_rank, world.local_rank + 1))
     return list(range(begin, end))
 
@@ -110,10 +111,11 @@ def _free_memory_bytes() -> int:
 
 
 def _no_device(device: object) -> ConfigurationError:
-    count = torch.cuda.device_count()
-    gpus = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0" if count else "no GPU"
+    count = accelerator.count()
+    first, last = accelerator.example(), accelerator.example(count - 1)
+    gpus = f"{first} to {last}" if count > 1 else first if count else "no GPU"
     return ConfigurationError(
         f"There is no device {device!r}.",
         evidence=f"this process sees {gpus}, cpu, disk",
-        do='name one of these: {"layers.0": "cuda:0", "": "cpu"}',
+        do=f'name one of these: {{"layers.0": "{accelerator.example()}", "": "cpu"}}',
     )

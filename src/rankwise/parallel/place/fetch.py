@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rankwise.device.streams import current_stream, new_stream
 from rankwise.errors import RankwiseError
 from rankwise.torch_private.autograd import (
     NO_GRAPH,
@@ -55,7 +56,7 @@ class Fetching:
         self._is_ahead = is_ahead
         self._lock = threading.RLock()
         self._ahead: _Ahead | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream | None] = {}
         self._is_running = False
         self._last: Away | None = None
         self._after: dict[Away, Away] = {}
@@ -183,9 +184,9 @@ class Fetching:
     def _fetch_ahead(self, following: Away | None, running: Away) -> None:
         if self._is_ahead and following is not None and following is not running and following.depth == 0:
             device = following.device
-            if device.type == "cuda" and device not in self._streams:
+            if device not in self._streams:
                 # One for good: torch keeps freed memory apart for every stream.
-                self._streams[device] = torch.cuda.Stream(device)
+                self._streams[device] = new_stream(device)
             self._ahead = _Ahead(following, self._streams.get(device))
 
     def _forget(self) -> None:
@@ -198,7 +199,7 @@ class Fetching:
 class _Ahead:
     """A part that a thread fetches."""
 
-    def __init__(self, away: Away, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, away: Away, stream: torch.Stream | None) -> None:
         self.away = away
         self._data: list[torch.Tensor] = []
         self._error: BaseException | None = None
@@ -211,7 +212,7 @@ class _Ahead:
             if self._stream is None:
                 self._data = _copies(self.away)
                 return
-            with torch.cuda.stream(self._stream):
+            with self._stream:
                 self._data = _copies(self.away)
             self._stream.synchronize()
         except BaseException as error:  # noqa: BLE001 - raised where the weights are needed
@@ -225,7 +226,7 @@ class _Ahead:
         if self._stream is not None:
             for tensor in self._data:
                 # Memory of another stream must not be used again while this one still reads it.
-                tensor.record_stream(torch.cuda.current_stream(self.away.device))
+                tensor.record_stream(current_stream(self.away.device))
         data, self._data = self._data, []
         return data
 

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rankwise.device.accelerator import example
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.blocks import near
 
@@ -110,7 +111,7 @@ def by_policy(policy: str, sizes: Sequence[Size], budgets: Mapping[str, int]) ->
         raise ConfigurationError(
             f"The policy {policy!r} has no device with any room.",
             evidence=_lines(budgets) or "budgets is empty",
-            do='budgets={"cuda:0": "10GiB", "cpu": "30GiB"}, or leave budgets out',
+            do=f'budgets={{"{example()}": "10GiB", "cpu": "30GiB"}}, or leave budgets out',
         )
     groups = _groups(sizes)
     executes = executing(budgets)

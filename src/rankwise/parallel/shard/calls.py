@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from rankwise.agreement import all_ranks_succeed, same_on_all_ranks
+from rankwise.device.kinds import is_accelerator
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, warn
@@ -160,7 +161,7 @@ def shard(
     )
     for block in recomputed:
         recompute_block(model.get_submodule(block))
-    if session.exchange is not None and not session.world.device.startswith("cuda"):
+    if session.exchange is not None and not is_accelerator(session.world.device):
         _watch_waits(model, session.exchange.watch, axes.ranks_along(session.world.rank, "dp_shard"))
     was_meta = FromMeta("shard", model, session.world.device)
     sync = ShardSync(model, None if session.exchange is None else _own_group(session, session.exchange, axes))
@@ -325,7 +326,7 @@ def _own_group(session: Session, exchange: Exchange, axes: Axes) -> TorchGroup:
 def _offloads(wanted: bool, device: str) -> OffloadPolicy:  # noqa: FBT001 - the caller's own argument
     if not wanted:
         return OffloadPolicy()
-    if device.startswith("cuda"):
+    if is_accelerator(device):
         return CPUOffloadPolicy()
     log("shard: the parameters are in the CPU's memory already; cpu_offload changes nothing here")
     return OffloadPolicy()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.device.accelerator import random_state
+from rankwise.device.kinds import is_accelerator
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.parallel.same_forward import SameForward
 from rankwise.parallel.same_inputs import digest_of
@@ -139,8 +141,8 @@ def _random_states() -> list[int]:
     """Return checksums of what random numbers are drawn from: the CPU's, and this rank's GPU's."""
     device = current().world.device
     states = [torch.get_rng_state()]
-    if device.startswith("cuda"):
-        states.append(torch.cuda.get_rng_state(device))
+    if is_accelerator(device):
+        states.append(random_state(device))
     return [digest_of([state]) for state in states]
 
 

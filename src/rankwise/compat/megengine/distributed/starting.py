@@ -7,11 +7,10 @@ import functools
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
-import torch
-
 from rankwise import collectives, environments
 from rankwise.compat.megengine.device import GPU_TYPES, check_device_type, get_device_count
 from rankwise.compat.megengine.distributed.backends import arguments_of
+from rankwise.device import accelerator
 from rankwise.errors import ConfigurationError
 from rankwise.launch.function import launcher as on_ranks_of_rankwise
 from rankwise.process_group import join
@@ -145,8 +144,8 @@ def init_process_group(  # noqa: PLR0917 - as MegEngine has it
     for name, (value, kind) in kinds.items():
         if not isinstance(value, kind) or isinstance(value, bool):
             raise TypeError(f"{name} is of type {kind.__name__}, not {type(value).__name__}")
-    hides_gpus = _device_of(device_type) == "cpu" or not torch.cuda.is_available()
-    where = "cpu" if hides_gpus else f"cuda:{device}"
+    hides_gpus = _device_of(device_type) == "cpu" or not accelerator.count()
+    where = "cpu" if hides_gpus else accelerator.example(device)
     host = f"[{master_ip}]" if ":" in master_ip else master_ip
     join(
         device=where,
@@ -209,7 +208,7 @@ def _in_this_rank(
 
 def _device_of(device_type: str) -> Literal["auto", "cpu"]:
     check_device_type(device_type)
-    if device_type in GPU_TYPES and not torch.cuda.is_available():
+    if device_type in GPU_TYPES and not accelerator.count():
         raise ConfigurationError(
             f"device_type={device_type!r}, and there is no GPU here that torch can use.",
             do='leave device_type out, or pass device_type="cpu"',

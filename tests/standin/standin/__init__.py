@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device for tests: ``standin:0`` to ``standin:3``, in the CPU's memory, computing on the CPU.
+
+torch takes it for an accelerator (its PrivateUse1 mechanism), so rankwise's code for accelerators runs without one. No
+backend of torch carries its tensors. A process has it after :func:`load`, or after ``import torch`` where the folder
+above is on ``PYTHONPATH``: torch loads it by the entry point ``torch.backends``, as it loads torch_npu.
+
+Emulated in ``standin.cpp``, on the device's own memory:
+
+- memory: ``empty.memory_format``, ``empty_strided``, ``resize_``, ``set_.source_Tensor``, ``set_.source_Storage``,
+  ``set_.source_Storage_storage_offset``, ``record_stream``; 1 GiB per device, counted; pinned memory of the host;
+- copies: ``_copy_from``, ``_copy_from_and_resize``, ``_local_scalar_dense``;
+- views: ``as_strided``, ``view``, ``_reshape_alias``, ``view_as_real``, ``view_as_complex``, ``unfold``;
+- ``mse_loss``, ``native_batch_norm``;
+- autocast: ``linear``, ``matmul``, ``mm``, ``addmm`` in the lower precision, ``mse_loss`` in float32;
+- streams and events (numbers; each call is finished when it returns), a generator of random numbers per device.
+
+Every other operator is copied to the CPU, computed there, and copied back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NUM_DEVICES = 4
+SOURCE = Path(__file__).with_name("standin.cpp")
+BUILD = Path(__file__).with_name("build")
+
+
+def built() -> Path:
+    """Return the library for this torch, compiled where it is not there yet (about half a minute)."""
+    import torch
+
+    found = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    library = BUILD / f"standin-{torch.__version__}-{found}.so"
+    if not library.exists():
+        BUILD.mkdir(exist_ok=True)
+        root = Path(torch.__file__).parent
+        unfinished = library.with_suffix(f".{os.getpid()}")
+        command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", str(SOURCE), "-o", str(unfinished)]
+        command += [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
+        command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-L{root}/lib"]
+        subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
+        unfinished.rename(library)
+    return library
+
+
+def load() -> None:
+    """Give this process the devices. Calling it again does nothing."""
+    import torch
+
+    if "standin" in vars(torch):
+        return
+    library = ctypes.CDLL(str(built()), mode=ctypes.RTLD_GLOBAL)
+    library.standin_state_bytes.restype = ctypes.c_longlong
+    torch.utils.rename_privateuse1_backend("standin")
+    torch._register_device_module("standin", _module(library))
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def _module(library: ctypes.CDLL) -> types.ModuleType:  # noqa: C901 - one short function for each of torch's
+    """Return what torch knows as ``torch.standin``."""
+    import torch
+
+    def device_count() -> int:
+        return int(library.standin_device_count())
+
+    def current_device() -> int:
+        return int(library.standin_current_device())
+
+    def set_device(device: object) -> None:
+        torch.accelerator.set_device_index(device)
+
+    def index_of(device: object) -> int:
+        index = device if isinstance(device, int) else torch.device(device).index
+        return current_device() if index is None else index
+
+    def manual_seed(seed: int) -> None:
+        library.standin_manual_seed(current_device(), ctypes.c_ulonglong(seed))
+
+    def manual_seed_all(seed: int) -> None:
+        for index in range(device_count()):
+            library.standin_manual_seed(index, ctypes.c_ulonglong(seed))
+
+    def get_rng_state(device: object = "standin") -> torch.Tensor:
+        state = torch.empty(library.standin_state_bytes(), dtype=torch.uint8)
+        library.standin_get_state(index_of(device), ctypes.c_void_p(state.data_ptr()))
+        return state
+
+    def set_rng_state(state: torch.Tensor, device: object = "standin") -> None:
+        library.standin_set_state(index_of(device), ctypes.c_void_p(state.data_ptr()))
+
+    @contextlib.contextmanager
+    def chosen(device: object) -> Iterator[None]:
+        before = current_device()
+        set_device(f"standin:{index_of(device)}")
+        yield
+        set_device(f"standin:{before}")
+
+    module = types.ModuleType("torch.standin")
+    vars(module).update(
+        device_count=device_count,
+        current_device=current_device,
+        set_device=set_device,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        _lazy_init=lambda: None,
+        device=chosen,
+        manual_seed=manual_seed,
+        manual_seed_all=manual_seed_all,
+        get_rng_state=get_rng_state,
+        set_rng_state=set_rng_state,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        get_device_name=lambda _=None: "stand-in on the CPU",
+        synchronize=torch.accelerator.synchronize,
+        current_stream=torch.accelerator.current_stream,
+        Stream=torch.Stream,
+        Event=torch.Event,
+    )
+    sys.modules["torch.standin"] = module
+    return module

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device and backend a rank gets, as values; and that one room alone knows any type of accelerator by name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rankwise.device import accelerator, choice, kinds, streams, versions
+from rankwise.errors import ConfigurationError
+from rankwise.launch.options import LaunchOptions
+from rankwise.launch.start import num_ranks_here
+
+SOURCE = Path(__file__).parents[2] / "src" / "rankwise"
+EXCEPTIONS = {
+    # Horovod's function, which scripts call.
+    "compat/horovod/__init__.py": {"cuda_built"},
+    "compat/horovod/world.py": {"cuda"},
+    # MegEngine's word for a type of device, which scripts pass.
+    "compat/megengine/device.py": {"cuda"},
+}
+
+
+def _docstrings(tree: ast.Module) -> set[int]:
+    """Return the nodes of strings that stand for themselves: docstrings of modules, classes, functions, attributes."""
+    return {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+
+def _names_cuda(text: str) -> set[str]:
+    """Return what in a module's code, but for docstrings and comments, names CUDA."""
+    tree = ast.parse(text)
+    passed_over = _docstrings(tree)
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and "cuda" in node.attr.lower():
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and "cuda" in node.id.lower():
+            found.add(node.id)
+        elif isinstance(node, ast.ImportFrom) and "cuda" in str(node.module).lower():
+            found.add(str(node.module))
+        elif isinstance(node, ast.alias) and "cuda" in node.name.lower():
+            found.add(node.name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in passed_over:
+            found |= {node.value} if "cuda" in node.value.lower() else set()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("torch.cuda.is_available()", {"cuda"}),
+        ("import torch.cuda", {"torch.cuda"}),
+        ("from torch.cuda import nccl", {"torch.cuda"}),
+        ("x = f'cuda:{index}'", {"cuda:"}),
+        ("def f():\n    '''Of cuda.'''  # cuda\n", set()),
+    ],
+)
+def test_a_name_is_seen(code: str, expected: set[str]) -> None:
+    assert _names_cuda(code) == expected
+
+
+def test_one_room_alone_names_a_type_of_accelerator() -> None:
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = str(path.relative_to(SOURCE))
+        if not name.startswith("device/") and (names := _names_cuda(path.read_text())):
+            found[name] = names
+    assert found == EXCEPTIONS
+
+
+class Here:
+    """A machine with ``count`` devices of a type."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str | None, count: int) -> None:
+        kind = None if name is None else kinds.kind_named(name)
+        monkeypatch.setattr(accelerator, "found_kind", lambda: kind)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("here", "local_rank", "backend", "expected"),
+    [
+        ((None, 0), 0, None, "cpu"),
+        (("cuda", 8), 5, None, "cuda:5"),
+        (("cuda", 8), 5, "nccl", "cuda:5"),
+        (("cuda", 8), 5, "gloo", "cpu"),
+        (("xpu", 2), 1, None, "xpu:1"),
+        (("npu", 8), 7, None, "npu:7"),
+        (("mps", 1), 0, None, "mps:0"),
+        (("mps", 1), 3, None, "mps:0"),
+        (("standin", 4), 3, None, "standin:3"),
+    ],
+)
+def test_the_device_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, here: tuple[str | None, int], local_rank: int, backend: str | None, expected: str
+) -> None:
+    Here(monkeypatch, *here)
+    assert choice.choose_device(None, backend, local_rank) == expected
+    assert choice.choose_device("cpu", backend, local_rank) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cuda", "Local rank 2 has no GPU: this machine has 2."),
+        ("npu", "Local rank 2 has no NPU: this machine has 2."),
+        ("other", "Local rank 2 has no device: this machine has 2."),
+    ],
+)
+def test_a_rank_without_a_device_is_told_the_numbers(monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
+    Here(monkeypatch, name, 2)
+    with pytest.raises(ConfigurationError, match=words):
+        choice.choose_device(None, None, 2)
+
+
+@pytest.fixture
+def all_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch offer every backend of its table, and those that packages register."""
+    monkeypatch.setattr(dist, "is_backend_available", lambda _: True)
+    table = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "mps": "gloo", "npu": "hccl", "hpu": "fake"}
+    monkeypatch.setattr(dist.Backend, "default_device_backend_map", table)
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "hccl"])
+    carried = {"gloo": ["cpu", "cuda"], "nccl": ["cuda"], "xccl": ["xpu"], "hccl": ["npu"], "fake": ["hpu"]}
+    monkeypatch.setattr(dist.Backend, "backend_capability", carried)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "chosen", "opened", "through_host"),
+    [
+        ("cpu", None, "gloo", "gloo", False),
+        ("cuda:1", None, "nccl", "cpu:gloo,cuda:nccl", False),
+        ("cuda:1", "gloo", "gloo", "gloo", False),
+        ("xpu:1", None, "xccl", "cpu:gloo,xpu:xccl", False),
+        ("xpu:1", "gloo", "gloo", "gloo", True),
+        ("npu:1", None, "hccl", "cpu:gloo,npu:hccl", False),
+        ("mps:0", None, "gloo", "gloo", True),
+        ("hpu:0", None, "gloo", "gloo", True),
+        ("standin:0", None, "gloo", "gloo", True),
+    ],
+)
+@pytest.mark.usefixtures("all_backends")
+def test_the_backend_of_a_device(
+    device: str, backend: str | None, chosen: str, opened: str, through_host: bool
+) -> None:
+    assert choice.choose_backend(backend, device) == chosen
+    assert choice.torch_backends(device, chosen) == opened
+    assert choice.goes_through_host(device, chosen) is through_host
+
+
+def test_a_backend_that_cannot_be_had_is_an_error_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"The backend nccl needs a GPU, and this rank's device is cpu"):
+        choice.choose_backend("nccl", "cpu")
+    with pytest.raises(ConfigurationError, match=r"There is no backend 'ncll'.*\n.*use one of gloo"):
+        choice.choose_backend("ncll", "cpu")
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
+    with pytest.raises(ConfigurationError, match=r"built without xccl, the backend for xpu.*\n.*backend='gloo'"):
+        choice.choose_backend(None, "xpu:0")
+    with pytest.raises(ConfigurationError, match="built without the backend nccl"):
+        choice.choose_backend("nccl", "cuda:0")
+    assert choice.known_backends() == ["gloo"]
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"), [("xpu", '["xpu:0", "xpu:1"]'), (None, '["cuda:0", "cuda:1"]'), ("npu", '["npu:0", "npu:1"]')]
+)
+def test_examples_name_the_accelerator_that_is_here(
+    monkeypatch: pytest.MonkeyPatch, name: str | None, listed: str
+) -> None:
+    Here(monkeypatch, name, 2)
+    assert accelerator.example_list() == listed
+
+
+def test_ranks_to_start_on_other_accelerators() -> None:
+    with pytest.raises(ConfigurationError, match=r"4 ranks were asked for on a machine with 2 NPUs\.\n.*without NPUs"):
+        num_ranks_here(LaunchOptions(num_ranks=4), 2, kinds.kind_named("npu"))
+
+
+def test_the_cpu_has_no_stream_and_its_batches_are_not_pinned() -> None:
+    cpu = torch.device("cpu")
+    assert streams.new_stream(cpu) is None
+    assert streams.stream_of_thread(cpu) is None
+    assert not streams.pins(cpu)
+    assert not streams.pins(torch.device("mps"))
+    with streams.on_stream(cpu, None):
+        assert torch.ones(1).item() == 1
+
+
+def test_versions_are_those_torch_was_built_with() -> None:
+    expected = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    assert {name: versions.toolkits().get(name) for name in expected} == expected
+    assert (versions.nccl_version() is None) == (not dist.is_nccl_available())
