@@ -25,7 +25,7 @@ from rankwise.log import log, warn
 from rankwise.parallel.trained import is_placed
 from rankwise.session import current_or_none
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.modules import aliases
+from rankwise.torch_private.modules import aliases, own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -276,9 +276,12 @@ def _copy(model: nn.Module, device: torch.device) -> nn.Module:
     copies = {id(one): one.to(device) for one in (*model.parameters(), *model.buffers())}
     copy = _alias(model)
     for module, other in zip(model.modules(), copy.modules(), strict=True):
-        for kind in ("_parameters", "_buffers"):
-            own: dict[str, torch.Tensor | None] = vars(module)[kind]
-            vars(other)[kind] = {name: None if one is None else copies[id(one)] for name, one in own.items()}
+        tables: list[tuple[Any, Any]] = [
+            (own_parameters(module), own_parameters(other)),
+            (own_buffers(module), own_buffers(other)),
+        ]
+        for own, others in tables:
+            others.update({name: None if one is None else copies[id(one)] for name, one in own.items()})
     return copy
 
 
