@@ -276,3 +276,11 @@ def test_the_json_has_the_findings_and_all_facts() -> None:
     assert [one["what"] for one in read["findings"]] == ["gpu-01 is late"]
     assert [facts["machine"]["hostname"] for facts in read["ranks"]] == ["gpu-00", "gpu-00", "gpu-01", "gpu-01"]
     assert read["ranks"][0]["across"]["store_route"]["interface"] == "eth0"
+
+
+@pytest.mark.parametrize(("version", "is_told"), [("2.13.0", False), ("2.15.0+cu132", False), ("2.99.1", True)])
+def test_a_torch_that_was_not_tested_is_told(version: str, is_told: bool) -> None:
+    one_rank = changed(job((1,)), 0, versions={**MACHINE.versions, "torch": version})
+    found = [finding.what for finding in judge(one_rank) if "was tested on" in finding.what]
+    assert len(found) == is_told
+    assert all(version in what for what in found)

@@ -10,6 +10,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rankwise import torch_versions
 from rankwise.device.kinds import kind_named
 from rankwise.errors import fold_ranks, fold_values
 
@@ -58,7 +59,7 @@ def judge(job: Job) -> list[Finding]:
 
 
 def versions(job: Job) -> list[Finding]:
-    """Find versions that differ between ranks."""
+    """Find versions that differ between ranks, and a torch that was not tested."""
     names = list(dict.fromkeys(name for facts in job.ranks for name in facts.machine.versions))
     found: list[Finding] = []
     same: list[str] = []
@@ -71,7 +72,13 @@ def versions(job: Job) -> list[Finding]:
         told = "; ".join(fold_values(held).splitlines())
         do = f"install the same {name} on every machine, or start the ranks from one environment all of them see"
         found.append(Finding(check="versions", level=level, what=f"{name} differs: {told}", do=do))
-    return [*found, Finding(check="versions", level=OK, what=", ".join(same))] if same else found
+    if same:
+        found.append(Finding(check="versions", level=OK, what=", ".join(same)))
+    torch = job.ranks[0].machine.versions.get("torch")
+    if torch is not None and not torch_versions.is_tested(torch):
+        what = f"torch {torch} is not one that rankwise was tested on: strategies check their gradients when first used"
+        found.append(Finding(check="versions", level=OK, what=what))
+    return found
 
 
 def gpus(job: Job) -> list[Finding]:
