@@ -43,6 +43,12 @@ def installed() -> str | None:
     return None if found is None else found[1]
 
 
+def is_at_least(release: tuple[int, int]) -> bool:
+    """Return whether the torch in this environment is of ``release``, as ``(2, 13)``, or newer."""
+    version = installed()
+    return version is not None and release_of(version) >= release
+
+
 def release_of(version: str) -> tuple[int, int]:
     """Return ``(2, 15)`` of ``2.15.0+cu132``.
 

@@ -10,17 +10,18 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+import rankwise
 from rankwise import torch_versions
 from rankwise.errors import TorchTooOld, UntestedTorch
+from rankwise.parallel.pipeline.schedule import schedule_of
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    import torch
-
     # What is patched is the string that torch itself would have.
     assert torch_versions.installed() == torch.__version__
     return monkeypatch
@@ -75,6 +76,18 @@ def test_a_call_that_a_version_lacks_is_named_in_one_sentence(told: pytest.Monke
     ]
 
 
+def test_what_torch_2_12_cannot_do_is_refused_by_name(told: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    told.setattr("torch.__version__", "2.12.1")
+    with pytest.raises(TorchTooOld, match=r"^The schedule zbv_zero_bubble needs .* torch 2\.12\.1 does not have"):
+        schedule_of("zbv_zero_bubble")
+    assert schedule_of("1f1b").name == "1f1b"
+    told.delattr(FSDPModule, "reset_iter_state", raising=False)
+    with rankwise.join(), pytest.raises(TorchTooOld, match=r"shard\(\) needs FSDPModule\.reset_iter_state\(\), which"):
+        rankwise.shard(torch.nn.Linear(2, 2))
+
+
 def test_the_requirement_says_what_is_tested() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert torch_versions.requirement() in project["dependencies"]
@@ -102,8 +115,6 @@ def imported(version: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_importing_on_the_installed_torch_reads_its_version_without_importing_it() -> None:
-    import torch
-
     done = imported("")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == torch.__version__

@@ -30,6 +30,7 @@ class Kind:
     pins: bool = True
     """Whether copies to it are faster from pinned memory."""
     has_streams: bool = True
+    has_float64: bool = True
 
 
 KINDS = {
@@ -43,14 +44,15 @@ KINDS = {
             examine="nvidia-smi; python -m torch.utils.collect_env",
         ),
         Kind(name="xpu", title="GPU", visible="ZE_AFFINITY_MASK"),
-        Kind(name="mps", title="GPU", is_shared=True, pins=False, has_streams=False),
-        Kind(name="npu", title="NPU", visible="ASCEND_RT_VISIBLE_DEVICES", package="torch_npu"),
+        Kind(name="mps", title="GPU", is_shared=True, pins=False, has_streams=False, has_float64=False),
+        Kind(name="npu", title="NPU", visible="ASCEND_RT_VISIBLE_DEVICES", package="torch_npu", has_float64=False),
         Kind(
             name="hpu",
             title="HPU",
             visible="HABANA_VISIBLE_MODULES",
             package="habana_frameworks.torch.distributed.hccl",
             has_streams=False,
+            has_float64=False,
         ),
     )
 }

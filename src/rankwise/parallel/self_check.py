@@ -17,13 +17,14 @@ from torch import nn
 
 from rankwise import torch_versions
 from rankwise.agreement import all_ranks_succeed
+from rankwise.device import accelerator
+from rankwise.device.kinds import kind_named
 from rankwise.errors import PeerFailed, RankwiseError, WrongGradients
 from rankwise.log import muted
 from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
-    from contextlib import AbstractContextManager
 
     from rankwise.session import Session
 
@@ -136,7 +137,7 @@ def _run(strategy: str, trial: Callable[[Bench], Iterable[Compared]], session: S
     with ExitStack() as during:
         during.enter_context(muted())
         during.enter_context(torch.enable_grad())
-        during.enter_context(_kept_random_states(bench.device))
+        during.enter_context(accelerator.kept_random_states(bench.device))
         try:
             _compare(strategy, trial(bench), bench)
         except (RankwiseError, KeyboardInterrupt):
@@ -150,19 +151,13 @@ def _run(strategy: str, trial: Callable[[Bench], Iterable[Compared]], session: S
 
 def _bench(session: Session | None) -> Bench:
     device = torch.device("cpu" if session is None else session.world.device)
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs calculate in no larger one
+    dtype = torch.float64 if kind_named(device.type).has_float64 else torch.float32
     axes = None if session is None else session.axes
     if session is None or axes is None:
         return Bench(0, 1, 1, 1, device, dtype)
     num_data_ranks = axes.data_ranks_per_island
     data_rank = axes.data_rank(session.world.rank) % num_data_ranks
     return Bench(data_rank, num_data_ranks, axes.tp, axes.pp, device, dtype)
-
-
-def _kept_random_states(device: torch.device) -> AbstractContextManager[None]:
-    if device.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def _compare(strategy: str, compared: Iterable[Compared], bench: Bench) -> None:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+BACKWARD_OF_INPUTS = "stage_backward_input() of torch.distributed.pipelining as of that release"
+"""What a backward in two parts needs: before torch 2.13 it fails where a stage hands on what it does not use."""
+
 
 def forward_action(stage: int, micro_batch: int) -> Any:  # noqa: ANN401 - torch's _Action
     """Return the action that is a forward."""

@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rankwise import torch_versions
 from rankwise.errors import ConfigurationError
-from rankwise.torch_private.pipelining import backward_action, forward_action, read_action, with_sends
+from rankwise.torch_private.pipelining import (
+    BACKWARD_OF_INPUTS,
+    backward_action,
+    forward_action,
+    read_action,
+    with_sends,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -67,6 +74,11 @@ class Schedule:
     is_v: bool = False
     """Whether the stages go down the ranks and up again; otherwise round and round."""
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return "ZeroBubble" in self.torch_name
+
     def num_stages(self, num_ranks: int) -> int:
         """Return how many stages there are on so many ranks."""
         return self.stages_per_rank * num_ranks
@@ -107,8 +119,11 @@ def schedule_of(name: str) -> Schedule:
 
     Raises:
         ConfigurationError: there is none.
+        TorchTooOld: this version of torch cannot run it.
     """
     if name in SCHEDULES:
+        if SCHEDULES[name].splits_backward and not torch_versions.is_at_least((2, 13)):
+            raise torch_versions.lacks(BACKWARD_OF_INPUTS, (2, 13), f"The schedule {name}")
         return SCHEDULES[name]
     near = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1, cutoff=0.4)
     raise ConfigurationError(

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from rankwise import torch_versions
 from rankwise.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.device.kinds import is_accelerator
 from rankwise.errors import ConfigurationError
@@ -113,12 +114,16 @@ def shard(
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
         ConfigurationError: the model is sharded or replicated already, has nothing to train, has no such blocks, or
             the mesh has axes that sharding does not use.
+        TorchTooOld: this version of torch has no way to reduce what only some ranks used.
         WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
 
     Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (VLDB 2023); the exact mean is
         sum_r w_r g_r / sum_r w_r.
     """
     session = current()
+    for call in ("set_reduce_scatter_unused_params", "reset_iter_state"):
+        if not hasattr(FSDPModule, call):
+            raise torch_versions.lacks(f"FSDPModule.{call}()", (2, 13), "rankwise.shard()")
     axes = axes_for("shard", "dp_shard")
     with all_ranks_succeed("rankwise.shard()"):
         _check_axes(axes)

@@ -15,7 +15,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rankwise import torch_versions
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
 from rankwise.parallel.trained import samples_of, tensors_with_grad
@@ -291,10 +290,6 @@ class ShardSync:
             return
         model = self._model()
         if isinstance(model, FSDPModule):
-            if not hasattr(model, "reset_iter_state"):
-                raise torch_versions.lacks(
-                    "FSDPModule.reset_iter_state()", (2, 13), "A sharded model whose backward broke off"
-                )
             model.reset_iter_state()
         for group in self._groups:
             for one in params_of(group):
