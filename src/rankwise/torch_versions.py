@@ -30,7 +30,7 @@ def requirement() -> str:
 
 
 def installed() -> str | None:
-    """Return the version of torch in this environment, as ``2.15.0+cu132``; ``None`` where there is none."""
+    """Return the version of torch in this environment, as ``2.15.0+cu132``; ``None`` where that cannot be read."""
     version = getattr(sys.modules.get("torch"), "__version__", None)
     if version is not None:
         return str(version)
@@ -38,8 +38,11 @@ def installed() -> str | None:
     if spec is None or spec.origin is None:
         return None
     # torch writes it there when it is built; its metadata takes ten times as long to read.
-    source = Path(spec.origin).with_name("version.py")
-    found = re.search(r"^__version__ = ['\"](.+)['\"]", source.read_text(encoding="utf-8"), re.MULTILINE)
+    try:
+        source = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None  # A build of another kind; importing it says what is wrong, or nothing is.
+    found = re.search(r"^__version__ = ['\"](.+)['\"]", source, re.MULTILINE)
     return None if found is None else found[1]
 
 

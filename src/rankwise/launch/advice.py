@@ -49,9 +49,10 @@ _NO_STDIN = (
 )
 
 WHAT_TO_DO = (
-    # A torch without NCCL, then one with NCCL on a machine without GPUs.
+    # A torch without NCCL, then two with NCCL on a machine without GPUs.
     ("Distributed package doesn't have NCCL built in", _NO_NCCL),
     ("ProcessGroupNCCL is only supported with GPUs", _NO_NCCL),
+    ("nccl2 requires at least one", _NO_NCCL),
     *((words, _NO_GPU) for words in MISSING_GPU),
     (
         "DistributedDataParallel device_ids and output_device arguments only work with",
