@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import rankwise as rw
 from rankwise.collectives import exchange_of
 from rankwise.errors import CollectiveMismatch, ConfigurationError, NotJoined
 from rankwise.exchange.shared_memory import SLOT_BYTES
+from rankwise.session import current
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks
@@ -196,3 +198,26 @@ def test_values_under_other_keys_are_not_taken_for_one_another(run_ranks: RunRan
         said = result.get()
         assert 'rank 0: all_reduce("sum", [{loss: float64[], right: float64[]}, [int64[]]])' in said[0]
         assert "rank 1: all_gather_uneven({right: float64, loss: float64})" in said[3]
+
+
+def _open_unequal_numbers(world: World) -> list[float]:
+    """Open groups of some ranks, in unequal numbers on the ranks, then groups of all; return sums over each."""
+    exchange = current().exchange
+    assert exchange is not None
+    pair = exchange.among([[0, 1], [2]])
+    inner = pair
+    for _ in range(world.rank):  # the pair opens another of its own; the third rank two
+        if world.rank != 1:
+            inner = inner.among([list(range(inner.world_size))])
+    groups = [pair, exchange.twin(), exchange.among([[0], [1, 2]]), exchange.twin()]
+    group = dist.new_group()  # torch's own, of every rank
+    own = torch.ones(1, dtype=torch.float64) * (world.rank + 1)
+    sums = [one.all_reduce(own, what=f"sum {number}").item() for number, one in enumerate(groups)]
+    dist.all_reduce(own, group=group)
+    return [*sums, own.item()]
+
+
+@pytest.mark.parametrize("exchange", ["gloo", "shared_memory"])
+def test_ranks_that_opened_unequal_numbers_of_groups_can_open_more(run_ranks: RunRanks, exchange: str) -> None:
+    results = [result.get() for result in run_ranks(_open_unequal_numbers, 3, exchange=exchange)]
+    assert results == [[3, 6, 1, 6, 6], [3, 6, 5, 6, 6], [3, 6, 5, 6, 6]]

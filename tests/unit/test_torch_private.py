@@ -24,6 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, get_worker_info
 
+from rankwise import torch_versions
 from rankwise.torch_private import (
     autograd,
     compiler,
@@ -216,15 +217,34 @@ def check_foreach() -> None:
 # -- groups --------------------------------------------------------------------------------------------
 
 
-@canary("torch.distributed.distributed_c10d._world.pg_map", "torch.distributed.distributed_c10d._world.pg_names")
-def check_groups() -> None:
+@canary("torch.distributed.distributed_c10d._world.pg_map")
+def check_open_groups() -> None:
     assert groups.open_groups() == []
     with alone():
         own = dist.new_group([0])
         assert own in groups.open_groups()
         assert dist.group.WORLD in groups.open_groups()
-        assert groups.num_groups() == 2
-    assert groups.num_groups() == 0
+
+
+@canary(
+    "torch.distributed.distributed_c10d._world.pg_names",
+    "torch.distributed.distributed_c10d._world.group_count",
+    "torch.distributed.distributed_c10d._hash_ranks_to_str",
+)
+def check_names_of_groups() -> None:
+    assert groups._COUNTS_CALLS is (torch_versions.is_at_least((2, 14)))
+    with alone():
+        name_of = dist.distributed_c10d._hash_ranks_to_str
+        counted = dist.distributed_c10d._world.group_count
+        before = name_of([0])
+        number = groups.next_number() + 2
+        group = groups.open_among([0], 0, number)
+        assert group in groups.open_groups()
+        assert groups.next_number() > number
+        # Another group of the same ranks has another name, and the count that all ranks must share is as it was.
+        assert dist.distributed_c10d._world.pg_names[group] != before
+        assert groups.open_among([0], 0, groups.next_number()) is not group
+        assert dist.distributed_c10d._world.group_count == counted
 
 
 @canary("torch.distributed.rendezvous._rendezvous_handlers")

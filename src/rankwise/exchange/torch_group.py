@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rankwise.exchange.agreeing import WHAT_EACH_CALLED, calls_differ
 from rankwise.exchange.bytes_of import bytes_of
 from rankwise.exchange.protocol import words_of_lanes
-from rankwise.torch_private.groups import num_groups
+from rankwise.torch_private.groups import next_number, open_among
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,14 +118,12 @@ class TorchGroup:
 
         Called by: every rank of this exchange, each with the group that it is to be in.
 
-        Torch names such a group after its ranks and the number of groups that a rank is in; where that differs, ranks
-        would wait for one another under different names. So whoever is in fewer opens some of its own first.
+        The name of such a group has a number in it. Ranks that have opened unequal numbers of groups would wait for one
+        another under different names, so they agree on the largest first.
         """
-        own = torch.tensor([num_groups()])
+        own = torch.tensor([next_number()])
         numbers = self._all_gather(own, self.watch.ticket("how many groups each rank is in", self.channel))
-        for _ in range(int(numbers.max() - own)):
-            dist.new_group([self.world_ranks[self.rank]], use_local_synchronization=True)
-        return dist.new_group(world_ranks, use_local_synchronization=True)
+        return open_among(world_ranks, self.world_ranks[self.rank], int(numbers.max()))
 
     def compare_everything(self) -> None:
         """Have the ranks compare each collective before it begins, of every exchange of theirs, on this group.

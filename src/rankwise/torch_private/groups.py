@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups that torch keeps in this process."""
+"""The process groups that torch keeps in this process, and groups that only their own ranks know of."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_COUNTS_CALLS = "group_count" in dist.distributed_c10d._hash_ranks_to_str.__code__.co_names  # noqa: SLF001
+"""Whether torch names such a group after how often this rank has opened one (from 2.14 on), or how many it is in."""
+_FIRST_NUMBER = 1 << 20
+"""Above what torch itself counts to: the names of a script's own groups stay others."""
+_next = [0]
 
 
 def open_groups() -> list[object]:
@@ -11,6 +22,34 @@ def open_groups() -> list[object]:
     return list(dist.distributed_c10d._world.pg_map)  # noqa: SLF001
 
 
-def num_groups() -> int:
-    """Return how many process groups this rank is in: torch numbers the names of new groups by it."""
-    return len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
+def next_number() -> int:
+    """Return the least number that the name of this rank's next group among some ranks may have."""
+    return _next[0] if _COUNTS_CALLS else len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
+
+
+def open_among(ranks: Sequence[int], own: int, number: int) -> object:
+    """Open a group of some ranks, which no other rank hears of.
+
+    Called by: every rank of ``ranks``.
+
+    Args:
+        ranks: of the world.
+        own: this rank.
+        number: goes into the name of the group; the largest :func:`next_number` of its ranks.
+
+    Returns:
+        torch's group. How many groups torch counts for the whole world is afterwards as before: ranks that open
+        unequal numbers of such groups can still open one together.
+    """
+    world = dist.distributed_c10d._world  # noqa: SLF001
+    if not _COUNTS_CALLS:
+        while len(world.pg_names) < number:
+            dist.new_group([own], use_local_synchronization=True)
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    counted = world.group_count
+    world.group_count = _FIRST_NUMBER + number
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        world.group_count = counted
+        _next[0] = number + 1

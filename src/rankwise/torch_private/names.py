@@ -55,7 +55,13 @@ NAMES = tuple(
         ("torch._foreach_div_", "divide many tensors in one call", _OLDEST),
         # groups
         ("torch.distributed.distributed_c10d._world.pg_map", "the open process groups", _OLDEST),
-        ("torch.distributed.distributed_c10d._world.pg_names", "how many there are", _OLDEST),
+        (
+            "torch.distributed.distributed_c10d._world.pg_names",
+            "the number in the name of a group, before 2.14",
+            _OLDEST,
+        ),
+        ("torch.distributed.distributed_c10d._world.group_count", "the same, from 2.14 on", _OLDEST),
+        ("torch.distributed.distributed_c10d._hash_ranks_to_str", "which of the two goes into names", _OLDEST),
         # loader
         ("torch.utils.data.DataLoader._iterator", "have persistent workers start again", _OLDEST),
         (
