@@ -28,6 +28,8 @@ class Accumulation:
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         self.is_open = False
+        self.is_continued = False
+        """Whether another microstep follows the one under way."""
         self.carried = 0.0
         """Sum of the shares of the microsteps that have been added up."""
         self._names = names
@@ -81,7 +83,7 @@ class Accumulation:
         if self.is_open and self._was_cleared():
             self.close()
         if continues and not self.is_open:
-            self._put_earlier_gradients_aside()
+            self.put_earlier_gradients_aside()
             self.is_open = True
             self.expect(numbers, share)
 
@@ -125,7 +127,8 @@ class Accumulation:
         self.is_open = False
         self.carried = 0.0
 
-    def _put_earlier_gradients_aside(self) -> None:
+    def put_earlier_gradients_aside(self) -> None:
+        """Keep what is in ``grad`` out of the next backward, until :meth:`give_back_earlier`."""
         for number, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 self._earlier[number] = parameter.grad.clone()

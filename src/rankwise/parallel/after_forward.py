@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.parallel.loss.reading import mark_output
 from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.registrations import count_registrations
 from rankwise.parallel.trained import samples_of, tensors_with_grad
@@ -43,8 +44,10 @@ class AfterForward(OwnHook):
             sync.before_backward()
             sync.note_call(args, kwargs)
         amount = samples_of(self._weight, args, kwargs)
+        reached = tensors_with_grad(output)
+        mark_output(reached, sync.loss)
         if amount is None:
             return
-        sync.forward_weight = amount
-        for reached in tensors_with_grad(output):
-            reached.register_hook(lambda _: sync.begin(amount))
+        sync.loss.forward_weight = amount
+        for one in reached:
+            one.register_hook(lambda _: sync.begin(amount))

@@ -147,7 +147,7 @@ class _SyncedNorm(torch.autograd.Function):
         x, weight, mean, inverse, count = ctx.saved_tensors
         own = global_statistics.sums(x, gradients[0], mean, inverse)
         # Where the loss does not pass through the model's output, this may be what backward reaches first.
-        ctx.sync.begin(ctx.sync.forward_weight)
+        ctx.sync.begin(ctx.sync.loss.forward_weight)
         amount = ctx.sync.weight
         total = torch.nan_to_num(own) * amount if amount == 0 else own * amount
         total = ctx.exchange.all_reduce(total, what="BatchNorm gradients")

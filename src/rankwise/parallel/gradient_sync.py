@@ -8,7 +8,6 @@ mean over all samples of all ranks. Used by replicate. Weights are counted in un
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,9 @@ from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, InOrder, lane_size
 from rankwise.parallel.compress.memory import carry_over
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.opening import open_lanes
+from rankwise.parallel.loss.on_ranks import LossOnRanks
 from rankwise.parallel.same_samples import digest_of_call, warn_of_same_samples
+from rankwise.parallel.weight_unit import WeightUnit
 from rankwise.torch_private import foreach
 from rankwise.torch_private.autograd import run_after_backward
 from rankwise.torch_private.dtensor import own_part
@@ -58,26 +59,19 @@ class GradientSync:
         self.names = list(names)
         self.parameters = list(parameters)
         self._kind = (self.parameters[0].dtype, self.parameters[0].device)
-        self._is_accumulating = False
-        self.given_weight: float | None = None
-        self.forward_weight: float | None = None
-        """Weight of the latest forward pass, for a backward that does not pass through its output."""
-        self.weight = 0.0
-        """Weight of the backward under way: the samples, or tokens, that its loss is the mean of."""
-        self.on_mean: Callable[[float], None] | None = None
-        """Called at the end of backward with what the gradients are the mean over, on all ranks together."""
         self._group = group
         self._model_name = model_name
         self._first_call: int | None = None
         """A checksum of what the model was first called with."""
         self._what = f"gradients of {model_name}"
         self._num_synced = 0
-        self._unit = 1.0
-        # float16 has no room for numbers of whatever unit: the first step agrees on one before it sends anything.
-        self._is_unit_open = Narrow("fp16") == compress or any(p.dtype == torch.float16 for p in self.parameters)
-        self._scale = 1.0
-        """What this step sends, of what it has: one over the unit that it agreed on, or one."""
+        is_float16 = Narrow("fp16") == compress or any(p.dtype == torch.float16 for p in self.parameters)
+        self._unit = WeightUnit(is_open=is_float16)
         self._accumulation = Accumulation(self.names, self.parameters)
+        self.loss = LossOnRanks(self.number, self.parameters, group, model_name, self._accumulation)
+        """What the loss of each backward is a mean over."""
+        self.on_mean: Callable[[float], None] | None = None
+        """Called at the end of backward with what the gradients are the mean over, on all ranks together."""
         self._in_backward = False
         self._has_gradients = False
         self._compress = compress
@@ -91,13 +85,27 @@ class GradientSync:
     @property
     def is_accumulating(self) -> bool:
         """Whether a backward is one of several before the next exact gradient."""
-        return self._is_accumulating
+        return self._accumulation.is_continued
 
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
-        self._is_accumulating = value
+        self._accumulation.is_continued = value
         if value:
             self._accumulation.expect(sorted(self._hooked), self._share)
+
+    @property
+    def given_weight(self) -> float | None:
+        """What the user says that the loss is a mean over."""
+        return self.loss.given_weight
+
+    @given_weight.setter
+    def given_weight(self, value: float | None) -> None:
+        self.loss.given_weight = value
+
+    @property
+    def weight(self) -> float:
+        """Weight of the backward under way: the samples, or tokens, that its loss is the mean of."""
+        return self.loss.weight
 
     @property
     def num_ranks(self) -> int:
@@ -182,7 +190,7 @@ class GradientSync:
         if self._in_backward:
             return
         self._in_backward = True
-        self.weight = self._checked_weight(weight)
+        self.loss.begin(weight)
         if self.is_accumulating or self._accumulation.is_open:
             self._accumulation.begin(sorted(self._hooked), self._share, continues=self.is_accumulating)
         if not _round:
@@ -192,23 +200,8 @@ class GradientSync:
     def _share(self) -> float:
         """Return the weight of the backward under way, in units of what a rank's step weighs."""
         if not self._in_backward:
-            self.begin(self.forward_weight)
-        return self.weight / self._unit
-
-    def _checked_weight(self, weight: float | None) -> float:
-        chosen = self.given_weight if self.given_weight is not None else weight
-        if chosen is None:
-            raise ConfigurationError(
-                "This backward does not say how many samples its loss is the mean of.",
-                evidence="the replicated model was not called itself, or without a tensor argument",
-                do="put loss.backward() into `with rankwise.weight(model, num_samples):`",
-            )
-        if not (math.isfinite(chosen) and chosen >= 0):
-            raise ConfigurationError(
-                f"The weight of a backward must be zero or more, not {chosen}.",
-                do="pass the number of samples or tokens the loss is the mean of",
-            )
-        return float(chosen)
+            self.begin(self.loss.forward_weight)
+        return 1.0 if self.loss.is_sum else self.loss.weight / self._unit.size
 
     def _arrival_hook(self, number: int) -> Callable[[torch.Tensor], None]:
         # The parameter holds the hook: a hook that held the sync would keep the model's memory for ever.
@@ -224,7 +217,7 @@ class GradientSync:
     def _take_note(self, number: int) -> None:
         """Note that the gradient of a parameter is there. Called once per parameter and step."""
         if not self._in_backward:
-            self.begin(self.forward_weight)
+            self.begin(self.loss.forward_weight)
         self._has_gradients = True
         if self._group is None or self.is_accumulating:
             return
@@ -242,7 +235,7 @@ class GradientSync:
                 evidence="a part of the model runs backward several times within one backward()",
                 do="use torch.utils.checkpoint with use_reentrant=False",
             )
-        if not self._is_unit_open:
+        if not self._unit.is_open:
             self._buckets.send_full()
 
     def _note_first_arrival(self, number: int) -> None:
@@ -262,9 +255,14 @@ class GradientSync:
                 "backward(create_graph=True) through a replicated model cannot be differentiated again.",
                 do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
             )
+        self.loss.report()
         share = self._share()
         own = 1.0 if self._accumulation.is_open else share
-        bucket.send(self._scale * own, self._scale * (self._accumulation.carried + share))
+        if self.loss.is_sum:
+            bucket.send(own, self.loss.weight)
+        else:
+            scale = self._unit.scale
+            bucket.send(scale * own, scale * (self._accumulation.carried + share))
 
     # -- when backward has run ---------------------------------------------------------------------
 
@@ -272,22 +270,11 @@ class GradientSync:
         """Send the buckets whose parameters this rank did not all use."""
         if self._group is None or self.is_accumulating or not self._has_gradients:
             return
-        if self._is_unit_open:
-            self._agree_on_unit(self._group)
+        if self._unit.is_open:
+            self.loss.report()
+            if not self.loss.is_sum_on_ranks():
+                self._unit.agree(self._group, self._accumulation.carried + self._share(), self._what)
         self._buckets.send_rest()
-
-    def _agree_on_unit(self, group: Exchange) -> None:
-        """Make what a rank's step weighs the unit of what is about to be sent, where no step has told it yet."""
-        own = torch.tensor([self._accumulation.carried + self._share()], dtype=torch.float64)
-        total = group.all_reduce(own, what=f"weights of {self._what}").item()
-        if total > 0:
-            self._scale = 1.0 / self._unit_near(total / group.world_size)
-            self._is_unit_open = False
-
-    def _unit_near(self, weight: float) -> float:
-        # A power of two, by which multiplying rounds nothing: a step after a resume, whose unit is 1, or with float16
-        # its own, is then the same bits as in the undisturbed run.
-        return 2.0 ** round(math.log2(weight))
 
     def collect(self) -> None:
         """Wait for the sums, divide them, and hand them to the parameters."""
@@ -308,16 +295,19 @@ class GradientSync:
 
     def _hand_back(self, group: Exchange) -> None:
         self._buckets.take_back()
-        total = self._buckets.buckets[0].lane.total() / self._scale
+        is_sum = self.loss.is_sum_on_ranks()
+        total = self._buckets.buckets[0].lane.total() / self._unit.scale
+        if is_sum and total != 1.0:
+            # Ranks without samples do not know that the others' losses are sums.
+            self._multiply(total)
         if self.on_mean is not None:
-            self.on_mean(total * self._unit)
+            self.on_mean(total * self._unit.size)
         self._accumulation.give_back_earlier()
-        if total > 0:
-            self._unit = self._unit_near(self._unit * total / group.world_size)
-            self._scale = 1.0
+        if total > 0 and not is_sum:
+            self._unit.adjust(total / group.world_size)
         if self._num_synced == 0:
             # A rank without samples was called with others' to stand in.
-            warn_of_same_samples(self._first_call or 0 if self.weight > 0 else 0, group, self._model_name)
+            warn_of_same_samples(self._first_call or 0 if self.loss.weight > 0 else 0, group, self._model_name)
         self._num_synced += 1
         # Several models that are trained together make one step.
         group.watch.record.step = max(group.watch.record.step, self._num_synced)
@@ -327,11 +317,18 @@ class GradientSync:
         self._arrived = None
 
     @torch.no_grad()
+    def _multiply(self, factor: float) -> None:
+        foreach.mul_([own for p in self.parameters if (own := own_gradient(p)) is not None], factor)
+
+    @torch.no_grad()
     def _divide_alone(self) -> None:
         total = self._accumulation.carried + self._share()
         if self.on_mean is not None:
             self.on_mean(total)
         if total > 0 and not self._accumulation.is_open:
+            return
+        if self.loss.is_sum:
+            self._accumulation.give_back_earlier()
             return
         gradients = [own for p in self.parameters if (own := own_gradient(p)) is not None]
         if total == 0:

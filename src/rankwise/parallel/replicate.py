@@ -20,6 +20,7 @@ from rankwise.parallel.batchnorm import synchronise_batchnorm, unsynchronised_ba
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.gradient_sync import GradientSync
+from rankwise.parallel.loss.reading import subscribe
 from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.same_model import broadcast_model, check_same_model
 from rankwise.parallel.trained import (
@@ -128,6 +129,8 @@ def replicate(
         broadcast_model(model, exchange)
         group = exchange.twin()
     sync = GradientSync(names, parameters, group, type(model).__name__, method)
+    sync.loss.is_given_by_forward = weight is not None
+    subscribe(sync.loss, session)
     note_trained(model, sync)
     session.stopping.unless(WeakMethod(sync.is_mid_step))
     if exchange is not None:

@@ -45,8 +45,13 @@ class Trained(Protocol):
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None: ...
 
-    given_weight: float | None
-    """What the user says the loss is a mean over."""
+    @property
+    def given_weight(self) -> float | None:
+        """What the user says the loss is a mean over."""
+        ...
+
+    @given_weight.setter
+    def given_weight(self, value: float | None) -> None: ...
 
 
 _trained: WeakKeyDictionary[nn.Module, Callable[[], Trained | None]] = WeakKeyDictionary()

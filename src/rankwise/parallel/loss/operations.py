@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of operations between a loss and a model's outputs, by the names of their nodes in autograd's graph.
+
+Data alone. What is not here acts on each element by itself, or on dims whose numbers it saves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+PASSING = frozenset(
+    {
+        "Alias",
+        "Clone",
+        "Contiguous",
+        "Expand",
+        "Neg",
+        "Permute",
+        "Reshape",
+        "ReshapeAlias",
+        "Select",
+        "Slice",
+        "Squeeze",
+        "T",
+        "ToCopy",
+        "Transpose",
+        "UnsafeView",
+        "Unsqueeze",
+        "View",
+    }
+)
+"""Linear in their one input, element by element: a mean of what they give is a mean of what they got."""
+
+ADDING = frozenset({"Add", "Rsub", "Sub"})
+"""Sums of terms."""
+
+SCALING = frozenset({"Mul", "Div"})
+
+REDUCING = frozenset({"Mean", "Sum"})
+
+COUPLING = frozenset(
+    {
+        "Amax",
+        "Amin",
+        "Cdist",
+        "CdistForward",
+        "Cummax",
+        "Cummin",
+        "Cumprod",
+        "Cumsum",
+        "Dot",
+        "Flip",
+        "LinalgEigh",
+        "LinalgSvd",
+        "LinalgVectorNorm",
+        "LogSoftmax",
+        "Logsumexp",
+        "Max",
+        "Mean",
+        "Median",
+        "Min",
+        "Norm",
+        "Prod",
+        "Roll",
+        "Softmax",
+        "Sort",
+        "Std",
+        "Sum",
+        "Svd",
+        "Topk",
+        "Var",
+        "VarMean",
+    }
+)
+"""Let samples see one another where they act on the first dim, or on all."""
+
+PRODUCTS = frozenset({"Addmm", "Baddbmm", "Bmm", "Mm"})
+"""Matrix products: they couple samples where both factors come from a model's outputs."""
+
+
+def operation_of(node: Node) -> str:
+    """Return what a node is the backward of: ``"NllLoss2D"`` for ``NllLoss2DBackward0``."""
+    return node.name().rpartition("::")[2].partition("Backward")[0]

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads each loss when its backward is called, for the models that want to know what it is a mean over.
+
+torch has no public hook between the call of backward and its first node, and inside of it what losses saved is being
+freed: ``torch.autograd.backward`` is wrapped from the first strategy call until the world is left.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+
+from rankwise.log import warn
+from rankwise.parallel.loss.nodes import MARK
+from rankwise.parallel.loss.place import place_of_backward
+from rankwise.parallel.loss.terms import Reader
+from rankwise.parallel.loss.verdict import GlobalLoss, Mode, Verdict, verdict_of
+from rankwise.torch_private.autograd import in_backward
+from rankwise.torch_private.graph import metadata_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+
+    from torch.autograd.graph import Node
+    from torch.utils.hooks import RemovableHandle
+
+    from rankwise.parallel.loss.on_ranks import LossOnRanks
+    from rankwise.parallel.loss.terms import Term
+    from rankwise.parallel.loss.verdict import GlobalLoss
+    from rankwise.session import Session
+
+
+_subscribers: WeakSet[LossOnRanks] = WeakSet()
+_original: Callable[..., None] = torch.autograd.backward
+_warned: set[tuple[str, str]] = set()
+
+
+def subscribe(subscriber: LossOnRanks, session: Session) -> None:
+    """Read the loss of every backward for a model, until it is gone or the world is left."""
+    if torch.autograd.backward is not _backward:
+        torch.autograd.backward = _backward
+        session.on_leave(_undo)
+    _subscribers.add(subscriber)
+
+
+def mark_output(outputs: Iterable[torch.Tensor], subscriber: LossOnRanks) -> None:
+    """Note that tensors are what a model gave."""
+    for output in outputs:
+        if output.grad_fn is not None:
+            metadata_of(output.grad_fn)[MARK] = subscriber.number
+
+
+def _undo() -> None:
+    torch.autograd.backward = _original
+    _subscribers.clear()
+    _warned.clear()
+
+
+def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
+    subscribers = sorted((one for one in _subscribers if one.is_needed), key=lambda one: one.number)
+    # Within a backward it is a checkpoint that computes its part again.
+    if not subscribers or in_backward():
+        _original(tensors, *args, **kwargs)
+        return
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given = args[0] if args else kwargs.get("grad_tensors")
+    verdict, reached = _read(roots, has_gradients=given is not None, subscribers=subscribers)
+    with ExitStack() as scaling:
+        try:
+            for one in subscribers:
+                one.expect(verdict)
+            if verdict.mode is Mode.TERMS:
+                combined = reached[0].exchange_terms()
+                if combined is not None:
+                    scaling.enter_context(_scaled(verdict.terms, _factors(reached[0], verdict.terms, combined)))
+            _original(tensors, *args, **kwargs)
+        finally:
+            for one in subscribers:
+                one.end()
+
+
+def _read(
+    roots: Sequence[torch.Tensor], *, has_gradients: bool, subscribers: Sequence[LossOnRanks]
+) -> tuple[Verdict, list[LossOnRanks]]:
+    """Return what a loss is, and the models whose outputs it comes from, warning of what cannot be read."""
+    reader = Reader(subscribers)
+    for root in roots:
+        if root.grad_fn is not None:
+            reader.read((root.grad_fn, root.output_nr))
+    reached = [one for one in subscribers if one.number in reader.numbers]
+    if not reached or any(one.is_given for one in reached):
+        return Verdict(Mode.SAMPLES), reached
+    if has_gradients and any(root.dim() for root in roots):
+        _warn_unread("backward() was called with gradients")
+        return Verdict(Mode.SAMPLES), reached
+    verdict = verdict_of(reader.terms)
+    for term in verdict.terms:
+        if term.is_odd and term.kind == "mean":
+            _warn_scaled(term)
+    if verdict.mode is Mode.SAMPLES and verdict.terms:
+        _warn_unread(verdict.unknown.operation if verdict.unknown else "its many terms")
+    if verdict.mode is Mode.TERMS and any(one.is_accumulated for one in reached):
+        # The factors of several microsteps' terms are known after the last of them only.
+        _warn_unread("several terms inside no_sync()")
+        return Verdict(Mode.SAMPLES), reached
+    return verdict, reached
+
+
+def _factors(model: LossOnRanks, terms: Sequence[Term], combined: GlobalLoss) -> list[float]:
+    """Return what to scale each term with: the mean over ranks that have samples is then what one rank computes."""
+    factors = []
+    for number, (term, on_ranks) in enumerate(zip(terms, combined.terms, strict=True)):
+        factor = float(combined.num_active)
+        if model.reading(number) in ("mean", "share"):
+            factor *= term.amount / on_ranks.amount if on_ranks.amount else 0.0
+        factors.append(factor)
+    return factors
+
+
+@contextmanager
+def _scaled(terms: Sequence[Term], factors: Sequence[float]) -> Generator[None]:
+    handles: dict[Node, RemovableHandle] = {}
+    for term, factor in zip(terms, factors, strict=True):
+        if term.node in handles or factor == 1.0:
+            continue
+        if factor:
+            handles[term.node] = term.node.register_prehook(lambda given, by=factor: _times(given, by))
+        else:
+            # What this rank has nothing of may be no number.
+            handles[term.node] = term.node.register_hook(lambda inward, _: _zeros(inward))
+    try:
+        yield
+    finally:
+        for handle in handles.values():
+            handle.remove()
+
+
+def _times(gradients: Sequence[torch.Tensor | None], factor: float) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if one is None else one * factor for one in gradients)
+
+
+def _zeros(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
+
+
+def _warn_scaled(term: Term) -> None:
+    _warn_once(
+        term.operation,
+        f"a mean in the loss ({{where}}) is multiplied by {term.num_rows}, which is also this rank's number of samples "
+        "and is taken for a constant: if it is that number, write the sum with reduction='sum' or .sum()",
+    )
+
+
+def _warn_once(operation: str, message: str) -> None:
+    where = place_of_backward()
+    if (where, operation) not in _warned:
+        _warned.add((where, operation))
+        warn(message.format(where=where))
+
+
+def _warn_unread(because: str) -> None:
+    _warn_once(
+        because,
+        f"the loss ({{where}}) is neither a mean nor a sum over samples because of {because}: its gradients are "
+        "averaged over ranks by samples, which may differ from what one rank computes; take that step per sample, or "
+        "pass what the loss is a mean over to rankwise.weight(model, amount), or gather the outputs of all ranks first",
+    )

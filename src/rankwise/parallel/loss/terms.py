@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a loss as a sum of terms, each a mean or a sum over this rank's samples.
+
+Walks the graph from the loss to the outputs of the models it came from, which are marked. Knows no other rank and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from rankwise.parallel.loss.nodes import (
+    MARK,
+    dims_of,
+    inputs_of,
+    is_all_masked,
+    is_of_one_parameter,
+    is_parameter,
+    is_python_number,
+)
+from rankwise.parallel.loss.operations import ADDING, COUPLING, PASSING, PRODUCTS, REDUCING, SCALING, operation_of
+from rankwise.torch_private.graph import is_of_python, metadata_of, saved, shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch.autograd.graph import Node
+
+    from rankwise.torch_private.graph import Edge
+
+FARTHEST_NODES = 256
+"""How far to look for what couples samples: a loss computed inside of forward has the whole model below it."""
+
+Kind = Literal["mean", "sum", "same", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One reduction of a loss."""
+
+    kind: Kind
+    """``same``: of parameters alone, the same on every rank. ``unknown``: neither a mean nor a sum over samples."""
+    operation: str
+    """The operation: of the reduction, or that makes the term unknown."""
+    node: Node
+    """Whose gradient scales this term and no other."""
+    amount: float = 1.0
+    """What the mean is over, times the numbers that it is divided by; zero where this rank has nothing of it."""
+    num_rows: int = 0
+    """Size of the first dim of what is reduced."""
+    divisor: float = 0.0
+    """The Python number that divides the term: the one that is a size of what is reduced, else their product, or 0."""
+    is_share: bool = False
+    """Whether it is a size of what is reduced, as the number of this rank's samples is."""
+    is_odd: bool = False
+    """Whether it is scaled by a number that may make a mean a sum, or a sum a mean."""
+    has_constants: bool = False
+    """Whether Python numbers scale it, which may differ between ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    kind: Literal["mean", "sum"]
+    node: Node
+    shape: tuple[int, ...]
+    dims: frozenset[int]
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """What lies between the loss and the place that was reached."""
+
+    reductions: tuple[_Reduction, ...] = ()
+    by_python: tuple[float, ...] = ()
+    """Python numbers divided by."""
+    times_python: tuple[float, ...] = ()
+    by_data: tuple[float, ...] = ()
+    """Values of tensors divided by."""
+
+
+class Model(Protocol):
+    """A model whose outputs a loss may come from."""
+
+    number: int
+
+    def owns(self, variable: object) -> bool:
+        """Return whether something is a parameter of the model."""
+        ...
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads one loss, which may have several roots."""
+
+    models: Sequence[Model]
+    """Whose samples the terms are over."""
+    terms: list[Term] = field(default_factory=list)
+    numbers: set[int] = field(default_factory=set)
+    """Of the models whose outputs, or parameters, the terms come from first."""
+    _leads: dict[Node, bool] = field(default_factory=dict)
+
+    def read(self, root: Edge) -> None:
+        """Note the terms of one root: its node and output number."""
+        self._read(root, _Path())
+
+    def _read(self, edge: Edge, path: _Path) -> None:
+        node = edge[0]
+        name, inputs = operation_of(node), inputs_of(node)
+        live = [one for one in inputs if self._leads_to_model(one[0])]
+        is_output = self._is_output(node)
+        if not live and not is_output:
+            return
+        shape = shape_of(edge)
+        if is_output and shape != ():
+            self._end(edge, path, None if path.reductions else "no reduction")
+        elif saved(node, "reduction") in (1, 2):
+            self._end(inputs[0], replace(path, reductions=(*path.reductions, _of_loss_function(node, inputs[0]))), None)
+        elif name in REDUCING:
+            shape_before = shape_of(inputs[0])
+            kind: Literal["mean", "sum"] = "mean" if name == "Mean" else "sum"
+            amount = math.prod(shape_before) / max(math.prod(shape), 1) if kind == "mean" else 1.0
+            one = _Reduction(kind, node, shape_before, dims_of(node, len(shape_before)), amount)
+            self._read(inputs[0], replace(path, reductions=(*path.reductions, one)))
+        elif self._splits(name, shape, live, path):
+            for one in live:
+                self._read(one, path)
+        elif name in PASSING and len(live) == 1:
+            self._read(live[0], path)
+        elif name in SCALING:
+            self._read_scaled(edge, live, path)
+        else:
+            self._end(edge, path, name if shape == () or not path.reductions else None)
+
+    def _read_scaled(self, edge: Edge, live: list[Edge], path: _Path) -> None:
+        node = edge[0]
+        name = operation_of(node)
+        is_scalar = shape_of(edge) == ()
+        if len(live) > 1:
+            self._end(edge, path, f"{name} of two reductions" if is_scalar or not path.reductions else None)
+            return
+        inputs = inputs_of(node)
+        if name == "Div" and (not inputs or live[0] != inputs[0]):
+            self._end(edge, path, "Div by an output" if is_scalar or not path.reductions else None)
+            return
+        factor = saved(node, "other") if shape_of(live[0]) == shape_of(edge) else None
+        if factor is None and name == "Mul" and is_scalar:
+            factor = saved(node, "self")
+        if isinstance(factor, torch.Tensor) and factor.dim():
+            self._end(edge, path, None if path.reductions else name)
+            return
+        if factor is None:
+            # Nothing else is saved where the other factor is a Python number of some kinds, or needs no gradient.
+            self._end(edge, path, name if is_scalar or not path.reductions else None)
+            return
+        self._read(live[0], _scaled(path, factor, is_division=name == "Div"))
+
+    def _splits(self, name: str, shape: tuple[int, ...], live: list[Edge], path: _Path) -> bool:
+        """Return whether each input of a node is a term of its own: told by dims, which do not depend on samples."""
+        if name == "Stack":
+            return all(shape_of(one) == () for one in live)
+        return name in ADDING and (shape == () or (not path.reductions and math.prod(shape) == 1))
+
+    def _end(self, edge: Edge, path: _Path, unknown: str | None) -> None:
+        """Note the term whose reductions are all on the path."""
+        if unknown is not None:
+            self.terms.append(Term("unknown", unknown, path.reductions[-1].node if path.reductions else edge[0]))
+            self._note_marks(edge[0])
+            return
+        deciding = next((one for one in reversed(path.reductions) if 0 in one.dims), None)
+        if deciding is None:
+            self.terms.append(Term("unknown", "a reduction that keeps the first dim", edge[0]))
+            self._note_marks(edge[0])
+            return
+        if is_of_one_parameter(edge):
+            self.terms.append(Term("same", operation_of(deciding.node), deciding.node))
+            return
+        coupling = self._note_marks(edge[0])
+        if coupling is not None:
+            self.terms.append(Term("unknown", coupling, deciding.node))
+            return
+        self.terms.append(_term(path, deciding, edge))
+
+    def _note_marks(self, start: Node) -> str | None:
+        """Note the outputs below a node; return what couples samples on the way, if anything does."""
+        found = None
+        stack, seen = [start], set[Any]()
+        while stack and len(seen) < FARTHEST_NODES:
+            node = stack.pop()
+            if node in seen or self._is_output(node):
+                continue
+            seen.add(node)
+            owner = self._owner(node)
+            if owner is not None:
+                self.numbers.add(owner)
+            found = found or self._couples(node)
+            stack += [one[0] for one in inputs_of(node)]
+        return found
+
+    def _couples(self, node: Node) -> str | None:
+        name, inputs = operation_of(node), inputs_of(node)
+        if not inputs or name == "AccumulateGrad":
+            return None
+        if is_of_python(node) or name == "CompiledFunction":
+            return name
+        shape = shape_of(inputs[0])
+        if name in COUPLING and 0 in dims_of(node, len(shape)):
+            return f"{name} over the first dim"
+        if name in PRODUCTS and len(inputs) > 1:
+            from_data = [one for one in inputs if self._leads_to_model(one[0]) and not is_parameter(one[0])]
+            if len(from_data) > 1 and (len(shape) < 3 or shape[0] == 1):  # noqa: PLR2004 - batched ones have three
+                return f"{name} of two outputs"
+        return None
+
+    def _is_output(self, node: Node) -> bool:
+        number = metadata_of(node).get(MARK)
+        if number is not None:
+            self.numbers.add(number)
+        return number is not None
+
+    def _owner(self, node: Node) -> int | None:
+        """Return the number of the model that a node adds up the gradient of a parameter of."""
+        variable = getattr(node, "variable", None)
+        if variable is None:
+            return None
+        return next((model.number for model in self.models if model.owns(variable)), None)
+
+    def _leads_to_model(self, start: Node) -> bool:
+        """Return whether an output or a parameter of a model lies below a node."""
+        known = self._leads.get(start)
+        if known is not None:
+            return known
+        stack, seen, found = [start], set[Any](), False
+        while stack and not found:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            found = MARK in metadata_of(node) or self._owner(node) is not None
+            stack += [one[0] for one in inputs_of(node)]
+        self._leads[start] = found
+        return found
+
+
+def _of_loss_function(node: Node, below: Edge) -> _Reduction:
+    """Return the reduction that is a part of a loss function: its node says what it took the mean over."""
+    shape = shape_of(below)
+    is_mean = saved(node, "reduction") == 1
+    amount = 1.0
+    if is_mean:
+        total = saved(node, "total_weight")
+        amount = float(math.prod(shape)) if total is None else float(total)
+    return _Reduction("mean" if is_mean else "sum", node, shape, frozenset(range(max(len(shape), 1))), amount)
+
+
+def _scaled(path: _Path, factor: torch.Tensor | float, *, is_division: bool) -> _Path:
+    if not isinstance(factor, torch.Tensor) or is_python_number(factor):
+        value = float(factor)
+        if is_division:
+            return replace(path, by_python=(*path.by_python, value))
+        return replace(path, times_python=(*path.times_python, value))
+    # A factor that is data is a scaler's, the same on every rank; a divisor is what a mean is over.
+    return replace(path, by_data=(*path.by_data, float(factor))) if is_division else path
+
+
+def _term(path: _Path, deciding: _Reduction, edge: Edge) -> Term:
+    rows = path.reductions[-1].shape
+    divisor = math.prod(path.by_python)
+    counted = math.prod(one.amount for one in path.reductions) * abs(math.prod(path.by_data))
+    operation = operation_of(deciding.node)
+    factor = abs(math.prod(path.times_python))
+    num_rows = rows[0] if rows else 1
+    sizes = {num_rows * one for one in (1, *rows[1:], math.prod(rows[1:]))}
+    kind: Kind = "mean" if deciding.kind == "mean" or path.by_data else "sum"
+    shares = [abs(one) for one in path.by_python if abs(one) in sizes]
+    if kind == "mean":
+        is_odd = num_rows > 1 and factor == num_rows
+    else:
+        is_odd = any(_is_reciprocal(one, sizes) for one in path.times_python)
+    # A loss times zero, or times NaN, is still a mean over as much.
+    amount = counted * abs(divisor) / (factor if math.isfinite(factor) and factor else 1.0)
+    if path.by_data and math.prod(path.by_data) == 1.0 and is_all_masked(edge[0]):
+        # max(mask.sum(), 1) says 1 where the mask is empty.
+        amount = 0.0
+    if not math.isfinite(amount):
+        amount = 0.0
+    return Term(
+        kind,
+        operation,
+        deciding.node,
+        amount,
+        num_rows,
+        divisor=max(shares, default=abs(divisor) if path.by_python else 0.0),
+        is_share=bool(shares),
+        is_odd=is_odd,
+        has_constants=bool(path.by_python or path.times_python),
+    )
+
+
+def _is_reciprocal(value: float, sizes: Collection[int]) -> bool:
+    return 0 < abs(value) < 0.5 and any(math.isclose(1 / abs(value), one, rel_tol=1e-12) for one in sizes)  # noqa: PLR2004

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the terms of a loss ask of the ranks, and what the ranks' terms amount to together. Values only.
+
+A rank reports a list of numbers of one length, whatever its loss is, so that ranks whose losses differ are notified of
+it instead of waiting for one another.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.parallel.loss.terms import Term
+
+MOST_TERMS = 12
+_HEADER = 7
+_PER_TERM = 6
+REPORT_LENGTH = _HEADER + _PER_TERM * MOST_TERMS
+"""How many numbers each rank reports."""
+
+
+class Mode(IntEnum):
+    """How the gradients of a backward are put together."""
+
+    SAMPLES = 1
+    """Weighted by the samples of the forward: the loss does not show what it is a mean over."""
+    MEAN = 2
+    """Weighted by what the one mean of the loss is over."""
+    SUM = 3
+    """Added up: the loss is a sum over samples."""
+    TERMS = 4
+    """Each term scaled by itself, by what the ranks tell of it; then averaged."""
+    NOTHING = 5
+    """A rank without samples, whose loss says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What this rank makes of its loss."""
+
+    mode: Mode
+    terms: tuple[Term, ...] = ()
+
+    @property
+    def weight(self) -> float:
+        """What the one mean is over."""
+        return next(term.amount for term in self.terms if term.kind == "mean")
+
+    @property
+    def unknown(self) -> Term | None:
+        """The first term that is neither a mean nor a sum."""
+        return next((term for term in self.terms if term.kind == "unknown"), None)
+
+
+def verdict_of(terms: Sequence[Term]) -> Verdict:
+    """Decide by the operations alone, never by values: those differ between ranks."""
+    shared = tuple(term for term in terms if term.kind != "same")
+    if not shared or any(term.kind == "unknown" for term in shared) or len(shared) > MOST_TERMS:
+        return Verdict(Mode.SAMPLES, shared)
+    has_constants = any(term.has_constants for term in shared)
+    if len(shared) == 1 and shared[0].kind == "mean":
+        return Verdict(Mode.MEAN, shared)
+    if len(shared) == len(terms) and all(term.kind == "sum" for term in shared) and not has_constants:
+        return Verdict(Mode.SUM, shared)
+    return Verdict(Mode.TERMS, shared)
+
+
+def report_of(verdict: Verdict) -> list[float]:
+    """Return what this rank tells of its loss: [REPORT_LENGTH]."""
+    if verdict.mode is Mode.NOTHING:
+        return [0.0] * REPORT_LENGTH
+    code = float(_code(verdict))
+    rows = float(max((term.num_rows for term in verdict.terms), default=0))
+    terms = verdict.terms if verdict.mode is Mode.TERMS else ()
+    report = [1.0, float(verdict.mode), float(verdict.mode) ** 2, code, code**2, rows, float(len(terms))]
+    for term in terms:
+        flags = [float(term.is_share), float(term.is_odd), float(term.kind == "sum")]
+        report += [term.amount, term.divisor, term.divisor**2, *flags]
+    return report + [0.0] * (REPORT_LENGTH - len(report))
+
+
+def _code(verdict: Verdict) -> int:
+    """Return a number for the operations of a loss, small enough that the sum of its squares is exact."""
+    operation = [f"{term.kind} {term.operation}" for term in verdict.terms] if verdict.mode is Mode.TERMS else []
+    return zlib.crc32(" ".join(operation).encode()) & 0xFFFFF
+
+
+Reading = Literal["mean", "sum", "share", "constant", "both"]
+"""How a term is read on all ranks.
+
+A sum over a Python number is a mean where the number is a ``share`` of the samples, and a sum where it is a
+``constant``; ``both``: it may be either.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalTerm:
+    """One term, on all ranks together."""
+
+    reading: Reading
+    amount: float
+    """What the mean is over on all ranks."""
+    divisor: float
+    """The Python number it is divided by, where that is the same on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalLoss:
+    """The losses of all ranks."""
+
+    num_active: int
+    """Ranks that have samples."""
+    is_alike: bool
+    """Whether their losses have the same terms."""
+    mode: Mode
+    """Of those ranks, where they are alike."""
+    code: int
+    """A number for the operations of the loss."""
+    terms: tuple[GlobalTerm, ...]
+
+
+def combine(sums: Sequence[float]) -> GlobalLoss:
+    """Return what the sums of all ranks' reports say. The same on every rank.
+
+    Args:
+        sums: [REPORT_LENGTH].
+    """
+    active = round(sums[0])
+    is_alike = _are_equal(active, sums[1], sums[2]) and _are_equal(active, sums[3], sums[4])
+    if not (active and is_alike):
+        return GlobalLoss(active, is_alike, Mode.NOTHING, 0, ())
+    terms = []
+    for number in range(round(sums[6] / active)):
+        part = sums[_HEADER + _PER_TERM * number : _HEADER + _PER_TERM * (number + 1)]
+        terms.append(GlobalTerm(_reading(active, sums[5], part), part[0], part[1] / active))
+    return GlobalLoss(active, is_alike, Mode(round(sums[1] / active)), round(sums[3] / active), tuple(terms))
+
+
+def _reading(active: int, num_rows: float, part: Sequence[float]) -> Reading:
+    _, divisors, squares, num_shares, num_odd, num_sums = part
+    if not num_sums:
+        return "mean"
+    if num_odd:
+        return "both"
+    if not _are_equal(active, divisors, squares):
+        return "share"
+    if not divisors:
+        return "sum"
+    if round(num_shares) < active:
+        return "constant"
+    is_both = active > 1 and num_rows and (divisors / active) % num_rows == 0
+    return "both" if is_both else "share"
+
+
+def _are_equal(num_ranks: int, sum_of_values: float, sum_of_squares: float) -> bool:
+    """Return whether values whose sum and sum of squares are known are all the same."""
+    return abs(num_ranks * sum_of_squares - sum_of_values**2) <= 1e-9 * max(sum_of_values**2, 1e-300)

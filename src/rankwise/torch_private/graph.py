@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the nodes of an autograd graph tell of themselves: what they saved, and the shapes of their gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+    Edge = tuple[Node, int]
+    """A node, and which of its outputs."""
+
+
+def metadata_of(node: Node) -> dict[str, Any]:
+    """Return what was noted on a node, to be changed. Public in torch, which declares it as a function."""
+    return cast("dict[str, Any]", node.metadata)
+
+
+def saved(node: Node, name: str) -> Any:  # noqa: ANN401 - each node saves something else
+    """Return what a node saved in its forward under a name; ``None`` where it saved no such thing."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+def shape_of(edge: Edge) -> tuple[int, ...]:
+    """Return the shape of what flows into a node: of the value that it computed in its forward.
+
+    Unlike a saved tensor it is there without calling any hook of saved tensors.
+    """
+    node, output = edge
+    shapes: Any = node._input_metadata  # type: ignore[attr-defined] # noqa: SLF001
+    return tuple(shapes[output].shape)
+
+
+def is_of_python(node: Node) -> bool:
+    """Return whether the backward of a node is written in Python: its forward can be anything."""
+    return hasattr(node, "_forward_cls")
