@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,22 +28,22 @@ def kept(target: torch.Tensor) -> torch.Tensor:
 
 
 def _gaussian(o: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    return F.gaussian_nll_loss(o[:, :2], t[:, :2], F.softplus(o[:, 2:]) + 0.1)
+    return functional.gaussian_nll_loss(o[:, :2], t[:, :2], functional.softplus(o[:, 2:]) + 0.1)
 
 
 def _triplet(o: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    return F.triplet_margin_loss(o, t, t.flip(1))
+    return functional.triplet_margin_loss(o, t, t.flip(1))
 
 
 def _focal(o: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    logs = F.log_softmax(o, 1).gather(1, labels(t)[:, None])
+    logs = functional.log_softmax(o, 1).gather(1, labels(t)[:, None])
     return -((1 - logs.exp()) ** 2 * logs).mean()
 
 
 def _vae(o: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     mean, log_variance = o[:, :2], o[:, 2:]
     divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
-    return F.binary_cross_entropy_with_logits(o, t.sigmoid(), reduction="sum") + divergence
+    return functional.binary_cross_entropy_with_logits(o, t.sigmoid(), reduction="sum") + divergence
 
 
 def _masked(o: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -62,32 +62,34 @@ def _of_single_samples(o: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 
 MEANS: dict[str, Loss] = {
-    "mse": lambda o, t, _: F.mse_loss(o, t),
-    "l1": lambda o, t, _: F.l1_loss(o, t),
-    "smooth_l1": lambda o, t, _: F.smooth_l1_loss(o, t),
-    "huber": lambda o, t, _: F.huber_loss(o, t),
-    "cross_entropy": lambda o, t, _: F.cross_entropy(o, labels(t)),
-    "class_weights": lambda o, t, _: F.cross_entropy(o, labels(t), weight=CLASS_WEIGHTS),
-    "ignore_index": lambda o, t, _: F.cross_entropy(o, labels(t), ignore_index=1),
-    "label_smoothing": lambda o, t, _: F.cross_entropy(o, labels(t), label_smoothing=0.1),
-    "label_smoothing_with_class_weights": lambda o, t, _: F.cross_entropy(
+    "mse": lambda o, t, _: functional.mse_loss(o, t),
+    "l1": lambda o, t, _: functional.l1_loss(o, t),
+    "smooth_l1": lambda o, t, _: functional.smooth_l1_loss(o, t),
+    "huber": lambda o, t, _: functional.huber_loss(o, t),
+    "cross_entropy": lambda o, t, _: functional.cross_entropy(o, labels(t)),
+    "class_weights": lambda o, t, _: functional.cross_entropy(o, labels(t), weight=CLASS_WEIGHTS),
+    "ignore_index": lambda o, t, _: functional.cross_entropy(o, labels(t), ignore_index=1),
+    "label_smoothing": lambda o, t, _: functional.cross_entropy(o, labels(t), label_smoothing=0.1),
+    "label_smoothing_with_class_weights": lambda o, t, _: functional.cross_entropy(
         o, labels(t), weight=CLASS_WEIGHTS, label_smoothing=0.1, ignore_index=2
     ),
-    "probability_targets": lambda o, t, _: F.cross_entropy(o, t.softmax(1)),
-    "nll_with_class_weights": lambda o, t, _: F.nll_loss(o.log_softmax(1), labels(t), weight=CLASS_WEIGHTS),
-    "bce": lambda o, t, _: F.binary_cross_entropy(o.sigmoid(), t.sigmoid()),
-    "bce_with_weight": lambda o, t, _: F.binary_cross_entropy(o.sigmoid(), t.sigmoid(), weight=CLASS_WEIGHTS),
-    "bce_with_pos_weight": lambda o, t, _: F.binary_cross_entropy_with_logits(o, t.sigmoid(), pos_weight=CLASS_WEIGHTS),
-    "multi_margin_with_weight": lambda o, t, _: F.multi_margin_loss(o, labels(t), weight=CLASS_WEIGHTS),
-    "kl_batchmean": lambda o, t, _: F.kl_div(o.log_softmax(1), t.softmax(1), reduction="batchmean"),
+    "probability_targets": lambda o, t, _: functional.cross_entropy(o, t.softmax(1)),
+    "nll_with_class_weights": lambda o, t, _: functional.nll_loss(o.log_softmax(1), labels(t), weight=CLASS_WEIGHTS),
+    "bce": lambda o, t, _: functional.binary_cross_entropy(o.sigmoid(), t.sigmoid()),
+    "bce_with_weight": lambda o, t, _: functional.binary_cross_entropy(o.sigmoid(), t.sigmoid(), weight=CLASS_WEIGHTS),
+    "bce_with_pos_weight": lambda o, t, _: functional.binary_cross_entropy_with_logits(
+        o, t.sigmoid(), pos_weight=CLASS_WEIGHTS
+    ),
+    "multi_margin_with_weight": lambda o, t, _: functional.multi_margin_loss(o, labels(t), weight=CLASS_WEIGHTS),
+    "kl_batchmean": lambda o, t, _: functional.kl_div(o.log_softmax(1), t.softmax(1), reduction="batchmean"),
     "gaussian_nll": lambda o, t, _: _gaussian(o, t),
-    "poisson_nll": lambda o, t, _: F.poisson_nll_loss(o, t.abs()),
-    "cosine_embedding": lambda o, t, _: F.cosine_embedding_loss(o, t, t[:, 0].sign()),
+    "poisson_nll": lambda o, t, _: functional.poisson_nll_loss(o, t.abs()),
+    "cosine_embedding": lambda o, t, _: functional.cosine_embedding_loss(o, t, t[:, 0].sign()),
     "triplet": lambda o, t, _: _triplet(o, t),
     "focal": lambda o, t, _: _focal(o, t),
-    "hinge": lambda o, t, _: F.relu(1 - t.sign() * o).mean(),
-    "not_reduced_then_mean": lambda o, t, _: F.cross_entropy(o, labels(t), reduction="none").mean(),
-    "weighted_samples": lambda o, t, x: (F.mse_loss(o, t, reduction="none").mean(1) * x[:, 0].abs()).mean(),
+    "hinge": lambda o, t, _: functional.relu(1 - t.sign() * o).mean(),
+    "not_reduced_then_mean": lambda o, t, _: functional.cross_entropy(o, labels(t), reduction="none").mean(),
+    "weighted_samples": lambda o, t, x: (functional.mse_loss(o, t, reduction="none").mean(1) * x[:, 0].abs()).mean(),
     "gather_then_mean": lambda o, t, _: -o.log_softmax(1).gather(1, labels(t)[:, None]).squeeze(1).mean(),
     "sum_then_mean": lambda o, t, _: ((o - t) ** 2).sum(1).mean(),
     "mean_then_mean": lambda o, t, _: ((o - t) ** 2).mean(1).mean(0),
@@ -95,8 +97,8 @@ MEANS: dict[str, Loss] = {
     "sequence_first": lambda o, t, _: (o.T - t.T).abs().mean(),
     "power_mean": lambda o, t, _: (o - t).pow(2).mean().mul(0.5),
     "negated": lambda o, t, _: -(o * t).mean(),
-    "divided_by_accumulation": lambda o, t, _: F.mse_loss(o, t) / 4,
-    "scaled_by_a_tensor": lambda o, t, _: F.mse_loss(o, t) * torch.tensor(1024.0, dtype=torch.float64),
+    "divided_by_accumulation": lambda o, t, _: functional.mse_loss(o, t) / 4,
+    "scaled_by_a_tensor": lambda o, t, _: functional.mse_loss(o, t) * torch.tensor(1024.0, dtype=torch.float64),
     "masked": lambda o, t, _: _masked(o, t),
     "masked_by_index": lambda o, t, _: ((o - t) ** 2)[kept(t)].mean(),
     "masked_by_where": lambda o, t, _: _masked_by_where(o, t),
@@ -109,8 +111,8 @@ MEANS: dict[str, Loss] = {
 
 SUMS: dict[str, Loss] = {
     "sum": lambda o, t, _: ((o - t) ** 2).sum(),
-    "mse_sum": lambda o, t, _: F.mse_loss(o, t, reduction="sum"),
-    "cross_entropy_sum": lambda o, t, _: F.cross_entropy(o, labels(t), weight=CLASS_WEIGHTS, reduction="sum"),
+    "mse_sum": lambda o, t, _: functional.mse_loss(o, t, reduction="sum"),
+    "cross_entropy_sum": lambda o, t, _: functional.cross_entropy(o, labels(t), weight=CLASS_WEIGHTS, reduction="sum"),
     "mean_of_each_sample_then_sum": lambda o, t, _: ((o - t) ** 2).mean(1).sum(0),
     "sum_over_a_constant": lambda o, t, _: ((o - t) ** 2).sum() / 100.0,
     "half_a_sum": lambda o, t, _: 0.5 * ((o - t) ** 2).sum(),
@@ -119,32 +121,36 @@ SUMS: dict[str, Loss] = {
 """Sums, as many autoencoders have them."""
 
 SEVERAL: dict[str, Loss] = {
-    "two_means": lambda o, t, _: F.mse_loss(o, t) + 0.1 * F.l1_loss(o, t),
+    "two_means": lambda o, t, _: functional.mse_loss(o, t) + 0.1 * functional.l1_loss(o, t),
     "means_over_unlike_numbers": lambda o, t, _: (
-        F.cross_entropy(o, labels(t), weight=CLASS_WEIGHTS) + 0.1 * F.mse_loss(o, t)
+        functional.cross_entropy(o, labels(t), weight=CLASS_WEIGHTS) + 0.1 * functional.mse_loss(o, t)
     ),
-    "mean_and_sum": lambda o, t, _: F.mse_loss(o, t) + 0.01 * o.pow(2).sum(),
-    "mean_and_masked": lambda o, t, _: F.cross_entropy(o, labels(t)) + _masked(o, t),
-    "stacked": lambda o, t, _: torch.stack([F.mse_loss(o, t), _masked(o, t), F.l1_loss(o, t)]).mean(),
-    "python_sum": lambda o, t, _: sum([F.mse_loss(o, t), 2 * _masked(o, t), F.mse_loss(o, t, reduction="sum")]),
+    "mean_and_sum": lambda o, t, _: functional.mse_loss(o, t) + 0.01 * o.pow(2).sum(),
+    "mean_and_masked": lambda o, t, _: functional.cross_entropy(o, labels(t)) + _masked(o, t),
+    "stacked": lambda o, t, _: torch.stack([functional.mse_loss(o, t), _masked(o, t), functional.l1_loss(o, t)]).mean(),
+    "python_sum": lambda o, t, _: sum(
+        [functional.mse_loss(o, t), 2 * _masked(o, t), functional.mse_loss(o, t, reduction="sum")]
+    ),
 }
 """Several terms."""
 
 EXACT = MEANS | SUMS | SEVERAL
 
 COUPLED: dict[str, tuple[Loss, str]] = {
-    "rmse": (lambda o, t, _: F.mse_loss(o, t).sqrt(), "Sqrt"),
+    "rmse": (lambda o, t, _: functional.mse_loss(o, t).sqrt(), "Sqrt"),
     "dice_of_the_batch": (
         lambda o, t, _: 1 - 2 * (o.sigmoid() * (t > 0)).sum() / (o.sigmoid().sum() + (t > 0).sum()),
         "Div of two reductions",
     ),
     "contrastive": (
-        lambda o, t, _: F.cross_entropy(F.normalize(o) @ F.normalize(o).T, torch.arange(len(o))),
+        lambda o, t, _: functional.cross_entropy(
+            functional.normalize(o) @ functional.normalize(o).T, torch.arange(len(o))
+        ),
         "Mm of two outputs",
     ),
     "softmax_over_the_batch": (lambda o, t, _: (o.softmax(0) * t).sum(), "Softmax over the first dim"),
     "variance_of_the_batch": (lambda o, t, _: o.var(0).mean(), "Var over the first dim"),
-    "log_of_a_mean": (lambda o, t, _: F.mse_loss(o, t).log(), "Log"),
+    "log_of_a_mean": (lambda o, t, _: functional.mse_loss(o, t).log(), "Log"),
     "maximum": (lambda o, t, _: (o - t).abs().max(), "Max"),
 }
 """What samples are coupled in; with the operation that does it."""

@@ -30,6 +30,7 @@ from rankwise.torch_private import (
     compiler,
     dtensor,
     foreach,
+    graph,
     groups,
     loader,
     modes,
@@ -169,6 +170,61 @@ def check_saved_tensors_hooks() -> None:
     assert autograd.innermost_saved_tensors_hooks() is None
     y.sum().backward()
     assert torch.equal(x.grad, x.detach().exp())
+
+
+# -- graph ---------------------------------------------------------------------------------------------
+
+NODE = "torch.autograd.graph.Node"
+
+
+@canary(f"{NODE}._input_metadata", f"{NODE}._saved_reduction", f"{NODE}._saved_total_weight")
+def check_loss_functions() -> None:
+    scores, weights = leaf(4, 3), torch.tensor([1.0, 2.0, 4.0])
+    loss = torch.nn.functional.cross_entropy(scores, torch.tensor([0, 1, 2, 2]), weight=weights)
+    assert loss.grad_fn is not None
+    assert graph.saved(loss.grad_fn, "reduction") == 1
+    assert graph.saved(loss.grad_fn, "total_weight").item() == 11
+    below, number = loss.grad_fn.next_functions[0]
+    assert below is not None
+    assert graph.shape_of((below, number)) == (4, 3)
+    total = torch.nn.functional.mse_loss(scores, torch.zeros(4, 3), reduction="sum")
+    assert total.grad_fn is not None
+    assert graph.saved(total.grad_fn, "reduction") == 2
+    assert graph.saved(total.grad_fn, "total_weight") is None
+
+
+@canary(f"{NODE}._saved_dim", f"{NODE}._saved_other", f"{NODE}._saved_self", f"{NODE}._saved_condition")
+def check_what_operations_save() -> None:
+    x, other, mask = leaf(4, 3), torch.tensor(5.0), torch.tensor([True, False, True])
+    found = [
+        graph.saved(node, name)
+        for node, name in (
+            (x.sum(1).grad_fn, "dim"),
+            ((x / other).grad_fn, "other"),
+            ((other * x).grad_fn, "self"),
+            (torch.where(mask, x, 0.0).grad_fn, "condition"),
+        )
+        if node is not None
+    ]
+    assert found[0] == (1,)
+    assert [torch.equal(got, expected) for got, expected in zip(found[1:], (other, other, mask), strict=True)] == [
+        True
+    ] * 3
+
+
+@canary("torch.autograd.Function._forward_cls")
+def check_functions_of_python() -> None:
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return gradient
+
+    nodes = [Same.apply(leaf(2)).grad_fn, leaf(2).exp().grad_fn]  # type: ignore[no-untyped-call]
+    assert [graph.is_of_python(node) for node in nodes] == [True, False]
 
 
 # -- compiler ------------------------------------------------------------------------------------------

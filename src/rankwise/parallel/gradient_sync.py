@@ -292,6 +292,7 @@ class GradientSync:
             self._in_backward = False
             self._has_gradients = False
             self._buckets.start_over()
+            self.loss.end()
 
     def _hand_back(self, group: Exchange) -> None:
         self._buckets.take_back()
@@ -353,6 +354,7 @@ class GradientSync:
         self._in_backward = False
         self._has_gradients = False
         self._buckets.start_over()
+        self.loss.end()
 
 
 def _finish_round() -> None:

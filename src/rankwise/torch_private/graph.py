@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -17,9 +19,23 @@ def metadata_of(node: Node) -> dict[str, Any]:
     return cast("dict[str, Any]", node.metadata)
 
 
+_Reader = Callable[["Node"], Any]
+_READERS: dict[str, _Reader] = {
+    "reduction": attrgetter("_saved_reduction"),
+    "total_weight": attrgetter("_saved_total_weight"),
+    "dim": attrgetter("_saved_dim"),
+    "other": attrgetter("_saved_other"),
+    "self": attrgetter("_saved_self"),
+    "condition": attrgetter("_saved_condition"),
+}
+
+
 def saved(node: Node, name: str) -> Any:  # noqa: ANN401 - each node saves something else
     """Return what a node saved in its forward under a name; ``None`` where it saved no such thing."""
-    return getattr(node, f"_saved_{name}", None)
+    try:
+        return _READERS[name](node)
+    except AttributeError:
+        return None
 
 
 def shape_of(edge: Edge) -> tuple[int, ...]:

@@ -53,6 +53,15 @@ NAMES = tuple(
         ("torch._foreach_sub_", "subtract many tensors in one call", _OLDEST),
         ("torch._foreach_mul_", "multiply many tensors in one call", _OLDEST),
         ("torch._foreach_div_", "divide many tensors in one call", _OLDEST),
+        # graph
+        ("torch.autograd.graph.Node._input_metadata", "shapes of what a node of the graph computed", _OLDEST),
+        ("torch.autograd.Function._forward_cls", "whether the backward of a node is written in Python", _OLDEST),
+        ("torch.autograd.graph.Node._saved_reduction", "whether a loss function takes a mean or a sum", _OLDEST),
+        ("torch.autograd.graph.Node._saved_total_weight", "what a cross entropy is a mean over", _OLDEST),
+        ("torch.autograd.graph.Node._saved_dim", "the dims that an operation acts along", _OLDEST),
+        ("torch.autograd.graph.Node._saved_other", "the factor or divisor of a term of a loss", _OLDEST),
+        ("torch.autograd.graph.Node._saved_self", "the factor, where it comes first", _OLDEST),
+        ("torch.autograd.graph.Node._saved_condition", "the mask of torch.where", _OLDEST),
         # groups
         ("torch.distributed.distributed_c10d._world.pg_map", "the open process groups", _OLDEST),
         (

@@ -27,8 +27,6 @@ def inputs_of(node: Node) -> list[Edge]:
 def dims_of(node: Node, num_dims: int) -> frozenset[int]:
     """Return the dims that an operation acts along; all of them where it names none."""
     dims = saved(node, "dim")
-    if dims is None:
-        dims = saved(node, "dims")
     everything = frozenset(range(max(num_dims, 1)))
     if dims is None or dims == ():
         return everything

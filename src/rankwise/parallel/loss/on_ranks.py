@@ -145,9 +145,12 @@ class LossOnRanks:
             return
         self._is_reported = True
         self._lane.claim()
-        torch.mul(
-            torch.tensor(report_of(self._verdict), dtype=torch.float64), self._lane.factor(1.0), out=self._lane.body
-        )
+        factor = self._lane.factor(1.0)
+        report = [number * factor for number in report_of(self._verdict)]
+        # numpy's are several times faster than torch's for a few numbers.
+        body = self._lane.body.numpy()
+        body.fill(0.0)
+        body[: len(report)] = report
         self._lane.start(1.0, 1.0, [])
 
     def receive(self) -> GlobalLoss | None:
@@ -158,7 +161,7 @@ class LossOnRanks:
         """
         if self._lane is not None and self._is_reported and self._combined is None:
             self._lane.finish()
-            sums = (self._lane.result * self._num_ranks).tolist()
+            sums = (self._lane.result.numpy() * self._num_ranks).tolist()
             self._combined = combine(sums)
             if not self._combined.is_alike:
                 raise self._unlike()

@@ -6,6 +6,7 @@ Data alone. What is not here acts on each element by itself, or on dims whose nu
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -83,4 +84,9 @@ PRODUCTS = frozenset({"Addmm", "Baddbmm", "Bmm", "Mm"})
 
 def operation_of(node: Node) -> str:
     """Return what a node is the backward of: ``"NllLoss2D"`` for ``NllLoss2DBackward0``."""
-    return node.name().rpartition("::")[2].partition("Backward")[0]
+    return _operation(node.name())
+
+
+@cache
+def _operation(name: str) -> str:
+    return name.rpartition("::")[2].partition("Backward")[0]

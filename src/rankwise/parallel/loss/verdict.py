@@ -71,9 +71,9 @@ def verdict_of(terms: Sequence[Term]) -> Verdict:
 
 
 def report_of(verdict: Verdict) -> list[float]:
-    """Return what this rank tells of its loss: [REPORT_LENGTH]."""
+    """Return what this rank reports of its loss: at most REPORT_LENGTH numbers, zeros where it ends earlier."""
     if verdict.mode is Mode.NOTHING:
-        return [0.0] * REPORT_LENGTH
+        return []
     code = float(_code(verdict))
     rows = float(max((term.num_rows for term in verdict.terms), default=0))
     terms = verdict.terms if verdict.mode is Mode.TERMS else ()
@@ -81,7 +81,7 @@ def report_of(verdict: Verdict) -> list[float]:
     for term in terms:
         flags = [float(term.is_share), float(term.is_odd), float(term.kind == "sum")]
         report += [term.amount, term.divisor, term.divisor**2, *flags]
-    return report + [0.0] * (REPORT_LENGTH - len(report))
+    return report
 
 
 def _code(verdict: Verdict) -> int:
