@@ -136,6 +136,21 @@ SEVERAL: dict[str, Loss] = {
 
 EXACT = MEANS | SUMS | SEVERAL
 
+
+class _Doubled(torch.autograd.Function):
+    """Whose backward is written in Python, so that its forward can be anything."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        del ctx
+        return gradient * 2
+
+
 COUPLED: dict[str, tuple[Loss, str]] = {
     "rmse": (lambda o, t, _: functional.mse_loss(o, t).sqrt(), "Sqrt"),
     "dice_of_the_batch": (
@@ -151,6 +166,7 @@ COUPLED: dict[str, tuple[Loss, str]] = {
     "softmax_over_the_batch": (lambda o, t, _: (o.softmax(0) * t).sum(), "Softmax over the first dim"),
     "variance_of_the_batch": (lambda o, t, _: o.var(0).mean(), "Var over the first dim"),
     "log_of_a_mean": (lambda o, t, _: functional.mse_loss(o, t).log(), "Log"),
+    "function_of_python": (lambda o, t, _: functional.mse_loss(_Doubled.apply(o), t), "_Doubled"),  # type: ignore[no-untyped-call, arg-type]
     "maximum": (lambda o, t, _: (o - t).abs().max(), "Max"),
 }
 """What samples are coupled in; with the operation that does it."""

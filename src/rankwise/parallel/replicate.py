@@ -62,10 +62,10 @@ def replicate(
     ``grad=None``. The model keeps its class and its ``state_dict`` keys; a deepcopy or pickle of it is a plain
     model, without ranks.
 
-    The loss must be a mean over the samples of this rank (PyTorch's default). How many those are is read from
-    the forward call: the first dimension of its first tensor argument. Where a loss is a mean over something
-    else (tokens), or samples are not the first dimension, pass ``weight``, or use
-    :func:`rankwise.weight` around ``backward()``.
+    What a loss is a mean or a sum over is read from its graph when ``backward()`` is called: samples, tokens, class
+    weights, what is not masked; each of several terms by itself. A loss that couples samples of the batch is named in
+    a warning, and averaged by the samples of the forward call: the first dimension of its first tensor argument. Pass
+    ``weight``, or use :func:`rankwise.weight` around ``backward()``, to say it yourself.
 
     Every rank runs backward through the model equally often, without samples too. What a rank decides from its
     own loss (skipping a step, LBFGS's line search, a scheduler on plateaus, stopping early) must be decided from
