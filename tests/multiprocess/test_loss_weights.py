@@ -97,6 +97,13 @@ def _weight_decay_and_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor) ->
     (functional.mse_loss(model(x), y, reduction="sum") + 0.1 * penalty).backward()
 
 
+def _penalties(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    norms = sum(one.norm() for one in weights)
+    unlike_orthogonal = sum((one.T @ one - torch.eye(one.shape[1])).pow(2).sum() for one in weights)
+    (functional.mse_loss(model(x), y, reduction="sum") + norms + 0.1 * unlike_orthogonal).backward()
+
+
 def _gradient_penalty(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     x = x.clone().requires_grad_()
     output = model(x)
@@ -171,6 +178,7 @@ class _LossInside(nn.Module):
 STEPS: dict[str, Step] = {
     "weight_decay": _weight_decay,
     "weight_decay_and_sum": _weight_decay_and_sum,
+    "penalties": _penalties,
     "gradient_penalty": _gradient_penalty,
     "scaled": _scaled,
     "two_roots": _two_roots,

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.parallel.loss.operations import PASSING, operation_of
-from rankwise.torch_private.graph import metadata_of, saved, shape_of
+from rankwise.parallel.loss.operations import LOOKUPS, PRODUCTS, operation_of
+from rankwise.torch_private.graph import is_of_python, saved
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -41,21 +41,22 @@ def is_python_number(value: torch.Tensor) -> bool:
     return torch.result_type(small, value) != value.dtype
 
 
-def is_parameter(node: Node) -> bool:
-    """Return whether a node is a parameter, perhaps transposed or cast: the same on every rank."""
-    while operation_of(node) in PASSING and (inputs := inputs_of(node)):
-        node = inputs[0][0]
-    return operation_of(node) == "AccumulateGrad"
+def is_of_parameters(start: Node) -> bool:
+    """Return whether nothing of the samples enters what is computed from parameters: a penalty, the same on all ranks.
 
-
-def is_of_one_parameter(edge: Edge) -> bool:
-    """Return whether only a parameter, changed element by element, is reduced: weight decay written into the loss."""
-    shape, node = shape_of(edge), edge[0]
-    while operation_of(node) != "AccumulateGrad":
-        inputs = inputs_of(node)
-        if len({one[0] for one in inputs}) != 1 or shape_of(inputs[0]) != shape or MARK in metadata_of(node):
+    Samples need no gradient, so they are not in the graph: they enter where a product has only one factor there.
+    """
+    stack, seen = [start], set[Any]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_of_python(node) or operation_of(node) in LOOKUPS:
             return False
-        node = inputs[0][0]
+        if operation_of(node) in PRODUCTS and any(one is None for one, _ in node.next_functions):
+            return False
+        stack += [one[0] for one in inputs_of(node)]
     return True
 
 

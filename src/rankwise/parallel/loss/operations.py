@@ -78,8 +78,11 @@ COUPLING = frozenset(
 )
 """Let samples see one another where they act on the first dim, or on all."""
 
-PRODUCTS = frozenset({"Addmm", "Baddbmm", "Bmm", "Mm"})
-"""Matrix products: they couple samples where both factors come from a model's outputs."""
+PRODUCTS = frozenset({"Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Mm", "Mv"})
+"""Products of matrices: they couple samples where two factors come from a model's outputs."""
+
+LOOKUPS = frozenset({"Embedding", "EmbeddingBag", "Gather", "Index", "IndexSelect"})
+"""Choose rows of a parameter by samples, which are not in the graph."""
 
 
 def operation_of(node: Node) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -18,8 +19,7 @@ from rankwise.parallel.loss.nodes import (
     dims_of,
     inputs_of,
     is_all_masked,
-    is_of_one_parameter,
-    is_parameter,
+    is_of_parameters,
     is_python_number,
 )
 from rankwise.parallel.loss.operations import ADDING, COUPLING, PASSING, PRODUCTS, REDUCING, SCALING, operation_of
@@ -83,6 +83,14 @@ class _Path:
     """Values of tensors divided by."""
 
 
+class Lead(Enum):
+    """What a node of the graph leads to."""
+
+    NOWHERE = 0
+    PARAMETERS = 1
+    OUTPUT = 2
+
+
 class Model(Protocol):
     """A model whose outputs a loss may come from."""
 
@@ -102,7 +110,7 @@ class Reader:
     terms: list[Term] = field(default_factory=list)
     numbers: set[int] = field(default_factory=set)
     """Of the models whose outputs, or parameters, the terms come from first."""
-    _leads: dict[Node, bool] = field(default_factory=dict)
+    _leads: dict[Node, Lead] = field(default_factory=dict)
 
     def read(self, root: Edge) -> None:
         """Note the terms of one root: its node and output number."""
@@ -111,11 +119,14 @@ class Reader:
     def _read(self, edge: Edge, path: _Path) -> None:
         node = edge[0]
         name, inputs = operation_of(node), inputs_of(node)
-        live = [one for one in inputs if self._leads_to_model(one[0])]
+        live = [one for one in inputs if self._lead(one[0]) is not Lead.NOWHERE]
         is_output = self._is_output(node)
         if not live and not is_output:
             return
         shape = shape_of(edge)
+        if shape == () and self._lead(node) is Lead.PARAMETERS and is_of_parameters(node):
+            self.terms.append(Term("same", name, node))
+            return
         if is_output and shape != ():
             self._end(edge, path, None if path.reductions else "no reduction")
         elif saved(node, "reduction") in (1, 2):
@@ -176,9 +187,6 @@ class Reader:
             self.terms.append(Term("unknown", "a reduction that keeps the first dim", edge[0]))
             self._note_marks(edge[0])
             return
-        if is_of_one_parameter(edge):
-            self.terms.append(Term("same", operation_of(deciding.node), deciding.node))
-            return
         coupling = self._note_marks(edge[0])
         if coupling is not None:
             self.terms.append(Term("unknown", coupling, deciding.node))
@@ -208,10 +216,13 @@ class Reader:
         if is_of_python(node) or name == "CompiledFunction":
             return name
         shape = shape_of(inputs[0])
+        # What a model, or a criterion, does with its parameters alone does not look at samples.
+        if self._lead(node) is not Lead.OUTPUT:
+            return None
         if name in COUPLING and 0 in dims_of(node, len(shape)):
             return f"{name} over the first dim"
         if name in PRODUCTS and len(inputs) > 1:
-            from_data = [one for one in inputs if self._leads_to_model(one[0]) and not is_parameter(one[0])]
+            from_data = [one for one in inputs if self._lead(one[0]) is Lead.OUTPUT]
             if len(from_data) > 1 and (len(shape) < 3 or shape[0] == 1):  # noqa: PLR2004 - batched ones have three
                 return f"{name} of two outputs"
         return None
@@ -229,18 +240,22 @@ class Reader:
             return None
         return next((model.number for model in self.models if model.owns(variable)), None)
 
-    def _leads_to_model(self, start: Node) -> bool:
-        """Return whether an output or a parameter of a model lies below a node."""
+    def _lead(self, start: Node) -> Lead:
+        """Return what lies below a node: an output of a model before all else."""
         known = self._leads.get(start)
         if known is not None:
             return known
-        stack, seen, found = [start], set[Any](), False
-        while stack and not found:
+        stack, seen, found = [start], set[Any](), Lead.NOWHERE
+        while stack and len(seen) < FARTHEST_NODES:
             node = stack.pop()
             if node in seen:
                 continue
             seen.add(node)
-            found = MARK in metadata_of(node) or self._owner(node) is not None
+            if MARK in metadata_of(node):
+                found = Lead.OUTPUT
+                break
+            if found is Lead.NOWHERE and self._owner(node) is not None:
+                found = Lead.PARAMETERS
             stack += [one[0] for one in inputs_of(node)]
         self._leads[start] = found
         return found
