@@ -20,9 +20,9 @@ from rankwise.data.position import (
     EpochCursor,
     State,
     check_not_empty,
-    check_with_peers,
     place_in,
 )
+from rankwise.data.same_data import check_with_peers
 from rankwise.data.shards import Shards, make_shards
 from rankwise.errors import ConfigurationError
 from rankwise.session import current
