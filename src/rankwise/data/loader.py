@@ -7,6 +7,7 @@ package's front.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,13 @@ from torch.utils.data import default_collate
 from rankwise.agreement import all_ranks_succeed
 from rankwise.data.arguments import check_order, check_workers, refuse
 from rankwise.data.batches import Batch, pin, to_device
-from rankwise.data.given_order import SAME_DRAWS, GivenOrder
+from rankwise.data.given_order import GivenOrder
 from rankwise.data.last_batch import words_of_batch
 from rankwise.data.position import EpochCursor, State, place_in
-from rankwise.data.posted import check_same_block, check_same_order
+from rankwise.data.posted import check_same_block
 from rankwise.data.probes import Prober
 from rankwise.data.same_data import check_with_peers
-from rankwise.data.sampler import local_batches, order_of_epoch
+from rankwise.data.sampler import local_batches, order_of_epoch, shared_order
 from rankwise.data.shards import make_shards
 from rankwise.data.sources import (
     Columns,
@@ -34,6 +35,7 @@ from rankwise.data.sources import (
 )
 from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.device.streams import pins
+from rankwise.errors import DatasetError
 from rankwise.session import current, current_or_none
 from rankwise.stopping import StepSource
 
@@ -305,9 +307,7 @@ class DataLoader(StepSource):
         """Return the function from positions of an epoch to indices of the dataset."""
         if self._given is None:
             return order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
-        indices = self._given.of_epoch(epoch)
-        check_same_order(f"{self._number}/{epoch}", indices, do=SAME_DRAWS)
-        return indices.__getitem__
+        return shared_order(self._given, epoch, self._number)
 
     def _source_of(
         self, columns: Columns | None, collate: Callable[[list[Any]], Batch], where: str, *, compares: bool
@@ -330,8 +330,14 @@ class DataLoader(StepSource):
     def _compared(self, fetched: Iterator[Fetched], epoch: int, start: int) -> Iterator[tuple[int, Batch]]:
         """Yield a stream's batches after comparing the first one with the other ranks'."""
         for stop, batch, described in fetched:
-            if described:
-                check_same_block(f"{self._number}/{epoch}/{start}", described, current().world.node_rank)
+            session = current_or_none()
+            if described and session is not None:
+                try:
+                    check_same_block(f"{self._number}/{epoch}/{start}", described, session.world.node_rank)
+                except DatasetError as error:
+                    if isinstance(fetched, Generator):
+                        fetched.throw(error)
+                    raise
             yield stop, batch
 
     def _facts(self) -> State:

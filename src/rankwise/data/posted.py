@@ -85,8 +85,8 @@ def check_same_block(place: str, described: str, node_rank: int) -> None:
     if first is None:
         return
     same_host = first["node_rank"] == node_rank
-    for index in first["samples"].keys() & own["samples"].keys():
-        theirs = {leaf.path: leaf for leaf in (Leaf(*fields) for fields in first["samples"][index])}
+    for index in own["samples"]:
+        theirs = {leaf.path: leaf for leaf in (Leaf(*fields) for fields in first["samples"].get(index, ()))}
         for leaf in (Leaf(*fields) for fields in own["samples"][index]):
             other = theirs.get(leaf.path)
             if other is not None and unlike(other, leaf, same_host=same_host):

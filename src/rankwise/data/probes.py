@@ -13,8 +13,9 @@ import numpy as np
 
 from rankwise.data.batches import map_tensors
 from rankwise.data.leaves import Leaf, digest_of, leaves_of
-from rankwise.data.sources import Columns, Request, Samples
+from rankwise.data.sources import Columns, Request, Samples, columns_of
 from rankwise.data.workers import WorkerOptions, Workers
+from rankwise.errors import DatasetError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -124,3 +125,12 @@ class _Reading:
 def digest_of_probes(probes: list[Probe]) -> str:
     """Return a digest that is equal where everything in ``probes`` is."""
     return digest_of(*(leaf.digest.encode() for probe in probes for leaf in probe.leaves or ()))
+
+
+def prober_in_memory(dataset: object, where: str) -> Prober | None:
+    """Return what reads rows of tensors and arrays; ``None`` for a dataset of anything else."""
+    try:
+        columns = columns_of(dataset)
+    except DatasetError:
+        return None
+    return None if columns is None else Prober(columns, None, where)

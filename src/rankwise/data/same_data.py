@@ -29,6 +29,8 @@ _NUM_PARTS = 64
 """Parts of a list whose digests are compared at once to find the first entry that differs."""
 _MOST_SAMPLES = 8
 """Samples that are read again to find out whether a difference is random."""
+_MOST_LINES = 8
+_LONGEST_ENTRY = 100
 _NUM_READS = 16
 """Augmentation by a generator that no seed of ours reaches must have changed by then, even one that flips a coin."""
 
@@ -108,7 +110,7 @@ def _check_listing(listing: Listing, prober: Prober | None) -> None:
     position = _first_difference(listing)
     if prober is not None and _is_same_sample(prober, position):
         return
-    entries = gather_json(str(listing.entries[position]), what="comparing an entry of a dataset")
+    entries = gather_json(str(listing.entries[position])[-_LONGEST_ENTRY:], what="comparing an entry of a dataset")
     is_split = listing.label == "dataset.indices"
     _raise(
         f"{listing.label}[{position}] differs between ranks: they "
@@ -195,8 +197,16 @@ def _differs(path: str, of_ranks: list[tuple[int, dict[str, Leaf]]], *, is_missi
     if len(found) < len(of_ranks):
         return is_missing and bool(found)
     first_node, first = found[0]
-    return any(unlike(first, leaf, same_host=node == first_node) for node, leaf in found[1:])
+    first_of_node: dict[int, Leaf] = {}
+    return any(
+        unlike(first_of_node.setdefault(node, leaf), leaf, same_host=True)
+        or unlike(first, leaf, same_host=node == first_node)
+        for node, leaf in found
+    )
 
 
 def _raise(what: str, evidence: dict[int, str], do: str) -> NoReturn:
-    raise DatasetError(what, where=f"reported on {current().world}", evidence=fold_values(evidence), do=do)
+    lines = fold_values(evidence).splitlines()
+    more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    text = "\n".join(lines[:_MOST_LINES] + more)
+    raise DatasetError(what, where=f"reported on {current().world}", evidence=text, do=do)
