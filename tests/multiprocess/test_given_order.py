@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 import rankwise as rw
-from rankwise.errors import DatasetError
+from rankwise.errors import ConfigurationError, DatasetError
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -185,6 +185,16 @@ def test_orders_that_differ_are_an_error_that_names_the_place(changed: int, wher
     assert "rank 1: positions from 0: [" in (own.evidence or "")
     assert "default" not in (own.do or "")
     assert "torch.Generator" in (own.do or "")
+
+
+def _one_has_none(world: World) -> None:
+    rw.DataLoader(torch.arange(9), global_batch_size=4, sampler=[1, 2, 3, 4] if world.rank else None)
+
+
+def test_a_sampler_on_some_ranks_is_an_error_on_all() -> None:
+    for result in run_ranks(_one_has_none, 2):
+        assert isinstance(result.error, ConfigurationError)
+        assert "rank 1: sampler_length=4" in str(result.error)
 
 
 def _looks(world: World) -> list[list[int]]:

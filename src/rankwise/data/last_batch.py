@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def words_of_batch(shards: Shards, start: int, stop: int) -> str | None:
-    """Return what an error should say of the batch that this rank was given last; ``None`` where it is a usual one.
+    """Return what an error should say of the batch that this rank was given last; ``None`` where it is a whole one.
 
     Args:
         shards: how global batches are cut.
@@ -23,14 +23,12 @@ def words_of_batch(shards: Shards, start: int, stop: int) -> str | None:
     """
     low, high = shards.local_part(start, stop)
     usual_low, usual_high = shards.local_part(0, shards.global_batch_size)
-    num_samples, usual = high - low, usual_high - usual_low
-    if num_samples == usual > 1:
+    num_samples = high - low
+    if num_samples == usual_high - usual_low:
         return None
     samples = "1 sample" if num_samples == 1 else f"{num_samples} samples"
-    words = f"rankwise: the last batch that this rank was given by its DataLoader held {samples}."
-    if stop - start == shards.global_batch_size:
-        return f"{words} Pass a larger global_batch_size, or start fewer ranks, if the error is about that."
     return (
-        f"{words} It is its part of the epoch's last global batch, which has {stop - start} of "
-        f'{shards.global_batch_size} samples. Pass remainder="drop" to rankwise.DataLoader if the error is about that.'
+        f"rankwise: the last batch that this rank was given by its DataLoader held {samples}. It is its part of the "
+        f"epoch's last global batch, which has {stop - start} of {shards.global_batch_size} samples. "
+        'Pass remainder="drop" to rankwise.DataLoader if the error is about that.'
     )

@@ -72,7 +72,7 @@ def check_with_peers(settings: Mapping[str, object], dataset: object = None, pro
         "samples": None if probes is None else digest_of_probes(probes),
     }
     reports = gather_json(own, what="comparing the settings of a loader or sampler")
-    _check_settings(settings, [report["settings"] for report in reports])
+    _check_settings([report["settings"] for report in reports])
     check_not_empty(settings["dataset_length"], where=f"reported on {world}", num_ranks=len(reports))
     if len({report["samples"] is None for report in reports}) > 1:
         prober = probes = None
@@ -91,8 +91,9 @@ def _listings(dataset: object) -> list[Listing]:
         return []
 
 
-def _check_settings(settings: Mapping[str, object], reports: list[Mapping[str, object]]) -> None:
-    for name in settings:
+def _check_settings(reports: list[Mapping[str, object]]) -> None:
+    # Of all ranks: one may have been given a sampler and the others none, and all raise alike.
+    for name in dict.fromkeys(name for report in reports for name in report):
         values = {rank: report.get(name) for rank, report in enumerate(reports)}
         if len(set(map(repr, values.values()))) > 1:
             raise (DatasetError if name == "dataset_length" else ConfigurationError)(
