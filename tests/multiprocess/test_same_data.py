@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 from pathlib import Path
@@ -14,9 +15,10 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, random_split
 
+import rankwise as rw
 from rankwise.data.loader import DataLoader
 from rankwise.data.sampler import ShardedSampler
-from rankwise.errors import ConfigurationError, DatasetError
+from rankwise.errors import ConfigurationError, DatasetError, PeerFailed
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -399,6 +401,25 @@ def test_a_stream_that_divides_itself_by_rank_is_an_error(make: Any, where: str,
     assert "rank 0: " in (own.evidence or "")
     assert "rank 1: " in (own.evidence or "")
     assert "must not divide itself by rank" in (own.do or "")
+
+
+def _workers_left(world: World) -> int:
+    caught = None
+    try:
+        _streamed(world, _numbered, 6, {"num_workers": 2, "persistent_workers": True})
+        rw.barrier()
+    except (DatasetError, PeerFailed) as error:
+        # Kept, with the frames that it holds.
+        caught = error
+    is_own = isinstance(caught, DatasetError)
+    left = len(multiprocessing.active_children()) if is_own else -1
+    assert caught is not None
+    raise ValueError(left)
+
+
+def test_the_workers_of_a_stream_that_is_refused_have_ended() -> None:
+    errors = [result.error for result in run_ranks(_workers_left, 2)]
+    assert any(isinstance(error, ValueError) and error.args == (0,) for error in errors)
 
 
 def test_a_stream_may_differ_on_purpose() -> None:

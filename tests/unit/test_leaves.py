@@ -120,7 +120,7 @@ class Folder:
 def test_a_dataset_lists_its_files_whatever_folder_they_are_in() -> None:
     names = ["cat/1.png", "cat/2.png", "dog/1.png"]
     (listing,) = listings_of(Folder("/a", names))
-    assert listing == ("dataset.samples", ["cat/1.png 0", "cat/2.png 1", "dog/1.png 2"])
+    assert listing == ("dataset.samples", ["cat/1.png\n0", "cat/2.png\n1", "dog/1.png\n2"])
     (moved,) = listings_of(Folder("/b/c", names))
     assert moved.digest() == listing.digest()
     (other,) = listings_of(Folder("/a", [names[1], names[0], names[2]]))
@@ -132,6 +132,6 @@ def test_subsets_list_their_indices_and_the_files_they_choose() -> None:
     folder = Folder("/a", [f"{number}.png" for number in range(6)])
     indices, names = listings_of(Subset(Subset(folder, [5, 3, 1]), [2, 0]))
     assert (indices.label, indices.entries.tolist()) == ("dataset.indices", [1, 5])  # type: ignore[union-attr]
-    assert names == ("dataset.dataset.dataset.samples", ["1.png 1", "5.png 5"])
-    assert listings_of([{"image": "/a/1.nii", "label": "/a/2.nii"}]) == [("dataset", ["1.nii 2.nii"])]
+    assert names == ("dataset.dataset.dataset.samples", ["1.png\n1", "5.png\n5"])
+    assert listings_of([{"image": "/a/1.nii", "label": "/a/2.nii"}]) == [("dataset", ["1.nii\n2.nii"])]
     assert listings_of([torch.zeros(1)]) == listings_of(torch.zeros(3)) == listings_of(3) == []

@@ -17,6 +17,7 @@ from torch.utils.data import Subset
 from rankwise.data.leaves import digest_of
 
 _MOST_LISTS = 8
+_PAIR = 2
 
 
 class Listing(NamedTuple):
@@ -71,19 +72,26 @@ def _lists_in(dataset: Any) -> list[tuple[str, Sequence[object]]]:  # noqa: ANN4
 
 
 def _names(items: Sequence[object]) -> list[str] | None:
-    """Return a text per item, or ``None`` where the items do not name files."""
-    names: list[str] = []
-    folders: set[str] = set()
+    """Return a text of one or more lines per item, or ``None`` where the items do not name files."""
+    parts = _parts(items[0]) if items else None
+    if parts is None or not any(isinstance(part, str) for part in parts):
+        return None
+    texts: list[str] = []
     for item in items:
+        # What ImageFolder lists, a million times for ImageNet.
+        if type(item) is tuple and len(item) == _PAIR and type(item[0]) is str and type(item[1]) is int:
+            texts.append(f"{item[0]}\n{item[1]}")
+            continue
         parts = _parts(item)
-        texts = [part for part in parts or () if isinstance(part, str)]
-        if not texts:
+        if parts is None:
             return None
-        names.append(" ".join(map(str, parts or ())))
-        if texts[0].startswith("/"):
-            folders.add(texts[0].rpartition("/")[0])
-    common = os.path.commonpath(folders) if folders else ""
-    return [name.replace(f"{common}/", "") for name in names] if len(common) > 1 else names
+        texts.append("\n".join(map(str, parts)))
+    # The folder that the least and the greatest are in, all are in.
+    folders = [text.partition("\n")[0].rpartition("/")[0] for text in (min(texts), max(texts))]
+    if not all(folder.startswith("/") for folder in folders):
+        return texts
+    folder = os.path.commonpath(folders)
+    return texts if folder == "/" else [text.replace(f"{folder}/", "") for text in texts]
 
 
 def _parts(item: object) -> list[str | float] | None:

@@ -111,7 +111,9 @@ def _check_listing(listing: Listing, prober: Prober | None) -> None:
     position = _first_difference(listing)
     if prober is not None and _is_same_sample(prober, position):
         return
-    entries = gather_json(str(listing.entries[position])[-_LONGEST_ENTRY:], what="comparing an entry of a dataset")
+    entries = gather_json(
+        str(listing.entries[position]).replace("\n", " ")[-_LONGEST_ENTRY:], what="comparing an entry of a dataset"
+    )
     is_split = listing.label == "dataset.indices"
     _raise(
         f"{listing.label}[{position}] differs between ranks: they "
