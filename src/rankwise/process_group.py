@@ -33,7 +33,7 @@ from rankwise.exchange.choose import check_exchange, open_exchange
 from rankwise.exchange.kept_groups import are_groups_kept, keep_groups_forever
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, speak_as
-from rankwise.session import Session, current_or_none, set_current
+from rankwise.session import Session, annotate, current_or_none, set_current
 from rankwise.stop_signals import listen
 from rankwise.stopping import STOPPED_EXIT_CODE
 from rankwise.store.published import connect_published, forget_published, serve_published
@@ -188,8 +188,11 @@ def fail(error: BaseException) -> RankwiseError | None:
         if error is session.watch.error:
             session.watch.leave(wait_for_peers=session.serves_store)
         else:
+            annotate(error)
             text = "".join(traceback.format_exception(error))
             session.watch.fail(type(error).__name__, text, wait_for_peers=session.serves_store)
+    else:
+        annotate(error)
     _close(session, failed=True)
     return reason
 

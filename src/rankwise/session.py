@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from rankwise.errors import NotJoined
+from rankwise.errors import NotJoined, PeerFailed, PeerMissing
 from rankwise.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class Session:
     """What is done around a loop over a loader, where that is not the same on all ranks."""
     num_loaders: int = 0
     """How many loaders there have been: each has a number, the same on every rank."""
+    failure_note: str | None = None
+    """What an error that this rank raises now should say besides: of the batch it has in hand."""
     open_group: Callable[[], None] = lambda: None
     """Open torch's group where there is none yet: a world of one opens it for what cannot do without."""
     leaving: list[Callable[[], None]] = field(default_factory=list)
@@ -136,6 +138,17 @@ def current() -> Session:
 def current_or_none() -> Session | None:
     """Return the open session, or ``None``."""
     return _open[0] if _open else None
+
+
+def annotate(error: BaseException) -> None:
+    """Add to ``error`` what the open session knows of the step that failed, once.
+
+    Called by: what reports the failure of this rank, before it reads the error's text.
+    """
+    note = _open[0].failure_note if _open else None
+    is_own = isinstance(error, Exception) and not isinstance(error, PeerFailed | PeerMissing)
+    if note is not None and is_own and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def set_current(session: Session | None) -> None:

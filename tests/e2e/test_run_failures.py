@@ -222,3 +222,20 @@ def test_restarts_come_to_an_end(command: Command) -> None:
     command.write("train.py", "import os, sys; print(os.environ['RANKWISE_ATTEMPT']); sys.exit(6)")
     ended = command.run("--max-restarts", "2", "train.py")
     assert (ended.returncode, ended.stdout) == (6, "0\n1\n2\n")
+
+
+@pytest.mark.parametrize("ending", ["with rw.join() as world:", "world = rw.join()\nif world:"])
+def test_an_error_on_a_short_batch_says_how_many_samples_the_rank_had(command: Command, ending: str) -> None:
+    command.write(
+        "train.py",
+        f"""import rankwise as rw, torch
+{ending}
+    for batch in rw.DataLoader(torch.ones(5), global_batch_size=4):
+        print(batch.max())
+        rw.barrier()
+""",
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 1
+    report = ended.stderr[ended.stderr.index("[rankwise] [rank 1/2 on ") :]
+    assert report.count("the last batch that this rank was given by its DataLoader held 0 samples.") == 1

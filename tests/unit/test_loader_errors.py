@@ -182,7 +182,7 @@ def test_batch_size_is_refused_with_the_two_words() -> None:
     ("options", "words"),
     [
         ({"drop_last": True, "global_batch_size": 4}, 'remainder="drop"'),
-        ({"sampler": [1], "global_batch_size": 4}, "Subset"),
+        ({"sampler": [1], "shuffle": True, "global_batch_size": 4}, "Both shuffle"),
         ({"suffle": True, "global_batch_size": 4}, "shuffle"),
         ({}, "global_batch_size"),
         ({"global_batch_size": 4, "local_batch_size": 4}, "Both"),

@@ -7,20 +7,26 @@ package's front.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import default_collate
 
 from rankwise.agreement import all_ranks_succeed
+from rankwise.data.arguments import check_order, check_workers, refuse
 from rankwise.data.batches import Batch, pin, to_device
-from rankwise.data.position import EpochCursor, State, check_with_peers, place_in
-from rankwise.data.sampler import local_batches, order_of_epoch
+from rankwise.data.given_order import GivenOrder
+from rankwise.data.last_batch import words_of_batch
+from rankwise.data.position import EpochCursor, State, place_in
+from rankwise.data.posted import check_same_block
+from rankwise.data.probes import Prober
+from rankwise.data.same_data import check_with_peers
+from rankwise.data.sampler import local_batches, order_of_epoch, shared_order
 from rankwise.data.shards import make_shards
 from rankwise.data.sources import (
     Columns,
     Fetched,
-    MapSource,
     Request,
     Samples,
     Stream,
@@ -29,26 +35,18 @@ from rankwise.data.sources import (
 )
 from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.device.streams import pins
-from rankwise.errors import ConfigurationError
+from rankwise.errors import DatasetError
 from rankwise.session import current, current_or_none
 from rankwise.stopping import StepSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import numpy as np
+    import numpy.typing as npt
 
 TIMEOUT_SECONDS = 1800.0
 """How long workers may take for one batch, unless said otherwise."""
-
-_TORCH_WORDS = {
-    "batch_size": "pass global_batch_size (samples per step of all ranks together: the result does "
-    "not depend on the number of ranks), or local_batch_size (samples per step of each rank)",
-    "drop_last": 'pass remainder="drop" for drop_last=True, remainder="keep" for drop_last=False',
-    "sampler": "leave it out: the loader takes each rank's part itself; for an order of your own "
-    "use torch.utils.data.Subset(dataset, indices) with shuffle=False",
-    "batch_sampler": "leave it out, or use torch's DataLoader with batch_sampler=rankwise.ShardedSampler(...)",
-    "generator": "pass seed= instead",
-    "timeout": "pass timeout_seconds=",
-}
 
 
 class DataLoader(StepSource):
@@ -87,7 +85,14 @@ class DataLoader(StepSource):
     ``next(iter(loader))``, that was a look at the data, and the next ``for`` begins where that one
     did.
 
-    Called by: every rank, in the same order, to construct. Iterating communicates with nobody.
+    **The same data on every rank.** With several ranks, construction compares the dataset between them: the indices
+    of ``Subset``, the names of files in lists of the dataset, and a few samples (256 rows of tensors and arrays; else
+    4: first, last and two between), read as the loader reads them. An error names the first one that differs: a split
+    by an unseeded generator, unseeded synthetic data, ``os.listdir`` in another order. What differs each time it is
+    read, or cannot be read, is passed over. An iterable dataset is compared by the first batch of each epoch, without
+    being read for it.
+
+    Called by: every rank, in the same order, to construct. Iterating waits for no rank.
 
     Args:
         dataset: see above; the same on every rank.
@@ -95,6 +100,9 @@ class DataLoader(StepSource):
         local_batch_size: samples per step of each rank.
         shuffle: another random order each epoch, a pure function of ``(seed, epoch)`` that is
             computed where it is needed and never stored.
+        sampler: the order of an epoch for all ranks together, instead of ``shuffle``: any iterable of indices with a
+            length, as ``torch.utils.data.WeightedRandomSampler``. Iterated once per epoch on each rank, with the
+            generators it draws from seeded by ``(seed, epoch)`` (see ``docs/loading.md``).
         seed: any integer, the same on every rank. Decides the order and the augmentation.
         remainder: ``"keep"`` or ``"drop"`` the last global batch of an epoch if it is short.
         num_workers: processes that read ahead; 0 reads in this one.
@@ -107,11 +115,13 @@ class DataLoader(StepSource):
         multiprocessing_context: how workers are started. Default: ``"fork"`` where the system has
             it.
         timeout_seconds: limit for one batch from the workers.
+        compare_samples: ``False`` if the data of the ranks differ on purpose, or reading a sample changes the dataset.
 
     Raises:
         ConfigurationError: bad or contradictory arguments, or arguments that differ between ranks.
-        DatasetError: the dataset is empty, or not the same length on every rank. While iterating:
-            ``dataset[i]`` or ``collate_fn`` raised (that is the ``__cause__``), or a worker died.
+        DatasetError: the dataset is empty, or not the same on every rank. While iterating: ``dataset[i]`` or
+            ``collate_fn`` raised (that is the ``__cause__``), a worker died, the sampler gave the ranks different
+            orders, or a stream gave them different samples.
         NotJoined: there is no world.
     """
 
@@ -122,6 +132,7 @@ class DataLoader(StepSource):
         global_batch_size: int | None = None,
         local_batch_size: int | None = None,
         shuffle: bool = False,
+        sampler: Iterable[int] | None = None,
         seed: int = 0,
         remainder: str = "keep",
         num_workers: int = 0,
@@ -133,12 +144,14 @@ class DataLoader(StepSource):
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,  # noqa: ANN401 - a name or a context, as torch takes it
         timeout_seconds: float = TIMEOUT_SECONDS,
+        compare_samples: bool = True,
         **unknown: object,
     ) -> None:
         world = current().world
         self.dataset = dataset
         self.seed = seed
         self.shuffle = shuffle
+        self.sampler = sampler
         self.device = torch.device(world.device if device is None else device)
         self._cursor = EpochCursor()
         self._pin = pins(self.device) if pin_memory is None else pin_memory
@@ -146,7 +159,7 @@ class DataLoader(StepSource):
         current().num_loaders += 1
         self._number = current().num_loaders
         with all_ranks_succeed("DataLoader"):
-            _refuse(unknown)
+            refuse(unknown)
             options = WorkerOptions(
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
@@ -156,24 +169,34 @@ class DataLoader(StepSource):
                 worker_init_fn=worker_init_fn,
                 multiprocessing_context=multiprocessing_context,
             )
-            _check_workers(options)
+            check_workers(options)
             self._is_stream = is_stream(dataset)
-            self._check_stream()
+            check_order(dataset, is_stream=self._is_stream, shuffle=shuffle, sampler=sampler)
             columns = None if self._is_stream or collate_fn is not None else columns_of(dataset)
             self._length = None if self._is_stream else len(dataset if columns is None else columns)
+            self._given = None if sampler is None else GivenOrder(sampler, self._length or 0, seed)
             self._shards = make_shards(
-                self._length or 0,
+                (self._length or 0) if self._given is None else len(self._given),
                 global_batch_size=global_batch_size,
                 local_batch_size=local_batch_size,
                 remainder=remainder,
                 rank=data_rank,
                 world_size=data_world_size,
             )
-        sizes = {"global_batch_size": self._shards.global_batch_size, "remainder": remainder}
-        check_with_peers(self._facts() | sizes)
-        self._source = self._source_of(columns, collate_fn or default_collate, str(world))
+        compares = compare_samples and world.world_size > 1
+        self._source = self._source_of(columns, collate_fn or default_collate, str(world), compares=compares)
+        stop_signals = current().stopping.signals
         in_process = num_workers == 0 or columns is not None
-        self._workers = None if in_process else Workers(self._source, options, str(world), current().stopping.signals)
+        prober = None
+        if compares and not isinstance(self._source, Stream):
+            prober = Prober(self._source, None if in_process else options, str(world), stop_signals)
+        settings = {
+            "global_batch_size": self._shards.global_batch_size,
+            "remainder": remainder,
+            "compare_samples": compare_samples,
+        }
+        check_with_peers(self._facts() | settings, dataset if compares else None, prober)
+        self._workers = None if in_process else Workers(self._source, options, str(world), stop_signals)
 
     @property
     def epoch(self) -> int:
@@ -184,6 +207,12 @@ class DataLoader(StepSource):
     def global_batch_size(self) -> int:
         """Samples per step of all ranks together."""
         return self._shards.global_batch_size
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a whole global batch that this rank takes; the first ranks take one more if it does not divide."""
+        low, high = self._shards.local_part(0, self._shards.global_batch_size)
+        return high - low
 
     def __len__(self) -> int:
         """Return the number of global batches of a whole epoch, the same on every rank.
@@ -218,7 +247,8 @@ class DataLoader(StepSource):
 
     def _batches(self) -> Iterator[Batch]:
         iteration = self._cursor.begin()
-        batches = to_device(self._fetched(self._cursor.epoch, self._cursor.start), self.device)
+        position = self._cursor.start
+        batches = to_device(self._fetched(self._cursor.epoch, position), self.device)
         while True:
             # Here the step before is done and the next one not begun; the end of an epoch is such a place too.
             session = current_or_none()
@@ -228,8 +258,13 @@ class DataLoader(StepSource):
             if fetched is None:
                 break
             stop, batch = fetched
+            if session is not None:
+                session.failure_note = words_of_batch(self._shards, position, stop)
+            position = stop
             self._cursor.take(iteration, stop)
             yield batch
+        if session is not None:
+            session.failure_note = None
         self._cursor.finish(iteration)
 
     def state_dict(self) -> State:
@@ -240,7 +275,8 @@ class DataLoader(StepSource):
         a resume then yields nothing, so that what follows it in the training loop is not left out.
         """
         epoch, position = self._cursor.place()
-        return self._facts() | {"epoch": epoch, "position": position}
+        order: State = {} if self._given is None else self._given.facts(epoch)
+        return self._facts() | order | {"epoch": epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next ``for`` go on where ``state`` was taken.
@@ -251,78 +287,68 @@ class DataLoader(StepSource):
             DatasetError: the dataset had another length.
             ConfigurationError: another seed or order, or not a state.
         """
-        self._cursor.move_to(*place_in(state, self._facts()))
+        epoch, position = place_in(state, self._facts())
+        if self._given is not None:
+            self._given.expect(state)
+        self._cursor.move_to(epoch, position)
 
-    def _fetched(self, epoch: int, start: int) -> Iterator[Fetched]:
+    def _fetched(self, epoch: int, start: int) -> Iterator[tuple[int, Batch]]:
         """Read the rest of an epoch, here or in the workers."""
         if isinstance(self._source, Stream):
             if self._workers is not None:
-                return self._workers.read_stream(epoch, start)
-            return self._pinned(self._source.batches(epoch, start))
-        requests = self._requests(epoch, start)
+                return self._compared(self._workers.read_stream(epoch, start), epoch, start)
+            return self._compared(self._pinned(self._source.batches(epoch, start)), epoch, start)
+        requests = self._requests(epoch, start, self._order(epoch))
         if self._workers is not None:
-            return self._workers.read(requests)
-        return self._pinned(_read_here(self._source, requests))
+            return _without_description(self._workers.read(requests))
+        return _without_description(self._pinned(_read_here(self._source, requests)))
 
-    def _requests(self, epoch: int, start: int) -> Iterator[Request]:
-        order = order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+    def _order(self, epoch: int) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
+        """Return the function from positions of an epoch to indices of the dataset."""
+        if self._given is None:
+            return order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+        return shared_order(self._given, epoch, self._number)
+
+    def _source_of(
+        self, columns: Columns | None, collate: Callable[[list[Any]], Batch], where: str, *, compares: bool
+    ) -> Columns | Samples | Stream:
+        if self._is_stream:
+            return Stream(self.dataset, collate, self._shards, self.seed, where, compares=compares)
+        return columns if columns is not None else Samples(self.dataset, collate, self.seed, where)
+
+    def _requests(
+        self, epoch: int, start: int, order: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+    ) -> Iterator[Request]:
         for stop, indices, stand_in in local_batches(self._shards, order, start):
             yield Request(epoch, stop, indices, stand_in)
 
     def _pinned(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
         if not self._pin:
             return fetched
-        return (Fetched(read.stop, pin(read.batch)) for read in fetched)
+        return (read._replace(batch=pin(read.batch)) for read in fetched)
 
-    def _source_of(
-        self, columns: Columns | None, collate: Callable[[list[Any]], Batch], where: str
-    ) -> MapSource | Stream:
-        if self._is_stream:
-            return Stream(self.dataset, collate, self._shards, self.seed, where)
-        return columns if columns is not None else Samples(self.dataset, collate, self.seed, where)
-
-    def _check_stream(self) -> None:
-        if self._is_stream and self.shuffle:
-            raise ConfigurationError(
-                "shuffle=True needs a dataset that can be indexed, and a "
-                f"{type(self.dataset).__name__} can only be iterated.",
-                do="shuffle inside the dataset's __iter__ (the generators are seeded there, alike "
-                "on every rank), or make the dataset map-style",
-            )
+    def _compared(self, fetched: Iterator[Fetched], epoch: int, start: int) -> Iterator[tuple[int, Batch]]:
+        """Yield a stream's batches after comparing the first one with the other ranks'."""
+        for stop, batch, described in fetched:
+            session = current_or_none()
+            if described and session is not None:
+                try:
+                    check_same_block(f"{self._number}/{epoch}/{start}", described, session.world.node_rank)
+                except DatasetError as error:
+                    if isinstance(fetched, Generator):
+                        fetched.throw(error)
+                    raise
+            yield stop, batch
 
     def _facts(self) -> State:
-        return {"dataset_length": self._length, "seed": self.seed, "shuffle": self.shuffle}
+        facts: State = {"dataset_length": self._length, "seed": self.seed, "shuffle": self.shuffle}
+        return facts if self._given is None else facts | {"sampler_length": len(self._given)}
 
 
-def _read_here(source: MapSource, requests: Iterator[Request]) -> Iterator[Fetched]:
+def _without_description(fetched: Iterator[Fetched]) -> Iterator[tuple[int, Batch]]:
+    return ((stop, batch) for stop, batch, _ in fetched)
+
+
+def _read_here(source: Columns | Samples, requests: Iterator[Request]) -> Iterator[Fetched]:
     for request in requests:
         yield Fetched(request.stop, source.fetch(request))
-
-
-def _refuse(unknown: dict[str, object]) -> None:
-    """Raise for keywords that are not ours, with the word to use for torch's."""
-    for name in unknown:
-        if name in _TORCH_WORDS:
-            raise ConfigurationError(f"rankwise.DataLoader takes no {name}=.", do=_TORCH_WORDS[name])
-    if unknown:
-        names = ", ".join(unknown)
-        raise ConfigurationError(
-            f"rankwise.DataLoader takes no keyword {names}.",
-            do="use one of global_batch_size, local_batch_size, shuffle, seed, remainder, "
-            "num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, device, "
-            "worker_init_fn, multiprocessing_context, timeout_seconds",
-        )
-
-
-def _check_workers(options: WorkerOptions) -> None:
-    if options.num_workers < 0:
-        raise ConfigurationError(
-            f"There are no num_workers={options.num_workers}.",
-            do="pass 0 to read in this process, or more",
-        )
-    for name in ("prefetch_factor", "persistent_workers", "worker_init_fn"):
-        if getattr(options, name) and options.num_workers == 0:
-            raise ConfigurationError(
-                f"{name} is for worker processes, and num_workers=0.",
-                do="pass num_workers=1 or more, or leave it out",
-            )

@@ -2,16 +2,15 @@
 """Where in its epochs a training loop stands, and what of that goes into a checkpoint.
 
 Knows no order and no dataset; a position counts samples of an epoch, taken by all ranks together,
-so that it means the same on any number of ranks. Imported by ``sampler`` and ``loader``.
+so that it means the same on any number of ranks. Imported by ``sampler``, ``same_data``
+and ``loader``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rankwise.collectives import gather_json
 from rankwise.errors import ConfigurationError, DatasetError, fold_values
-from rankwise.session import current
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,67 +80,41 @@ def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int
 
     Args:
         state: what ``state_dict`` returned: ``facts``, ``epoch`` and ``position``.
-        facts: what decides the order now: ``dataset_length``, ``seed``, ``shuffle``.
+        facts: what decides the order now: ``dataset_length``, ``seed``, ``shuffle``; with a sampler ``sampler_length``.
 
     Raises:
         DatasetError: the dataset had another length.
         ConfigurationError: it was another order, or this is no such state.
     """
-    missing = [name for name in ("epoch", "position", *facts) if name not in state]
+    missing = [name for name in ("epoch", "position", *facts) if name not in {*state, "sampler_length"}]
     if missing:
         raise ConfigurationError(
             "This is not the state of a loader or sampler: it lacks " + ", ".join(missing) + ".",
             evidence="it holds " + (", ".join(map(str, state)) or "nothing"),
             do="pass what state_dict() of a rankwise DataLoader or ShardedSampler returned",
         )
-    for name, now in facts.items():
-        if state[name] != now:
+    for name in dict.fromkeys([*facts, "sampler_length"]):
+        now = facts.get(name)
+        if state.get(name) != now:
             kind = DatasetError if name == "dataset_length" else ConfigurationError
             raise kind(
-                f"The state was saved with {name}={state[name]!r}, and now {name}={now!r}: "
+                f"The state was saved with {name}={state.get(name)!r}, and now {name}={now!r}: "
                 "its position means other samples in this order.",
                 do="use the dataset it was saved with, or do not load this state"
                 if name == "dataset_length"
+                else "pass a sampler as when the state was saved, or none if there was none"
+                if name == "sampler_length"
                 else f"pass {name}={state[name]!r}",
             )
-    epoch, position, length = state["epoch"], state["position"], facts["dataset_length"]
+    epoch, position, length = state["epoch"], state["position"], facts.get("sampler_length", facts["dataset_length"])
     within = isinstance(position, int) and position >= 0 and (not isinstance(length, int) or position <= length)
     if not (isinstance(epoch, int) and epoch >= 0 and within):
         raise ConfigurationError(
             f"There is no position {position!r} of epoch {epoch!r}.",
-            evidence=f"the dataset has {length} samples",
+            evidence=f"an epoch has {length} samples",
             do="pass an epoch of at least 0 and a position between 0 and the dataset's length",
         )
     return epoch, position
-
-
-def check_with_peers(settings: Mapping[str, object]) -> None:
-    """Raise on every rank if a setting differs between ranks, or the dataset is empty.
-
-    Called by: every rank, in the same order.
-
-    Args:
-        settings: ``dataset_length`` (``None`` where it is not known) and what else must be the
-            same. JSON-able.
-
-    Raises:
-        DatasetError: the dataset is empty, or its length differs between ranks.
-        ConfigurationError: another setting differs.
-    """
-    where = f"reported on {current().world}"
-    reports = gather_json(dict(settings), what="comparing the settings of a loader or sampler")
-    for name in settings:
-        values = {rank: report.get(name) for rank, report in enumerate(reports)}
-        if len(set(map(repr, values.values()))) > 1:
-            raise (DatasetError if name == "dataset_length" else ConfigurationError)(
-                f"{name} differs between ranks.",
-                where=where,
-                evidence=fold_values({rank: f"{name}={value!r}" for rank, value in values.items()}),
-                do="give every rank the same dataset: rankwise takes each rank's part itself"
-                if name == "dataset_length"
-                else f"pass the same {name} on every rank",
-            )
-    check_not_empty(settings["dataset_length"], where=where, num_ranks=len(reports))
 
 
 def check_not_empty(length: object, *, where: str | None = None, num_ranks: int = 1) -> None:

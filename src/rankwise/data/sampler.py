@@ -15,20 +15,24 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from rankwise.agreement import all_ranks_succeed
+from rankwise.data.arguments import check_order
+from rankwise.data.given_order import SAME_DRAWS, GivenOrder
 from rankwise.data.permutation import Permutation
 from rankwise.data.position import (
     EpochCursor,
     State,
     check_not_empty,
-    check_with_peers,
     place_in,
 )
+from rankwise.data.posted import check_same_order
+from rankwise.data.probes import prober_in_memory
+from rankwise.data.same_data import check_with_peers
 from rankwise.data.shards import Shards, make_shards
 from rankwise.errors import ConfigurationError
 from rankwise.session import current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sized
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 
     Indices = npt.NDArray[np.int64]
 
@@ -50,6 +54,23 @@ class LocalBatch(NamedTuple):
 def order_of_epoch(n: int, *, shuffle: bool, seed: int, epoch: int) -> Callable[[Indices], Indices]:
     """Return the function from positions of an epoch to indices of the dataset."""
     return Permutation(n, seed, epoch) if shuffle else (lambda positions: positions)
+
+
+def shared_order(given: GivenOrder, epoch: int, number: int | None) -> Callable[[Indices], Indices]:
+    """Return the same function for the order of a sampler, after comparing it with the other ranks'.
+
+    Args:
+        given: the order.
+        epoch: which one.
+        number: of the loader, the same on every rank; ``None``: the ranks are not compared.
+
+    Raises:
+        DatasetError: the sampler gave another rank another order, or something that is no order.
+    """
+    indices = given.of_epoch(epoch)
+    if number is not None:
+        check_same_order(f"{number}/{epoch}", indices, do=SAME_DRAWS)
+    return indices.__getitem__
 
 
 def local_batches(shards: Shards, order: Callable[[Indices], Indices], position: int = 0) -> Iterator[LocalBatch]:
@@ -94,15 +115,19 @@ class ShardedSampler(Sampler[list[int]]):
         dataset: the dataset, or its length.
         global_batch_size: samples per step of all ranks together. Exactly one of the two sizes.
         local_batch_size: samples per step of each rank.
-        shuffle: another random order each epoch, a pure function of ``(seed, epoch)``.
+        shuffle: another random order each epoch, a pure function of ``(seed, epoch)``. Default: without ``sampler``.
+        sampler: the order of an epoch for all ranks together; see :class:`rankwise.DataLoader`.
         seed: any integer, the same on every rank.
         remainder: ``"keep"`` or ``"drop"`` the last global batch of an epoch if it is short.
         rank: number of this rank; default: of the joined world.
         world_size: number of ranks; default: of the joined world.
+        compare_samples: whether the joined ranks compare the dataset's indices and file names, and rows of tensors and
+            arrays. Other samples are not read: only the loader knows how.
 
     Raises:
         ConfigurationError: bad or contradictory arguments, or arguments that differ between ranks.
-        DatasetError: the dataset is empty or not the same length on every rank.
+        DatasetError: the dataset is empty or not the same on every rank. While iterating: ``sampler`` gave the ranks
+            different orders.
         NotJoined: there is no world and ``rank`` and ``world_size`` are not given.
     """
 
@@ -112,11 +137,13 @@ class ShardedSampler(Sampler[list[int]]):
         *,
         global_batch_size: int | None = None,
         local_batch_size: int | None = None,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
+        sampler: Iterable[int] | None = None,
         seed: int = 0,
         remainder: str = "keep",
         rank: int | None = None,
         world_size: int | None = None,
+        compare_samples: bool = True,
     ) -> None:
         if (rank is None) != (world_size is None):
             raise ConfigurationError(
@@ -125,11 +152,17 @@ class ShardedSampler(Sampler[list[int]]):
                 do="pass both, or none to take them from the joined world",
             )
         joined = rank is None or world_size is None
+        self._number: int | None = None
         if rank is None or world_size is None:
             rank, world_size = current().data_rank("a ShardedSampler")
+            current().num_loaders += 1
+            self._number = current().num_loaders
         with all_ranks_succeed("ShardedSampler") if joined else nullcontext():
+            check_order(dataset, is_stream=False, shuffle=bool(shuffle), sampler=sampler)
+            self._length = dataset if isinstance(dataset, int) else len(dataset)
+            self._given = None if sampler is None else GivenOrder(sampler, self._length, seed)
             self._shards = make_shards(
-                dataset if isinstance(dataset, int) else len(dataset),
+                self._length if self._given is None else len(self._given),
                 global_batch_size=global_batch_size,
                 local_batch_size=local_batch_size,
                 remainder=remainder,
@@ -137,14 +170,21 @@ class ShardedSampler(Sampler[list[int]]):
                 world_size=world_size,
             )
         self.seed = seed
-        self.shuffle = shuffle
+        self.shuffle = sampler is None if shuffle is None else shuffle
         self._cursor = EpochCursor()
         self._began = (0, 0)
         if joined:
-            sizes = {"global_batch_size": self._shards.global_batch_size, "remainder": remainder}
-            check_with_peers(self._facts() | sizes)
+            settings = {
+                "global_batch_size": self._shards.global_batch_size,
+                "remainder": remainder,
+                "compare_samples": compare_samples,
+            }
+            prober = None
+            if compare_samples and not isinstance(dataset, int):
+                prober = prober_in_memory(dataset, str(current().world))
+            check_with_peers(self._facts() | settings, dataset if compare_samples else None, prober)
         else:
-            check_not_empty(self._shards.length)
+            check_not_empty(self._length)
 
     @property
     def epoch(self) -> int:
@@ -162,7 +202,7 @@ class ShardedSampler(Sampler[list[int]]):
         """
         iteration = self._cursor.begin()
         self._began = epoch, start = self._cursor.epoch, self._cursor.start
-        order = order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+        order = self._order(epoch)
         for batch in local_batches(self._shards, order, start):
             self._cursor.take(iteration, batch.stop)
             yield batch.indices.tolist()
@@ -179,7 +219,8 @@ class ShardedSampler(Sampler[list[int]]):
         epoch, position = self._cursor.place()
         if num_batches is not None:
             epoch, position = self._place_after(num_batches)
-        return self._facts() | {"epoch": epoch, "position": position}
+        order: State = {} if self._given is None else self._given.facts(epoch)
+        return self._facts() | order | {"epoch": epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Have the next iteration go on where ``state`` was taken.
@@ -190,7 +231,10 @@ class ShardedSampler(Sampler[list[int]]):
             DatasetError: the dataset had another length.
             ConfigurationError: another seed or order, or not a state.
         """
-        self._cursor.move_to(*place_in(state, self._facts()))
+        epoch, position = place_in(state, self._facts())
+        if self._given is not None:
+            self._given.expect(state)
+        self._cursor.move_to(epoch, position)
 
     def _place_after(self, num_batches: int) -> tuple[int, int]:
         epoch, start = self._began
@@ -204,5 +248,11 @@ class ShardedSampler(Sampler[list[int]]):
         position = min(start + num_batches * self._shards.global_batch_size, end)
         return epoch, position
 
+    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+        if self._given is None:
+            return order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+        return shared_order(self._given, epoch, self._number)
+
     def _facts(self) -> State:
-        return {"dataset_length": self._shards.length, "seed": self.seed, "shuffle": self.shuffle}
+        facts: State = {"dataset_length": self._length, "seed": self.seed, "shuffle": self.shuffle}
+        return facts if self._given is None else facts | {"sampler_length": len(self._given)}

@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from rankwise.data.batches import Batch, without_samples
 from rankwise.data.collating import collated
+from rankwise.data.leaves import describe_block
 from rankwise.data.seeds import (
     epoch_seed,
     generator_state,
@@ -55,6 +56,8 @@ class Fetched(NamedTuple):
 
     stop: int
     batch: Batch
+    described: str = ""
+    """What can be compared of a stream's global batch; empty where it is not to be compared."""
 
 
 class MapSource(Protocol):
@@ -128,6 +131,15 @@ class Samples:
                 self._collated([sample, copy.deepcopy(sample)], [place, place]),
             )
 
+    def sample(self, index: int) -> Any:  # noqa: ANN401 - any sample
+        """Return ``dataset[index]`` as epoch 0 reads it; the process's generators are left as they were.
+
+        Raises:
+            DatasetError: the dataset raised, which is the cause.
+        """
+        with generators_kept():
+            return self._read(0, np.array([index]))[0]
+
     def _read(self, epoch: int, indices: npt.NDArray[np.int64]) -> list[Any]:
         seeds = sample_seeds(self._seed, epoch, indices).tolist()
         samples: list[Any] = []
@@ -151,7 +163,10 @@ class Samples:
 class Stream:
     """An iterable dataset; every rank reads all of it and keeps its part of each global batch."""
 
-    def __init__(self, dataset: Iterable[Any], collate: Collate, shards: Shards, seed: int, where: str) -> None:
+    def __init__(
+        self, dataset: Iterable[Any], collate: Collate, shards: Shards, seed: int, where: str, *, compares: bool = False
+    ) -> None:
+        self._compares = compares
         self._dataset = dataset
         self._collate = collate
         self._shards = shards
@@ -163,7 +178,7 @@ class Stream:
 
         The stream draws from generators of its own, seeded for the epoch, so that one that shuffles
         gives every rank the same order and the training loop's generators go on as if there were no
-        stream.
+        stream. The first global batch is described as well, to be compared between ranks.
 
         Raises:
             DatasetError: the stream or the collate function raised; what they raised is the cause.
@@ -176,7 +191,9 @@ class Stream:
         for number, block in enumerate(self._blocks(position)):
             position += len(block)
             if number % num_workers == worker:
-                yield Fetched(position, self._part_of(block))
+                # Before the collate function, which may change the samples.
+                described = describe_block(block) if self._compares and number == 0 else ""
+                yield Fetched(position, self._part_of(block), described)
 
     def _blocks(self, position: int) -> Iterator[list[Any]]:
         size = self._shards.global_batch_size

@@ -181,7 +181,12 @@ class Workers:
                 # Now: whoever keeps the error would otherwise keep the workers with it.
                 self._end(answers)
                 raise answer.error()
-            yield answer
+            try:
+                yield answer
+            except DatasetError:
+                # Thrown in by a reader of the batch. The error keeps frames, and those would keep the workers.
+                self._end(answers)
+                raise
 
     def _end(self, answers: Iterator[Any]) -> dict[int, int]:
         # Persistent workers that have ended are not to be asked again.

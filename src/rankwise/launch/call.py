@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
+from rankwise import session
 from rankwise.errors import RankFailed, rank_prefix
 from rankwise.launch import by_value
 from rankwise.launch.target import without_launcher_frames
@@ -183,6 +184,7 @@ class Function:
             send(self._caller, {**header, "kind": "value"}, file)
 
     def _send_error(self, error: BaseException, header: Mapping[str, object]) -> None:
+        session.annotate(error)
         text = "" if isinstance(error, SystemExit) else "".join(traceback.format_exception(error))
         # The caller may be gone, or the disk full: the launcher still tells of the failure in words.
         with contextlib.suppress(OSError), tempfile.TemporaryFile(prefix="rankwise-") as file:

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from rankwise import silent
+from rankwise import session, silent
 from rankwise.launch import failure, torch_env
 from rankwise.launch.target import run_as_main, without_launcher_frames
 from rankwise.stopping import STOPPED_EXIT_CODE
@@ -46,6 +46,7 @@ def run_rank(start: RankStart, target: Target, doorbell: int) -> int:
         run_as_main(target)
     except BaseException as error:  # noqa: BLE001 - every way a script can end passes here
         without_launcher_frames(error)
+        session.annotate(error)
         exit_code = _exit_code(error)
         if os.getpid() != own_pid:
             # A process the script forked and let run out of its own code: not the rank.

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which arguments the loader refuses, and what to pass instead.
+
+Values only: reads no sample, communicates with nobody. Imported by ``loader``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rankwise.data.workers import WorkerOptions
+
+_TORCH_WORDS = {
+    "batch_size": "pass global_batch_size (samples per step of all ranks together: the result does "
+    "not depend on the number of ranks), or local_batch_size (samples per step of each rank)",
+    "drop_last": 'pass remainder="drop" for drop_last=True, remainder="keep" for drop_last=False',
+    "batch_sampler": "leave it out, or use torch's DataLoader with batch_sampler=rankwise.ShardedSampler(...)",
+    "generator": "pass seed= instead",
+    "timeout": "pass timeout_seconds=",
+}
+
+
+def refuse(unknown: dict[str, object]) -> None:
+    """Raise for keywords that the loader does not have, naming what to use instead of torch's.
+
+    Raises:
+        ConfigurationError: ``unknown`` is not empty.
+    """
+    for name in unknown:
+        if name in _TORCH_WORDS:
+            raise ConfigurationError(f"rankwise.DataLoader takes no {name}=.", do=_TORCH_WORDS[name])
+    if unknown:
+        names = ", ".join(unknown)
+        raise ConfigurationError(
+            f"rankwise.DataLoader takes no keyword {names}.",
+            do="use one of global_batch_size, local_batch_size, shuffle, sampler, seed, remainder, "
+            "num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, device, "
+            "worker_init_fn, multiprocessing_context, timeout_seconds, compare_samples",
+        )
+
+
+def check_workers(options: WorkerOptions) -> None:
+    """Raise for options of worker processes that are bad, or that need workers where there are none.
+
+    Raises:
+        ConfigurationError: see above.
+    """
+    if options.num_workers < 0:
+        raise ConfigurationError(
+            f"num_workers must be at least 0, got {options.num_workers}.",
+            do="pass 0 to read in this process, or more",
+        )
+    for name in ("prefetch_factor", "persistent_workers", "worker_init_fn"):
+        if getattr(options, name) and options.num_workers == 0:
+            raise ConfigurationError(
+                f"{name} is for worker processes, and num_workers=0.",
+                do="pass num_workers=1 or more, or leave it out",
+            )
+
+
+def check_order(dataset: object, *, is_stream: bool, shuffle: bool, sampler: object) -> None:
+    """Raise where the order of an epoch is given twice, or for a dataset that can only be iterated.
+
+    Raises:
+        ConfigurationError: see above.
+    """
+    if sampler is not None and shuffle:
+        raise ConfigurationError(
+            "Both shuffle=True and sampler= were given, and each decides the order of an epoch.",
+            do="pass one of them",
+        )
+    if is_stream and sampler is not None:
+        raise ConfigurationError(
+            f"sampler= needs a dataset that can be indexed, and a {type(dataset).__name__} can only be iterated.",
+            do="leave sampler= out, or make the dataset map-style",
+        )
+    if is_stream and shuffle:
+        raise ConfigurationError(
+            f"shuffle=True needs a dataset that can be indexed, and a {type(dataset).__name__} can only be iterated.",
+            do="shuffle inside the dataset's __iter__ (the generators are seeded there, alike "
+            "on every rank), or make the dataset map-style",
+        )

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a few samples to compare them between ranks, where and as the loader reads them.
+
+Knows no other rank. What cannot be read or compared is left out: the user sees the dataset's own error when the
+training loop comes to that sample. Imported by ``same_data``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from rankwise.data.batches import map_tensors
+from rankwise.data.leaves import Leaf, digest_of, leaves_of
+from rankwise.data.sources import Columns, Request, Samples, columns_of
+from rankwise.data.workers import WorkerOptions, Workers
+from rankwise.errors import DatasetError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_NUM_SAMPLES = 4
+"""Reading one may take long, as of a volume of a scan, and every construction pays for it."""
+_NUM_ROWS = 256
+"""Rows of tensors and arrays in memory cost microseconds."""
+
+
+class Probe(NamedTuple):
+    """What can be compared of one sample."""
+
+    sample_index: int
+    leaves: list[Leaf] | None
+    """``None`` where it cannot be read."""
+
+
+class Prober:
+    """Reads samples of a loader's source in the process in which the loader would.
+
+    Where the loader has workers, a worker process reads that ends afterwards: a file that the dataset opens at its
+    first sample must not be open in the rank when the workers are forked from it.
+
+    Args:
+        source: what the loader reads from.
+        options: the loader's; ``None`` where it reads in this process.
+        where: the rank, for errors.
+        stop_signals: see :class:`Workers`.
+    """
+
+    def __init__(
+        self, source: Columns | Samples, options: WorkerOptions | None, where: str, stop_signals: tuple[str, ...] = ()
+    ) -> None:
+        self._source = source
+        self._options = options
+        self._where = where
+        self._stop_signals = stop_signals
+
+    def indices(self) -> list[int]:
+        """Return which samples to compare: first, last, and evenly spaced ones between."""
+        most = _NUM_ROWS if isinstance(self._source, Columns) else _NUM_SAMPLES
+        last = len(self._source) - 1
+        return sorted(set(np.linspace(0, last, min(most, last + 1)).round().astype(int).tolist()))
+
+    def read(self, indices: list[int], *, num_reads: int = 1, paths: frozenset[str] | None = None) -> list[Probe]:
+        """Return what can be compared of each sample, after reading it ``num_reads`` times.
+
+        A value that differs from one reading to the next is left out. The process's generators are left as they were.
+
+        Args:
+            indices: of the samples in the dataset.
+            num_reads: at most; a sample of which nothing remains is not read again.
+            paths: of the values to return; default: all.
+        """
+        reading = _Reading(self._source, num_reads, paths)
+        request = Request(0, 0, np.array(indices, dtype=np.int64), -1)
+        if self._options is None:
+            return reading.fetch(request)
+        one = self._options._replace(num_workers=1, prefetch_factor=None, persistent_workers=False, pin_memory=False)
+        try:
+            (fetched,) = Workers(reading, one, self._where, self._stop_signals).read(iter([request]))
+        except Exception:  # noqa: BLE001 - a worker may fail to start or to read in any way
+            # The training loop's own workers will say so, where users look for it.
+            return [Probe(index, None) for index in indices]
+        return fetched.batch  # type: ignore[no-any-return] # what fetch() below returned
+
+
+class _Reading:
+    """A source, to the workers, whose batches are probes."""
+
+    def __init__(self, source: Columns | Samples, num_reads: int, paths: frozenset[str] | None) -> None:
+        self._source = source
+        self._num_reads = num_reads
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def fetch(self, request: Request) -> list[Probe]:
+        """Return a probe of each sample of ``request``."""
+        return [self._probe(index) for index in request.indices.tolist()]
+
+    def _probe(self, index: int) -> Probe:
+        try:
+            leaves = self._leaves(index)
+            for _ in range(self._num_reads - 1):
+                if not leaves:
+                    break
+                again = {leaf.path: leaf.digest for leaf in self._leaves(index)}
+                leaves = [leaf for leaf in leaves if again.get(leaf.path) == leaf.digest]
+        except Exception:  # noqa: BLE001 - a dataset may fail in any way, and does so again where users expect it
+            return Probe(index, None)
+        return Probe(index, leaves)
+
+    def _leaves(self, index: int) -> list[Leaf]:
+        leaves = self._all_leaves(index)
+        return leaves if self._paths is None else [leaf for leaf in leaves if leaf.path in self._paths]
+
+    def _all_leaves(self, index: int) -> list[Leaf]:
+        if isinstance(self._source, Samples):
+            return leaves_of(self._source.sample(index))
+        row: npt.NDArray[np.int64] = np.array([index])
+        return leaves_of(map_tensors(lambda tensor: tensor[0], self._source.fetch(Request(0, 0, row, -1))))
+
+
+def digest_of_probes(probes: list[Probe]) -> str:
+    """Return a digest that is equal where everything in ``probes`` is."""
+    return digest_of(*(leaf.digest.encode() for probe in probes for leaf in probe.leaves or ()))
+
+
+def prober_in_memory(dataset: object, where: str) -> Prober | None:
+    """Return what reads rows of tensors and arrays; ``None`` for a dataset of anything else."""
+    try:
+        columns = columns_of(dataset)
+    except DatasetError:
+        return None
+    return None if columns is None else Prober(columns, None, where)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether all ranks of a loader or sampler have the same arguments and the same data; if not, which sample differs.
+
+Compares digests in one exchange; only where they differ, more is exchanged to name the sample. Every rank comes to
+the same result. Imported by ``sampler`` and ``loader``.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from rankwise.collectives import gather_json
+from rankwise.data.contents import Listing, listings_of
+from rankwise.data.leaves import Leaf, unlike
+from rankwise.data.position import check_not_empty
+from rankwise.data.probes import Prober, digest_of_probes
+from rankwise.errors import ConfigurationError, DatasetError, fold_values
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rankwise.data.probes import Probe
+
+_NUM_PARTS = 64
+"""Parts of a list whose digests are compared at once to find the first entry that differs."""
+_MOST_SAMPLES = 8
+"""Samples that are read again to find out whether a difference is random."""
+_MOST_LINES = 8
+_LONGEST_ENTRY = 100
+_NUM_READS = 16
+"""Augmentation by a generator that no seed of ours reaches must have changed by then, even one that flips a coin."""
+
+ON_PURPOSE = "compare_samples=False where the ranks' data differ on purpose"
+SPLIT_ALIKE = (
+    "make the same split on every rank: random_split(..., generator=torch.Generator().manual_seed(0)), or "
+    "np.random.default_rng(0).permutation(n); else one rank's training samples are in another's validation set. "
+    f"Pass {ON_PURPOSE}"
+)
+SORT = f"sort what os.listdir() or glob() returned: sorted(os.listdir(path)). Pass {ON_PURPOSE}"
+SEED = (
+    "seed what makes the dataset, before it is made: np.random.seed(0), torch.manual_seed(0) or a generator of its "
+    "own; sort what os.listdir() returned; or make it on one rank: rankwise.broadcast_object(data). "
+    f"Pass {ON_PURPOSE}"
+)
+
+
+def check_with_peers(settings: Mapping[str, object], dataset: object = None, prober: Prober | None = None) -> None:
+    """Raise on every rank if a setting or the data differs between ranks, or the dataset is empty.
+
+    Called by: every rank, in the same order.
+
+    Args:
+        settings: ``dataset_length`` (``None`` where it is not known) and what else must be the same. JSON-able.
+        dataset: whose file names and indices are compared; ``None``: no data are.
+        prober: reads the samples to compare; ``None``: none are.
+
+    Raises:
+        DatasetError: the dataset is empty, or differs between ranks.
+        ConfigurationError: a setting differs.
+    """
+    world = current().world
+    compares = world.world_size > 1 and bool(settings["dataset_length"])
+    listings = _listings(dataset) if compares else []
+    probes = prober.read(prober.indices()) if prober is not None and compares else None
+    own = {
+        "settings": dict(settings),
+        "listings": {listing.label: listing.digest() for listing in listings},
+        "samples": None if probes is None else digest_of_probes(probes),
+    }
+    reports = gather_json(own, what="comparing the settings of a loader or sampler")
+    _check_settings([report["settings"] for report in reports])
+    check_not_empty(settings["dataset_length"], where=f"reported on {world}", num_ranks=len(reports))
+    if len({report["samples"] is None for report in reports}) > 1:
+        prober = probes = None
+    for label in reports[0]["listings"]:
+        digests = [report["listings"].get(label) for report in reports]
+        if None not in digests and len(set(digests)) > 1:
+            _check_listing(next(one for one in listings if one.label == label), prober)
+    if prober is not None and probes is not None and len({report["samples"] for report in reports}) > 1:
+        _check_samples(prober, probes)
+
+
+def _listings(dataset: object) -> list[Listing]:
+    try:
+        return listings_of(dataset)
+    except Exception:  # noqa: BLE001 - a dataset's attributes may fail in any way; its samples are compared all the same
+        return []
+
+
+def _check_settings(reports: list[Mapping[str, object]]) -> None:
+    # Of all ranks: one may have been given a sampler and the others none, and all raise alike.
+    for name in dict.fromkeys(name for report in reports for name in report):
+        values = {rank: report.get(name) for rank, report in enumerate(reports)}
+        if len(set(map(repr, values.values()))) > 1:
+            raise (DatasetError if name == "dataset_length" else ConfigurationError)(
+                f"{name} differs between ranks.",
+                where=f"reported on {current().world}",
+                evidence=fold_values({rank: f"{name}={value!r}" for rank, value in values.items()}),
+                do="give every rank the same dataset: rankwise takes each rank's part itself"
+                if name == "dataset_length"
+                else f"pass the same {name} on every rank",
+            )
+
+
+def _check_listing(listing: Listing, prober: Prober | None) -> None:
+    """Raise for the first entry that differs, unless the sample it stands for is the same on all ranks."""
+    position = _first_difference(listing)
+    if prober is not None and _is_same_sample(prober, position):
+        return
+    entries = gather_json(
+        str(listing.entries[position]).replace("\n", " ")[-_LONGEST_ENTRY:], what="comparing an entry of a dataset"
+    )
+    is_split = listing.label == "dataset.indices"
+    _raise(
+        f"{listing.label}[{position}] differs between ranks: they "
+        + ("split the dataset differently." if is_split else "list the files in different orders, or different files."),
+        {rank: f"{listing.label}[{position}] = {entry}" for rank, entry in enumerate(entries)},
+        SPLIT_ALIKE if is_split else SORT,
+    )
+
+
+def _first_difference(listing: Listing) -> int:
+    """Return the first position at which the ranks' entries differ, which they do."""
+    low, high = 0, len(listing.entries)
+    while high - low > 1:
+        cuts = np.linspace(low, high, min(_NUM_PARTS, high - low) + 1).astype(int).tolist()
+        digests = [listing.digest(start, stop) for start, stop in pairwise(cuts)]
+        of_ranks = gather_json(digests, what="comparing parts of a dataset's list")
+        part = next((number for number, one in enumerate(zip(*of_ranks, strict=True)) if len(set(one)) > 1), 0)
+        low, high = cuts[part], cuts[part + 1]
+    return low
+
+
+def _is_same_sample(prober: Prober, index: int) -> bool:
+    """Return whether all ranks read the same for ``index``, whatever their lists say."""
+    (probe,) = prober.read([index])
+    of_ranks = _gather_leaves(probe.leaves or [])
+    if not all(leaves for _, leaves in of_ranks):
+        return False
+    return not any(_differs(path, of_ranks) for path in _paths(of_ranks))
+
+
+def _check_samples(prober: Prober, probes: list[Probe]) -> None:
+    """Raise for the first sample that differs, and differs again each time it is read."""
+    own = {probe.sample_index: {leaf.path: leaf.digest for leaf in probe.leaves or ()} for probe in probes}
+    of_ranks = gather_json(list(own.items()), what="comparing the digests of samples")
+    unequal: list[tuple[int, list[str], set[str]]] = []
+    for same_place in zip(*of_ranks, strict=True):
+        digests: list[dict[str, str]] = [leaves for _, leaves in same_place if leaves]
+        if len(digests) == len(of_ranks):
+            paths = list(dict.fromkeys(path for leaves in digests for path in leaves))
+            missing = {path for path in paths if any(path not in leaves for leaves in digests)}
+            differing = [path for path in paths if len({leaves.get(path) for leaves in digests}) > 1]
+            if differing:
+                unequal.append((same_place[0][0], differing, missing))
+    for index, paths, missing in unequal[:_MOST_SAMPLES]:
+        (probe,) = prober.read([index], num_reads=_NUM_READS, paths=frozenset(paths))
+        # Read by another worker process, it may be another value too.
+        same = [leaf for leaf in probe.leaves or () if own[index].get(leaf.path) == leaf.digest]
+        leaves_of_rank = _gather_leaves(same)
+        for path in paths:
+            if _differs(path, leaves_of_rank, is_missing=path in missing):
+                shown = {
+                    rank: leaves[path].shown if path in leaves else "nothing"
+                    for rank, (_, leaves) in enumerate(leaves_of_rank)
+                }
+                _raise(
+                    f"dataset[{index}]{path} differs between ranks: they hold different data.",
+                    {rank: f"dataset[{index}]{path} = {value}" for rank, value in shown.items()},
+                    SEED,
+                )
+
+
+def _gather_leaves(leaves: list[Leaf]) -> list[tuple[int, dict[str, Leaf]]]:
+    """Return the node and the leaves by path of each rank."""
+    told: list[Any] = gather_json([current().world.node_rank, leaves], what="comparing a sample")
+    return [
+        (node, {leaf.path: leaf for leaf in (Leaf(*fields) for fields in fields_of_leaves)})
+        for node, fields_of_leaves in told
+    ]
+
+
+def _paths(of_ranks: list[tuple[int, dict[str, Leaf]]]) -> list[str]:
+    return list(dict.fromkeys(path for _, leaves in of_ranks for path in leaves))
+
+
+def _differs(path: str, of_ranks: list[tuple[int, dict[str, Leaf]]], *, is_missing: bool = False) -> bool:
+    """Return whether the ranks' values at ``path`` are different data.
+
+    Args:
+        path: where in the sample.
+        of_ranks: node and leaves of each rank. A leaf that is not there was random, or ``is_missing``.
+        is_missing: whether the samples of some ranks have no such value at all.
+    """
+    found = [(node, leaves[path]) for node, leaves in of_ranks if path in leaves]
+    if len(found) < len(of_ranks):
+        return is_missing and bool(found)
+    first_node, first = found[0]
+    first_of_node: dict[int, Leaf] = {}
+    return any(
+        unlike(first_of_node.setdefault(node, leaf), leaf, same_host=True)
+        or unlike(first, leaf, same_host=node == first_node)
+        for node, leaf in found
+    )
+
+
+def _raise(what: str, evidence: dict[int, str], do: str) -> NoReturn:
+    lines = fold_values(evidence).splitlines()
+    more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    text = "\n".join(lines[:_MOST_LINES] + more)
+    raise DatasetError(what, where=f"reported on {current().world}", evidence=text, do=do)
