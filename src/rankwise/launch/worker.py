@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from rankwise import silent
-from rankwise.launch import failure, torch_env
+from rankwise.launch import alone, failure, torch_env
 from rankwise.launch.target import run_as_main, without_launcher_frames
 from rankwise.stopping import STOPPED_EXIT_CODE
 
@@ -42,6 +42,9 @@ def run_rank(start: RankStart, target: Target, doorbell: int) -> int:
     _settle(start.variables)
     own_pid = os.getpid()
     _offer_stack(start.variables.get("RANKWISE_STACK_FILE", ""))
+    if start.rank == 0:
+        note = alone.note_of(start.variables["RANKWISE_ERROR_FILE"])
+        alone.watch(int(start.variables["WORLD_SIZE"]), note)
     try:
         run_as_main(target)
     except BaseException as error:  # noqa: BLE001 - every way a script can end passes here
