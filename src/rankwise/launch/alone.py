@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank that trains by itself although it has peers: its script never joins them.
 
-Watches optimizers by torch's own hook, in a rank that the launcher started. Imported by the worker, which sets the hook,
-and by the coordinator, which repeats the report at the end.
+Watches optimizers by torch's own hook, in a rank that the launcher started. Imported by the worker, which sets
+the hook, and by the coordinator, which repeats the report at the end.
 """
 
 from __future__ import annotations
