@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from rankwise.point_to_point.calls import recv, send
     from rankwise.process_group import join, leave
     from rankwise.progress import print, progress  # noqa: A004 - prints on rank zero
+    from rankwise.steps import independent
     from rankwise.world import World
 
 __version__ = VERSION
@@ -72,6 +73,7 @@ _ROOM_OF = {
     "broadcast": "collectives",
     "broadcast_object": "collectives",
     "data_parallel": "parallel.threads",
+    "independent": "steps",
     "join": "process_group",
     "launch": "launch.function",
     "launcher": "launch.function",
@@ -119,6 +121,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "data_parallel",
+    "independent",
     "join",
     "launch",
     "launcher",

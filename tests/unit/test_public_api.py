@@ -29,6 +29,7 @@ PUBLIC = [
     "broadcast",
     "broadcast_object",
     "data_parallel",
+    "independent",
     "join",
     "launch",
     "launcher",
