@@ -39,12 +39,17 @@ def watch(world_size: int, note: str) -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - in memory already
 
-    own_pid = os.getpid()
+    from rankwise.torch_private.compiler import uncompiled  # noqa: PLC0415 - imports torch
 
+    own_pid = os.getpid()
+    has_looked: list[bool] = []
+
+    @uncompiled
     def look(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        if not has_gradients(optimizer):
+        # Not removed instead: torch is going through the hooks.
+        if has_looked or not has_gradients(optimizer):
             return
-        handle.remove()
+        has_looked.append(True)
         # A process that the script forked is not the rank.
         if os.getpid() == own_pid and not _is_connected():
             warn(
@@ -54,7 +59,7 @@ def watch(world_size: int, note: str) -> None:
             with contextlib.suppress(OSError):
                 Path(note).touch()
 
-    handle = register_optimizer_step_post_hook(look)
+    register_optimizer_step_post_hook(look)
 
 
 def note_of(error_file: str) -> str:
