@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         barrier,
         broadcast,
         broadcast_object,
+        mean,
         new_group,
         reduce_scatter,
     )
@@ -82,6 +83,7 @@ _ROOM_OF = {
     "load_weights": "checkpoint.import_weights",
     "local_sgd": "parallel.local_sgd.calls",
     "log": "log",
+    "mean": "collectives",
     "mesh": "parallel.device_mesh",
     "new_group": "collectives",
     "no_sync": "parallel.trained",
@@ -130,6 +132,7 @@ __all__ = [
     "load_weights",
     "local_sgd",
     "log",
+    "mean",
     "mesh",
     "new_group",
     "no_sync",

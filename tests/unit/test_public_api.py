@@ -38,6 +38,7 @@ PUBLIC = [
     "load_weights",
     "local_sgd",
     "log",
+    "mean",
     "mesh",
     "new_group",
     "no_sync",
