@@ -29,14 +29,12 @@ _WHAT_TO_DO = (
 def watch(world_size: int, note: str) -> None:
     """Report the first optimizer step of this process if it has not joined its peers by then.
 
-    Called by: one rank, before its script runs. Does nothing in a world of one.
+    Called by: one of several ranks, before its script runs.
 
     Args:
         world_size: ranks of the job.
         note: path of a file that is written then, for the launcher to remind of it at the end.
     """
-    if world_size == 1:
-        return
     from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - in memory already
 
     from rankwise.torch_private.compiler import uncompiled  # noqa: PLC0415 - imports torch
