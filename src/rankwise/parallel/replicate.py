@@ -20,7 +20,7 @@ from rankwise.parallel.batchnorm import synchronise_batchnorm, unsynchronised_ba
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.gradient_sync import GradientSync
-from rankwise.parallel.own_hooks import OwnHook
+from rankwise.parallel.own_hooks import OwnHook, leave_out_of_copies
 from rankwise.parallel.same_model import broadcast_model, check_same_model
 from rankwise.parallel.trained import (
     check_callable,
@@ -140,6 +140,7 @@ def replicate(
             )
         model.register_forward_pre_hook(_BeforeForward(BufferSync(model, exchange)))
     model.register_forward_hook(AfterForward(sync, weight), with_kwargs=True)
+    leave_out_of_copies(model)
     return model
 
 
