@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakSet
 
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim import LBFGS
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.bytes_of import bytes_of
@@ -81,6 +82,7 @@ def follow(store: Store | None, world: World) -> None:
     """
     if store is not None:
         _following.append(register_optimizer_step_post_hook(_Look(store, world)))
+        _following.append(register_optimizer_step_pre_hook(_BeforeLBFGS()))
 
 
 def stop() -> None:
@@ -135,6 +137,23 @@ class _Look:
             "rankwise.independent(model)",
             all_ranks=True,
         )
+
+
+class _BeforeLBFGS:
+    """Tells once what LBFGS takes from its closure, before its first step: afterwards ranks may have parted."""
+
+    def __init__(self) -> None:
+        self._is_told = False
+
+    @uncompiled
+    def __call__(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        """Look at an optimizer before a step. Called by torch."""
+        if isinstance(optimizer, LBFGS) and not self._is_told:
+            self._is_told = True
+            warn(
+                "LBFGS decides by the loss that its closure returns how often it runs backward: return "
+                "rankwise.mean(loss, len(x)), which is equal on every rank, or the ranks part"
+            )
 
 
 def _unaccounted(trained: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -163,6 +163,63 @@ def _compiled(world: World) -> int:
     return len([text for text in said if "has stepped" in text])
 
 
+# -- what is said once, in the first step --------------------------------------------------------------
+
+
+def _said_of(
+    world: World, layers: list[nn.Module], make: Callable[..., torch.optim.Optimizer], words: str
+) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    torch.manual_seed(0)
+    model = rw.replicate(nn.Sequential(nn.Linear(2, 2), *layers))
+    optimizer = make(model.parameters(), lr=0.1)
+    x = torch.full((4, 2), 1.0 + world.rank)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return rw.mean(loss, len(x))
+
+    for _ in range(2):
+        optimizer.step(closure)
+    model.eval()
+    return [text for text in said if words in text]
+
+
+SGD, LBFGS = torch.optim.SGD, torch.optim.LBFGS
+
+
+@pytest.mark.parametrize(
+    ("layers", "make", "words", "expected"),
+    [
+        ([nn.Dropout(0.5)], SGD, "dropout", "1 draws its own mask on each rank"),
+        ([nn.Dropout(0.5), nn.ReLU(), nn.Dropout1d(0.1)], SGD, "dropout", "1 and 1 more layers draw their own masks"),
+        ([nn.Dropout(0.0), nn.Dropout(0.5).eval()], SGD, "dropout", None),
+        ([nn.BatchNorm1d(2)], SGD, "BatchNorm", "1 (BatchNorm) takes its statistics per rank"),
+        ([nn.BatchNorm1d(2)] * 2, SGD, "BatchNorm", "1 (BatchNorm) takes its statistics per rank"),
+        (
+            [nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)],
+            SGD,
+            "BatchNorm",
+            "1 and 2 more BatchNorm layers take their statistics per rank",
+        ),
+        ([], LBFGS, "LBFGS", "LBFGS decides by the loss that its closure returns"),
+        ([], SGD, "", None),
+    ],
+    ids=["dropout", "dropouts", "no dropout", "BatchNorm", "one BatchNorm twice", "BatchNorms", "LBFGS", "nothing"],
+)
+def test_what_keeps_a_run_from_being_that_of_one_rank_is_said_once(
+    layers: list[nn.Module], make: Callable[..., torch.optim.Optimizer], words: str, expected: str | None
+) -> None:
+    first, other = [result.get() for result in testing.run_ranks(_said_of, 2, layers, make, words)]
+    check_said(first, [] if expected is None else [expected])
+    assert other == []
+
+
 def test_independent_takes_a_module() -> None:
     with pytest.raises(rw.errors.ConfigurationError, match=r"takes a torch\.nn\.Module"):
         steps.independent("model")  # type: ignore[type-var]

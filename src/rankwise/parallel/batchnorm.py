@@ -117,6 +117,13 @@ def unsynchronised_batchnorms(model: nn.Module) -> list[str]:
     ]
 
 
+def take_their(names: list[str]) -> str:
+    """Return the beginning of what is said of BatchNorm layers: ``bn1 and 2 more BatchNorm layers take their``."""
+    if len(names) == 1:
+        return f"{names[0]} (BatchNorm) takes its"
+    return f"{names[0]} and {len(names) - 1} more BatchNorm layer{'s' * (len(names) > 2)} take their"  # noqa: PLR2004
+
+
 class _SyncedNorm(torch.autograd.Function):
     """Normalisation by the mean and variance of all ranks' elements; see :mod:`rankwise.parallel.global_statistics`.
 
