@@ -89,14 +89,15 @@ def main() -> None:
         losses = []
         started = time.perf_counter()
         for epoch in range(loader.epoch, options.epochs):
-            loss_sum = 0.0
+            batch_losses, sizes = [], []
             for x, y in loader:
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                loss_sum += loss.item() * len(y) if len(y) else 0.0
-            losses.append(rw.all_reduce(loss_sum) / len(train_set))
+                batch_losses.append(loss.detach())
+                sizes.append(len(y))
+            losses.append(rw.mean(batch_losses, sizes))
             rw.print(f"epoch {epoch + 1:2}  loss {losses[-1]:.4f}")
             if checkpoints:
                 checkpoints.save(model=model, optimizer=optimizer, loader=loader)

@@ -73,18 +73,21 @@ def train(options: argparse.Namespace, loader: rw.DataLoader, parts: dict[str, A
     checkpoints = rw.Checkpointer(options.checkpoints, keep=2) if options.checkpoints else None
     if checkpoints:
         checkpoints.restore(**parts)
-    losses: list[float] = []
+    losses: list[torch.Tensor] = []
+    sizes: list[int] = []
     while done["steps"] < options.steps:
         for pieces in loader:
             loss = loss_of(model, pieces)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(loss.detach())
+            sizes.append(len(pieces))
             done["steps"] += 1
             if done["steps"] % (options.every or 20) == 0:
-                rw.print(f"step {done['steps']:4}  loss {rw.all_reduce(sum(losses) / len(losses), 'mean'):.3f}")
+                rw.print(f"step {done['steps']:4}  loss {rw.mean(losses, sizes):.3f}")
                 losses.clear()
+                sizes.clear()
             if checkpoints and done["steps"] % options.save_every == 0:
                 checkpoints.save(**parts)
             if done["steps"] == options.steps:

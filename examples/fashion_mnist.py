@@ -81,17 +81,22 @@ def main() -> None:
         if checkpoints:
             checkpoints.restore(model=model, optimizer=optimizer, loader=loader)
         for epoch in range(loader.epoch, options.epochs):
+            losses, sizes = [], []
             for x, y in rw.progress(loader, desc=f"epoch {epoch + 1}", leave=False):
-                F.cross_entropy(model(x / 255), y).backward()
+                loss = F.cross_entropy(model(x / 255), y)
+                loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                losses.append(loss.detach())
+                sizes.append(len(y))
             model.eval()
             right = 0
             with torch.no_grad():
                 for x, y in rw.DataLoader(test_set, global_batch_size=1000):
                     right += int((model(x / 255).argmax(1) == y).sum())
             model.train()
-            rw.print(f"epoch {epoch + 1}  accuracy {rw.all_reduce(right) / len(test_set):.4f}")
+            loss_mean = rw.mean(losses, sizes)
+            rw.print(f"epoch {epoch + 1}  loss {loss_mean:.4f}  accuracy {rw.all_reduce(right) / len(test_set):.4f}")
             if checkpoints:
                 checkpoints.save(model=model, optimizer=optimizer, loader=loader)
 

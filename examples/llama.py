@@ -137,7 +137,7 @@ def train(arguments: argparse.Namespace, device: str, folder: str) -> tuple[list
         loss = step(x, y)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(rw.all_reduce(loss.double() * len(x)) / rw.all_reduce(len(x))))
+        losses.append(rw.mean(loss, len(x)))
         if number % 10 == 1:
             rw.print(f"step {number:4d}   loss {losses[-1]:.4f}")
     return losses, whole(model)

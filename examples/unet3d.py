@@ -98,17 +98,15 @@ def main() -> None:
         if checkpoints:
             checkpoints.restore(model=model, optimizer=optimizer, loader=loader)
         for epoch in range(loader.epoch, options.epochs):
-            total, count = 0.0, 0
+            losses, sizes = [], []
             for batch in rw.progress(loader, desc=f"epoch {epoch + 1}", leave=False):
                 loss = dice_loss(model(batch["image"]), batch["label"])
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if num_crops := len(batch["image"]):
-                    total += loss.item() * num_crops
-                    count += num_crops
-            total, count = rw.all_reduce([total, count])
-            rw.print(f"epoch {epoch + 1}  Dice loss {total / count:.4f}")
+                losses.append(loss.detach())
+                sizes.append(len(batch["image"]))
+            rw.print(f"epoch {epoch + 1}  Dice loss {rw.mean(losses, sizes):.4f}")
             if checkpoints:
                 checkpoints.save(model=model, optimizer=optimizer, loader=loader)
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         barrier,
         broadcast,
         broadcast_object,
+        mean,
         new_group,
         reduce_scatter,
     )
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from rankwise.point_to_point.calls import recv, send
     from rankwise.process_group import join, leave
     from rankwise.progress import print, progress  # noqa: A004 - prints on rank zero
+    from rankwise.steps import independent
     from rankwise.world import World
 
 __version__ = VERSION
@@ -72,6 +74,7 @@ _ROOM_OF = {
     "broadcast": "collectives",
     "broadcast_object": "collectives",
     "data_parallel": "parallel.threads",
+    "independent": "steps",
     "join": "process_group",
     "launch": "launch.function",
     "launcher": "launch.function",
@@ -80,6 +83,7 @@ _ROOM_OF = {
     "load_weights": "checkpoint.import_weights",
     "local_sgd": "parallel.local_sgd.calls",
     "log": "log",
+    "mean": "collectives",
     "mesh": "parallel.device_mesh",
     "new_group": "collectives",
     "no_sync": "parallel.trained",
@@ -119,6 +123,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "data_parallel",
+    "independent",
     "join",
     "launch",
     "launcher",
@@ -127,6 +132,7 @@ __all__ = [
     "load_weights",
     "local_sgd",
     "log",
+    "mean",
     "mesh",
     "new_group",
     "no_sync",

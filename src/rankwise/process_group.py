@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from rankwise import environments, network, rendezvous, store
+from rankwise import environments, network, rendezvous, steps, store
 from rankwise.blame import world_left
 from rankwise.device import accelerator
 from rankwise.device.choice import choose_backend, choose_device, torch_backends
@@ -133,6 +133,7 @@ def join(
     accelerator.use(world.device)
     set_current(session)
     session.on_close = listen(session.stopping, reading.stop_signals)
+    steps.follow(session.store, world)
     speak_as(str(world), is_rank_zero=world.rank == 0)
     _follow_exit()
     if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has said so
@@ -199,6 +200,7 @@ def fail(error: BaseException) -> RankwiseError | None:
 
 def _close(session: Session, *, failed: bool) -> None:
     set_current(None)
+    steps.stop()
     _forget_interface()
     # The process is about to end, and another signal must not make it look killed.
     if not session.stopping.has_stopped:

@@ -61,10 +61,12 @@ def test_what_torch_imports_while_it_trains_is_not_reported_as_leaked(command: C
         "train.py",
         """
         import torch
+        torch.distributed.init_process_group("gloo")
         model = torch.nn.Linear(2, 2)
         model(torch.ones(3, 2)).sum().backward()
         torch.optim.SGD(model.parameters(), 0.1).step()
         import torch._dynamo  # what the step imports, and with it triton where torch has it
+        torch.distributed.destroy_process_group()
         """,
     )
     ended = command.run("-n", "2", "train.py")

@@ -53,6 +53,7 @@ class Scene:
             "tails": {},
             "logs": {},
             "has_stopped": has_stopped,
+            "is_alone": False,
         }
         self.coordinator.end(name, attempt, report, self.now)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import logging
 import operator
 import pickle
 import sys
+import tempfile
 import warnings
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,6 +41,7 @@ from rankwise.torch_private import (
     optimizers,
     pipelining,
     rendezvous,
+    saving,
     tensors,
     tree,
 )
@@ -550,6 +554,29 @@ def check_optimizer() -> None:
             warnings.simplefilter("always")
             scheduler.step()
         assert bool(caught) is not is_marked
+
+
+# -- saving --------------------------------------------------------------------------------------------
+
+
+@canary("torch.serialization._open_zipfile_writer_file")
+def check_saving() -> None:
+    opened: list[str] = []
+    stop = saving.on_save(opened.append)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            value = {"a": torch.arange(3)}
+            names = [f"{folder}/plain", Path(folder) / "path", f"{folder}/ä"]
+            for name in names:
+                torch.save(value, name)
+                assert torch.equal(torch.load(name)["a"], value["a"])
+            torch.save(value, io.BytesIO())
+            assert opened == list(map(str, names))
+            stop()
+            torch.save(value, names[0])
+            assert len(opened) == 3
+    finally:
+        stop()
 
 
 # -- tensors -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Tensors, arrays of NumPy and of what has ``__dlpack__``, and numbers, alone or i
 world or a group of one, each is the identity. Results never alias what was given, and have no gradients.
 """
 
+from rankwise.collectives.averaging import mean
 from rankwise.collectives.group import Group, exchange_of
 from rankwise.collectives.moving import all_gather, all_gather_uneven, all_to_all, broadcast
 from rankwise.collectives.new_group import new_group
@@ -23,6 +24,7 @@ __all__ = [
     "broadcast_object",
     "exchange_of",
     "gather_json",
+    "mean",
     "new_group",
     "reduce_scatter",
 ]

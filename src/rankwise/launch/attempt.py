@@ -37,6 +37,8 @@ class Attempt:
     """Those of them whose failure did not end the others."""
     has_stopped: bool = False
     """Whether a rank saved and stopped, as it was asked to."""
+    is_alone: bool = False
+    """Whether rank 0 took an optimizer step without having joined its peers."""
     is_to_grow: bool = False
     """Whether its ranks were asked to save and end for a machine that has come."""
     grow_deadline: float | None = None

@@ -11,7 +11,7 @@ import math
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from rankwise.launch import failure
+from rankwise.launch import alone, failure
 from rankwise.launch.attempt import Attempt, failed_event
 from rankwise.launch.failure import FailedAttempt, Failure
 from rankwise.launch.nodes import Member, Node, place, ranks_in_words, refusal_of, who_is_missing
@@ -217,6 +217,7 @@ class Coordinator:
         current.tails |= {int(rank): tail for rank, tail in report["tails"].items()}
         current.logs |= {int(rank): path for rank, path in report["logs"].items()}
         current.has_stopped = current.has_stopped or report["has_stopped"]
+        current.is_alone = current.is_alone or report["is_alone"]
         self._conclude_if_ended(now)
 
     def tick(self, now: float) -> None:
@@ -324,6 +325,7 @@ class Coordinator:
         is_anyone_running = any(member.is_running for member in self._members.values())
         if current is None or is_anyone_running or self.phase is Phase.OVER:
             return
+        self._say(alone.reminder(current.world_size) if current.is_alone else "")
         if current.failures.keys() - current.borne:
             self._conclude_failure(current, now)
         elif self._grows(current):

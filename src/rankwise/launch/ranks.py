@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.environments import variables_for
-from rankwise.launch import failure
+from rankwise.launch import alone, failure
 from rankwise.launch.memory import OomCount
 from rankwise.launch.output import descriptors_closed
 from rankwise.launch.server import Ended, RankStart, Started
@@ -188,7 +188,7 @@ class LocalRanks:
     def report(self) -> dict[str, Any]:
         """Return how the ranks of the attempt ended, as JSON can carry it."""
         if self.layout is None:
-            return {"failures": [], "ends": {}, "tails": {}, "logs": {}, "has_stopped": False}
+            return {"failures": [], "ends": {}, "tails": {}, "logs": {}, "has_stopped": False, "is_alone": False}
         attempt, first = self.layout.attempt, self.layout.first_rank
         self._output.drain()
         for failed in self.failures.values():
@@ -202,6 +202,7 @@ class LocalRanks:
             "tails": {rank: [line[:LONGEST_LINE] for line in self._output.stderr_tail(rank)] for rank in self.failures},
             "logs": {rank: path for rank, path in logs.items() if path is not None},
             "has_stopped": self.has_stopped,
+            "is_alone": Path(alone.note_of(self._error_file(0))).exists(),
         }
 
     # -- how a rank ends ---------------------------------------------------------------------------

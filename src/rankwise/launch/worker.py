@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from rankwise import session, silent
-from rankwise.launch import failure, torch_env
+from rankwise.launch import alone, failure, torch_env, written
 from rankwise.launch.target import run_as_main, without_launcher_frames
 from rankwise.stopping import STOPPED_EXIT_CODE
 
@@ -42,6 +42,7 @@ def run_rank(start: RankStart, target: Target, doorbell: int) -> int:
     _settle(start.variables)
     own_pid = os.getpid()
     _offer_stack(start.variables.get("RANKWISE_STACK_FILE", ""))
+    _look_for_mistakes(start)
     try:
         run_as_main(target)
     except BaseException as error:  # noqa: BLE001 - every way a script can end passes here
@@ -58,6 +59,16 @@ def run_rank(start: RankStart, target: Target, doorbell: int) -> int:
             sys.excepthook(type(error), error, error.__traceback__)
         return exit_code
     return 0
+
+
+def _look_for_mistakes(start: RankStart) -> None:
+    """Have what goes wrong in silence with several ranks reported where it happens."""
+    error_file = start.variables["RANKWISE_ERROR_FILE"]
+    if int(start.variables["WORLD_SIZE"]) == 1:
+        return
+    written.watch(start.rank, error_file)
+    if start.rank == 0:
+        alone.watch(int(start.variables["WORLD_SIZE"]), alone.note_of(error_file))
 
 
 def threads_per_rank(local_world_size: int, chosen: str | None) -> int:

@@ -42,6 +42,12 @@ class _GlobalStatistics(BatchNorm):
             self._track(mean, variance, count)
         return output  # type: ignore[no-any-return]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as Python's own
+        """Have copies and pickles be of torch's class, which a file can be read with anywhere."""
+        reduced = super().__reduce_ex__(protocol)
+        # Called: pickle makes no instance of another class than this one's in any other way.
+        return (_PLAIN_OF[type(self)], (self.num_features,), *reduced[2:]) if type(self) in _PLAIN_OF else reduced
+
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
         """Move the running statistics as torch's BatchNorm does, with the unbiased variance."""
@@ -80,6 +86,7 @@ _CLASS_OF: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm3d: GlobalBatchNorm3d,
     nn.SyncBatchNorm: GlobalBatchNorm,
 }
+_PLAIN_OF = {ours: torchs for torchs, ours in _CLASS_OF.items()}
 
 
 def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchange) -> None:
@@ -108,6 +115,13 @@ def unsynchronised_batchnorms(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
     ]
+
+
+def take_their(names: list[str]) -> str:
+    """Return the beginning of what is said of BatchNorm layers: ``bn1 and 2 more BatchNorm layers take their``."""
+    if len(names) == 1:
+        return f"{names[0]} (BatchNorm) takes its"
+    return f"{names[0]} and {len(names) - 1} more BatchNorm layer{'s' * (len(names) > 2)} take their"  # noqa: PLR2004
 
 
 class _SyncedNorm(torch.autograd.Function):

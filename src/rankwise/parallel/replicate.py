@@ -16,12 +16,13 @@ from rankwise.agreement import same_on_all_ranks
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.parallel.after_forward import AfterForward
-from rankwise.parallel.batchnorm import synchronise_batchnorm, unsynchronised_batchnorms
+from rankwise.parallel.batchnorm import synchronise_batchnorm, take_their, unsynchronised_batchnorms
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.gradient_sync import GradientSync
 from rankwise.parallel.loss.reading import subscribe
-from rankwise.parallel.own_hooks import OwnHook
+from rankwise.parallel.own_hooks import OwnHook, leave_out_of_copies
+from rankwise.parallel.random_layers import warn_of_dropout
 from rankwise.parallel.same_model import broadcast_model, check_same_model
 from rankwise.parallel.trained import (
     check_callable,
@@ -138,11 +139,12 @@ def replicate(
             synchronise_batchnorm(model, sync, exchange)
         elif names := unsynchronised_batchnorms(model):
             warn(
-                f"{names[0]} and {len(names) - 1} more BatchNorm layers take their statistics per rank, so that the "
+                f"{take_their(names)} statistics per rank, so that the "
                 "result depends on the number of ranks; replicate(model, sync_batchnorm=True) makes it exact"
             )
         model.register_forward_pre_hook(_BeforeForward(BufferSync(model, exchange)))
     model.register_forward_hook(AfterForward(sync, weight), with_kwargs=True)
+    leave_out_of_copies(model)
     return model
 
 
@@ -170,8 +172,12 @@ class _BeforeForward(OwnHook):
 
     def __init__(self, buffers: BufferSync) -> None:
         self._buffers = buffers
+        self._is_first = True
 
     @uncompiled
     def __call__(self, module: nn.Module, _: object) -> None:
         if module.training and torch.is_grad_enabled():
+            if self._is_first:
+                self._is_first = False
+                warn_of_dropout(module)
             self._buffers.before_forward()

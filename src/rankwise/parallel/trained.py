@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
+from rankwise import steps
 from rankwise.errors import ConfigurationError
 from rankwise.torch_private import tree as pytree
 
@@ -66,6 +67,7 @@ def note_trained(model: nn.Module, trained: Trained | ref[Trained]) -> None:
         model: that went through a strategy.
         trained: a weak reference where it leads back to the model, whose hooks hold it then.
     """
+    steps.account_for(model)
     _trained[model] = trained if isinstance(trained, ref) else lambda: trained
 
 

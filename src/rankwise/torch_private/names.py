@@ -110,6 +110,8 @@ NAMES = tuple(
         ("torch.optim.Optimizer.step._wrapped_by_lr_sched", "schedulers mark the step that they watch", _OLDEST),
         # rendezvous
         ("torch.distributed.rendezvous._rendezvous_handlers", "serve env:// from the job's store", _OLDEST),
+        # saving
+        ("torch.serialization._open_zipfile_writer_file", "learn which files torch.save opens", _OLDEST),
         # tensors
         ("torch.UntypedStorage._cdata", "identify memory that has no data pointer", _OLDEST),
         ("torch.storage.TypedStorage._untyped_storage", "the bytes of a typed storage, without a warning", _OLDEST),

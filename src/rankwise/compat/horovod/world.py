@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise import steps
 from rankwise.collectives import gather_json
 from rankwise.compat.horovod.errors import NotOffered, not_initialized
 from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
@@ -45,6 +46,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - 
     if is_alone:
         join()
     _check_comm(comm)
+    steps.stop()  # Horovod's optimizers keep models equal, each among the ranks of its process set.
     if current_queue_or_none() is None:
         _open_queue(has_opened_world=is_alone)
     for number, process_set in enumerate(given):

@@ -18,6 +18,7 @@ from rankwise.errors import CheckpointError, ConfigurationError, PeerMissing, fo
 from rankwise.log import log
 from rankwise.parallel.after_forward import AfterForward
 from rankwise.parallel.gradient_sync import GradientSync
+from rankwise.parallel.own_hooks import leave_out_of_copies
 from rankwise.parallel.server.kept import Kept
 from rankwise.parallel.server.memory import create_memory, shared_home
 from rankwise.parallel.server.options import options_of, set_options
@@ -237,6 +238,7 @@ def _follow(
     sync = _noted(model)
     sync.on_mean = weights.append
     model.register_forward_hook(AfterForward(sync, weight), with_kwargs=True)
+    leave_out_of_copies(model)
 
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the loss
         loss = None

@@ -24,7 +24,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import log, warn
 from rankwise.mesh import NAMES
-from rankwise.parallel.batchnorm import unsynchronised_batchnorms
+from rankwise.parallel.batchnorm import take_their, unsynchronised_batchnorms
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.from_meta import FromMeta, check_same_meta
@@ -176,10 +176,7 @@ def shard(
     buffers = None
     if session.exchange is not None:
         if norms := unsynchronised_batchnorms(model):
-            warn(
-                f"{norms[0]} and {len(norms) - 1} more BatchNorm layers take their statistics per rank, so that the "
-                "result depends on the number of ranks"
-            )
+            warn(f"{take_their(norms)} statistics per rank, so that the result depends on the number of ranks")
         island = exchange_along(*_WITHIN_ISLAND)
         buffers = None if island is None else BufferSync(model, island)
     # Before torch's own, which gathers the parameters: a broken backward is cleared away first.

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files torch.save opens: by its own writer in C++, which Python does not see."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def on_save(notify: Callable[[Any], None]) -> Callable[[], None]:
+    """Have ``notify`` called with the path of each file that torch.save opens by name; return what ends that."""
+    writer = torch.serialization._open_zipfile_writer_file  # noqa: SLF001
+    opens = writer.__init__
+
+    @wraps(opens)
+    def noted(self: Any, name: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - whatever torch passes
+        notify(name)
+        opens(self, name, *args, **kwargs)
+
+    def stop() -> None:
+        writer.__init__ = opens
+
+    writer.__init__ = noted
+    return stop
