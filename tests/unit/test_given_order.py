@@ -25,7 +25,7 @@ def weighted() -> WeightedRandomSampler:
 
 
 class WithEpoch:
-    """Rotates by the epoch that it is told, as samplers of torch.distributed's kind do."""
+    """Rotates by the epoch that set_epoch() was given, as samplers of torch.distributed's kind do."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -50,7 +50,7 @@ class WithEpoch:
         (DistributedSampler(DATA, num_replicas=2, rank=0), "one rank's share"),
     ],
 )
-def test_what_is_no_order_of_all_ranks_is_refused(sampler: Any, words: str) -> None:
+def test_what_cannot_order_an_epoch_is_refused(sampler: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         DataLoader(DATA, global_batch_size=4, sampler=sampler)
 
@@ -83,12 +83,12 @@ class Fails(Gives):
         (Fails([], 3), "raised ValueError: no weights"),
     ],
 )
-def test_what_gives_no_indices_is_an_error(sampler: Any, words: str) -> None:
+def test_wrong_indices_are_an_error(sampler: Any, words: str) -> None:
     with pytest.raises(DatasetError, match=words):
         list(DataLoader(DATA, global_batch_size=4, sampler=sampler))
 
 
-def test_a_stream_has_no_order_to_give() -> None:
+def test_a_sampler_of_a_stream_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="sampler= needs a dataset that can be indexed"):
         DataLoader(Counting(), global_batch_size=4, sampler=[1])
 
@@ -123,7 +123,7 @@ def test_a_state_of_another_order_is_refused() -> None:
         list(other)
 
 
-def test_the_epoch_is_told_and_the_generators_are_put_back() -> None:
+def test_set_epoch_is_called_and_generators_are_restored() -> None:
     own = torch.Generator().manual_seed(3)
     sampler = WeightedRandomSampler(torch.ones(20), 15, generator=own)
     before = own.get_state().tolist()
@@ -132,8 +132,8 @@ def test_the_epoch_is_told_and_the_generators_are_put_back() -> None:
     assert own.get_state().tolist() == before
     assert GivenOrder(weighted(), 20, 0).of_epoch(1).tolist() == GivenOrder(weighted(), 20, 0).of_epoch(1).tolist()
     assert GivenOrder(weighted(), 20, 0).of_epoch(1).tolist() != GivenOrder(weighted(), 20, 1).of_epoch(1).tolist()
-    told = DataLoader(DATA, global_batch_size=2, sampler=WithEpoch())
-    assert [joined(flat(told)) for _ in range(2)] == [[0, 5, 6, 7], [1, 5, 6, 7]]
+    loader = DataLoader(DATA, global_batch_size=2, sampler=WithEpoch())
+    assert [joined(flat(loader)) for _ in range(2)] == [[0, 5, 6, 7], [1, 5, 6, 7]]
 
 
 def test_the_sampler_resumes_too() -> None:

@@ -47,8 +47,8 @@ def test_every_value_is_found_by_its_place() -> None:
 
 def test_leaves_travel_as_json() -> None:
     sample = (np.float32("nan"), torch.tensor([1e300, -np.inf], dtype=torch.float64), "\udcff", 2**70)
-    told = json.loads(json.dumps(leaves_of(sample)))
-    assert [repr(Leaf(*fields)) for fields in told] == [repr(leaf) for leaf in leaves_of(sample)]
+    loaded = json.loads(json.dumps(leaves_of(sample)))
+    assert [repr(Leaf(*fields)) for fields in loaded] == [repr(leaf) for leaf in leaves_of(sample)]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_small_difference_of_a_large_sample_is_seen_on_one_host() -> None:
 
 def test_a_stream_is_described_by_its_labels_where_it_has_any() -> None:
     labelled = json.loads(describe_block([{"image": FLOATS, "label": number} for number in range(100)]))
-    assert [[Leaf(*fields).path for fields in told] for told in labelled.values()] == [["['label']"]] * 8
+    assert [[Leaf(*fields).path for fields in fields_of] for fields_of in labelled.values()] == [["['label']"]] * 8
     assert list(labelled)[-1] == "99"
     plain = json.loads(describe_block([(FLOATS, torch.zeros(2))]))
     assert [Leaf(*fields).path for fields in plain["0"]] == [".length", "[0]", "[1]"]

@@ -35,8 +35,8 @@ class GivenOrder:
 
     A pure function of ``(seed, epoch)`` for samplers that draw from Python's, NumPy's or torch's global generator or
     from a ``torch.Generator`` that is their attribute ``generator``, as all of torch's do: these are seeded while the
-    sampler is iterated, and put back. A sampler that has ``set_epoch`` is told the epoch. One epoch's indices are kept,
-    8 bytes each.
+    sampler is iterated, and put back. A sampler that has ``set_epoch`` is given the epoch. The indices of one epoch are
+    kept, 8 bytes each.
 
     Args:
         sampler: has a length, and yields one index of the dataset at a time.
@@ -151,7 +151,7 @@ def _check_kind(sampler: Any) -> None:  # noqa: ANN401 - any sampler
         )
     if not isinstance(sampler, Iterable) or not hasattr(sampler, "__len__"):
         raise ConfigurationError(
-            f"sampler= must have __iter__ and __len__, and a {name} has not.",
+            f"sampler= must have __iter__ and __len__, but a {name} lacks one of them.",
             do="give it a __len__ that returns how many indices an epoch has",
         )
 

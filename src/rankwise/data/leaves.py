@@ -109,13 +109,13 @@ def describe_block(samples: list[Any]) -> str:
         set(np.linspace(0, len(samples) - 1, min(_MOST_IN_BLOCK, len(samples))).round().astype(int).tolist())
     )
     try:
-        found = {index: _told(leaves_of(samples[index])) for index in chosen}
+        found = {index: _comparable(leaves_of(samples[index])) for index in chosen}
     except Exception:  # noqa: BLE001 - a sample may be anything
         return ""
     return json.dumps(found)
 
 
-def _told(leaves: list[Leaf]) -> list[Leaf]:
+def _comparable(leaves: list[Leaf]) -> list[Leaf]:
     return [leaf for leaf in leaves if leaf.is_label] or leaves
 
 

@@ -177,10 +177,10 @@ def _check_samples(prober: Prober, probes: list[Probe]) -> None:
 
 def _gather_leaves(leaves: list[Leaf]) -> list[tuple[int, dict[str, Leaf]]]:
     """Return the node and the leaves by path of each rank."""
-    told: list[Any] = gather_json([current().world.node_rank, leaves], what="comparing a sample")
+    gathered: list[Any] = gather_json([current().world.node_rank, leaves], what="comparing a sample")
     return [
         (node, {leaf.path: leaf for leaf in (Leaf(*fields) for fields in fields_of_leaves)})
-        for node, fields_of_leaves in told
+        for node, fields_of_leaves in gathered
     ]
 
 
