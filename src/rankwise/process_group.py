@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from rankwise import environments, network, rendezvous, steps, store
+from rankwise import environments, interface, rendezvous, steps, store
 from rankwise.blame import world_left
 from rankwise.device import accelerator
 from rankwise.device.choice import choose_backend, choose_device, torch_backends
-from rankwise.environments.process import asked_device, gloo_interfaces, in_kubernetes, set_interface, unset
-from rankwise.errors import ConfigurationError, RankwiseError, rank_prefix
+from rankwise.environments.process import asked_device, in_kubernetes
+from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.events import WORLDS_KEY, world_prefix
 from rankwise.exchange.choose import check_exchange, open_exchange
 from rankwise.exchange.kept_groups import are_groups_kept, keep_groups_forever
@@ -128,7 +128,7 @@ def join(
     else:
         job_store, serves, places = _meet(reading, timeout_seconds)
         world = _world(reading, device, backend, [place.hostname for place in places])
-        _choose_interface(reading, places)
+        interface.choose(reading, places)
         session = _open_group(world, job_store, timeout_seconds, serves_store=serves)
     accelerator.use(world.device)
     set_current(session)
@@ -201,7 +201,7 @@ def fail(error: BaseException) -> RankwiseError | None:
 def _close(session: Session, *, failed: bool) -> None:
     set_current(None)
     steps.stop()
-    _forget_interface()
+    interface.forget()
     # The process is about to end, and another signal must not make it look killed.
     if not session.stopping.has_stopped:
         session.on_close()
@@ -311,28 +311,6 @@ def _world(
     )
 
 
-def _choose_interface(reading: Reading, places: list[Place]) -> None:
-    """Have Gloo and NCCL use the interface that the ranks reach each other through, unless the user named one."""
-    _forget_interface()  # of a join that failed
-    wrong = set(gloo_interfaces()) - {one.name for one in network.interfaces()}
-    if wrong:
-        raise ConfigurationError(
-            f"GLOO_SOCKET_IFNAME names {', '.join(sorted(wrong))}, which is no interface of this machine.",
-            where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
-            evidence="\n".join(network.told_interfaces()),
-            do="unset GLOO_SOCKET_IFNAME: rankwise takes the interface that leads to the other ranks",
-        )
-    found = rendezvous.common_interface(places, reading.rank, None if reading.address is None else reading.address[0])
-    if found is not None:
-        name, is_loopback = found
-        _interface_variables.extend(set_interface(name, is_loopback=is_loopback))
-
-
-def _forget_interface() -> None:
-    unset(_interface_variables)
-    _interface_variables.clear()
-
-
 def _open_group_of_one(world: World) -> None:
     """Open torch's group in a world of one, for torch's own ways of spreading a model."""
     if not dist.is_initialized():
@@ -365,8 +343,6 @@ def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *,
     )
 
 
-_interface_variables: list[str] = []
-"""Variables that this module set for torch's transports, and removes with the world."""
 _num_joins = [-1]
 """How often this process has joined before; every rank of a job joins equally often."""
 _following_exit: list[bool] = []

@@ -13,8 +13,8 @@ import torch
 
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
-from rankwise.parallel.loss.place import place_of_backward
 from rankwise.parallel.loss.verdict import REPORT_LENGTH, Mode, Verdict, combine, report_of
+from rankwise.places import user_place, words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -211,7 +211,7 @@ class LossOnRanks:
 
 def _ambiguous(term: GlobalTerm) -> ConfigurationError:
     return ConfigurationError(
-        f"A sum in the loss at {place_of_backward()} is divided by {term.divisor:g}, which can be read in two ways.",
+        f"A sum in the loss at {words(user_place())} is divided by {term.divisor:g}, which can be read in two ways.",
         evidence="if it is this rank's number of samples, the loss is a mean over all ranks' samples; if it is a "
         "constant, the loss is their sum over that constant",
         do="write a mean with .mean() or reduction='mean'; or pass what the loss is a mean over to "

@@ -15,9 +15,9 @@ import torch
 
 from rankwise.log import warn
 from rankwise.parallel.loss.nodes import MARK
-from rankwise.parallel.loss.place import place_of_backward
 from rankwise.parallel.loss.terms import Reader
 from rankwise.parallel.loss.verdict import GlobalLoss, Mode, Verdict, verdict_of
+from rankwise.places import user_place, words
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.graph import metadata_of
 
@@ -155,7 +155,7 @@ def _warn_scaled(term: Term) -> None:
 
 
 def _warn_once(operation: str, message: str) -> None:
-    where = place_of_backward()
+    where = words(user_place())
     if (where, operation) not in _warned:
         _warned.add((where, operation))
         warn(message.format(where=where))
