@@ -73,7 +73,7 @@ class LossOnRanks:
         self._lane = None
         if group is not None:
             size = LaneSize(REPORT_LENGTH, 1, torch.float64, torch.device("cpu"))
-            (self._lane,) = group.lanes([size], f"what losses of {model_name} are means over")
+            (self._lane,) = group.lanes([size], f"loss of {model_name}")
 
     def owns(self, variable: object) -> bool:
         """Return whether something is a parameter of the model."""
