@@ -340,9 +340,19 @@ def _of_other_terms(world: World) -> None:
     loss.backward()
 
 
+def _in_two_units(world: World) -> None:
+    model = rw.replicate(_model())
+    x, y = (part(one, world.rank, world.world_size) for one in _data()[0])
+    with rw.no_sync(model):
+        functional.mse_loss(model(x), y).backward()
+    with rw.weight(model, len(x)):
+        functional.mse_loss(model(x), y).backward()
+
+
 @pytest.mark.parametrize(
     ("trains", "message"),
     [
+        (_in_two_units, "weigh their losses in different units"),
         (_ambiguous, "divided by 4, which can be read in two ways"),
         (_contradicted, "divided by 3, which can be read in two ways"),
         (_of_other_terms, "is not of the same terms on all ranks"),

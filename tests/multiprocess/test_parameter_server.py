@@ -69,7 +69,7 @@ def _train(world: World, num_servers: int, kind: str, accumulates: bool) -> tupl
         for step, (words, target) in enumerate(loader):
             if accumulates:
                 middle = len(words) // 3
-                with rw.no_sync(model):
+                with rw.no_sync(model), rw.weight(model, middle):
                     nn.functional.mse_loss(model(words[:middle]), target[:middle]).backward()
                 words, target = words[middle:], target[middle:]  # noqa: PLW2901
             loss = nn.functional.mse_loss(model(words), target)

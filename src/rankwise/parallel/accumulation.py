@@ -32,6 +32,8 @@ class Accumulation:
         """Whether another microstep follows the one under way."""
         self.carried = 0.0
         """Sum of the shares of the microsteps that have been added up."""
+        self.counted_in: str | None = None
+        """What the weights of its microsteps count, in words, once one has come that counts anything."""
         self._names = names
         self._parameters = parameters
         self._earlier: dict[int, torch.Tensor] = {}
@@ -125,6 +127,7 @@ class Accumulation:
         self._earlier.clear()
         self._marks.clear()
         self.is_open = False
+        self.counted_in = None
         self.carried = 0.0
 
     def put_earlier_gradients_aside(self) -> None:

@@ -282,6 +282,8 @@ class GradientSync:
             if not self._has_gradients:
                 self._accumulation.close_empty()
                 return
+            if self._accumulation.is_open:
+                self.loss.check_unit()
             if self.is_accumulating:
                 self._accumulation.add(self._share())
             elif self._group is None:

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from rankwise.parallel.accumulation import Accumulation
     from rankwise.parallel.loss.verdict import GlobalLoss, GlobalTerm, Reading
 
+_COUNTED_IN = {
+    Mode.SAMPLES: "samples of the forward, or what rankwise.weight() was given",
+    Mode.MEAN: "what the mean in the loss is over",
+    Mode.SUM: "nothing, since the loss is a sum",
+}
 _SAMPLES = Verdict(Mode.SAMPLES)
 _NOTHING = Verdict(Mode.NOTHING)
 
@@ -117,7 +122,7 @@ class LossOnRanks:
         return self.receive()
 
     def is_sum_on_ranks(self) -> bool:
-        """Return whether the ranks that have samples add their gradients up. Waits for what they tell."""
+        """Return whether the ranks that have samples add their gradients up. Waits for their reports."""
         combined = self.receive()
         return self.is_sum if combined is None else combined.mode is Mode.SUM
 
@@ -138,6 +143,23 @@ class LossOnRanks:
             self.weight = self._verdict.weight
         else:
             self.weight = _checked(self.given_weight if self.given_weight is not None else forward_weight)
+
+    def check_unit(self) -> None:
+        """Raise if the microsteps of an accumulation cannot be added up: their weights count different things.
+
+        Called by: the end of a backward that has computed gradients, of an accumulation that is open.
+        """
+        counted_in = _COUNTED_IN.get(self._verdict.mode)
+        if counted_in is None:
+            return
+        earlier = self._accumulation.counted_in or counted_in
+        if earlier != counted_in:
+            raise ConfigurationError(
+                "Two microsteps of an accumulation weigh their losses in different units.",
+                evidence=f"the earlier ones count {earlier}; this one counts {counted_in}",
+                do="compute the same loss in every microstep, and put all of them into rankwise.weight(), or none",
+            )
+        self._accumulation.counted_in = counted_in
 
     def report(self) -> None:
         """Send the other ranks what this one's loss is. Called by: every rank, once per step."""

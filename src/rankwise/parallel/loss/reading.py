@@ -16,7 +16,7 @@ import torch
 from rankwise.log import warn
 from rankwise.parallel.loss.nodes import MARK
 from rankwise.parallel.loss.terms import Reader
-from rankwise.parallel.loss.verdict import GlobalLoss, Mode, Verdict, verdict_of
+from rankwise.parallel.loss.verdict import Mode, Verdict, verdict_of
 from rankwise.places import user_place, words
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.graph import metadata_of
