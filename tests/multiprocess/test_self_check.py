@@ -68,8 +68,7 @@ def states() -> tuple[Any, ...]:
 
 def use(way: str, sizes: dict[str, int], *, is_tested: bool) -> tuple[list[str], bool, int]:
     """Use a strategy; return what was tried out, whether all states stayed, and how many groups torch has then."""
-    if not is_tested:
-        torch_versions.TESTED = ((2, 1),)
+    torch_versions.TESTED = (torch_versions.release_of(torch.__version__),) if is_tested else ((2, 1),)
     if sizes:
         mesh(**sizes)
     tried: list[str] = []

@@ -83,8 +83,9 @@ def test_what_torch_2_12_cannot_do_is_refused_by_name(told: pytest.MonkeyPatch) 
     with pytest.raises(TorchTooOld, match=r"^The schedule zbv_zero_bubble needs .* torch 2\.12\.1 does not have"):
         schedule_of("zbv_zero_bubble")
     assert schedule_of("1f1b").name == "1f1b"
-    told.delattr(FSDPModule, "reset_iter_state", raising=False)
-    with rankwise.join(), pytest.raises(TorchTooOld, match=r"shard\(\) needs FSDPModule\.reset_iter_state\(\), which"):
+    told.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    missing = r"shard\(\) needs FSDPModule\.set_reduce_scatter_unused_params\(\), which"
+    with rankwise.join(), pytest.raises(TorchTooOld, match=missing):
         rankwise.shard(torch.nn.Linear(2, 2))
 
 
