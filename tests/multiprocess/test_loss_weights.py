@@ -161,7 +161,7 @@ def _tokens(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 class _LossInside(nn.Module):
-    """Computes its loss itself, as many language models do."""
+    """Computes its loss itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ class _Opened:
         if _is_made(link, self._rank):
             return
         other = int(os.readlink(link))  # noqa: PTH115 - text, not a path
-        # One report per job: whoever makes this link gives it.
+        # One report per job: the rank that makes this link gives it.
         if other != self._rank and _is_made(self._links / "told", self._rank):
             first, second = sorted((self._rank, other))
             warn(

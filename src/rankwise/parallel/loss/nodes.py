@@ -20,7 +20,7 @@ MARK = "rankwise: output of model"
 
 
 def inputs_of(node: Node) -> list[Edge]:
-    """Return where the gradient of a node goes on to."""
+    """Return the nodes that the gradient of a node is passed to, with which of their outputs it is of."""
     return [(one, number) for one, number in node.next_functions if one is not None]
 
 
