@@ -200,6 +200,8 @@ def fail(error: BaseException) -> RankwiseError | None:
 
 def _close(session: Session, *, failed: bool) -> None:
     set_current(None)
+    for action in session.ending:
+        action()
     steps.stop()
     interface.forget()
     # The process is about to end, and another signal must not make it look killed.

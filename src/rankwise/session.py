@@ -84,6 +84,7 @@ class Session:
     open_group: Callable[[], None] = lambda: None
     """Open torch's group where there is none yet: a world of one opens it for what cannot do without."""
     leaving: list[Callable[[], None]] = field(default_factory=list)
+    ending: list[Callable[[], None]] = field(default_factory=list)
     saving: list[Callable[[], None]] = field(default_factory=list)
     """Called on every rank before state is saved: what makes it one state."""
     on_close: Callable[[], None] = lambda: None
@@ -107,6 +108,10 @@ class Session:
     def on_leave(self, action: Callable[[], None]) -> None:
         """Have ``action`` called, last one first, when the process leaves the world without an error."""
         self.leaving.append(action)
+
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called when the process leaves the world, with an error or without. It must not raise."""
+        self.ending.append(action)
 
     def before_save(self, action: Callable[[], None]) -> None:
         """Have ``action`` called, on every rank, before each save: what it changes is then in it."""

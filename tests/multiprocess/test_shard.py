@@ -114,7 +114,7 @@ def accumulate(world: World, sizes: dict[str, int], precision: str | None = None
         *earlier, last = batches(step)
         for x, y in earlier:
             xs, ys = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)
-            with no_sync(model):
+            with no_sync(model), weight(model, len(xs)):
                 (model(xs) - ys).square().mean().backward()
         x, y = last
         xs, ys = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)

@@ -45,7 +45,7 @@ class AfterForward(OwnHook):
             sync.note_call(args, kwargs)
         amount = samples_of(self._weight, args, kwargs)
         reached = tensors_with_grad(output)
-        mark_output(reached, sync.loss)
+        mark_output(reached, sync.loss, amount)
         if amount is None:
             return
         sync.loss.forward_weight = amount

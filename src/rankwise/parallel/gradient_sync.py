@@ -7,7 +7,6 @@ mean over all samples of all ranks. Used by replicate. Weights are counted in un
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from rankwise.parallel.buckets import MEBIBYTE_BYTES, Bucket, InOrder, lane_size
 from rankwise.parallel.compress.memory import carry_over
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.opening import open_lanes
-from rankwise.parallel.loss.on_ranks import LossOnRanks
+from rankwise.parallel.loss.on_ranks import LossOnRanks, model_numbers
 from rankwise.parallel.same_samples import digest_of_call, warn_of_same_samples
 from rankwise.parallel.weight_unit import WeightUnit
 from rankwise.torch_private import foreach
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 FIRST_BUCKET_BYTES = MEBIBYTE_BYTES
 
-_numbers = itertools.count()
 _round: list[GradientSync] = []
 """The syncs that take part in the backward under way: several where one loss crosses several models."""
 
@@ -54,7 +52,7 @@ class GradientSync:
         model_name: str = "a model",
         compress: Method | None = None,
     ) -> None:
-        self.number = next(_numbers)
+        self.number = next(model_numbers)
         """Ranks replicate their models in one order, so it is the same on each."""
         self.names = list(names)
         self.parameters = list(parameters)
@@ -304,7 +302,7 @@ class GradientSync:
             # Ranks without samples do not know that the others' losses are sums.
             self._multiply(total)
         if self.on_mean is not None:
-            self.on_mean(total * self._unit.size)
+            self.on_mean(self.loss.counted(total * self._unit.size))
         self._accumulation.give_back_earlier()
         if total > 0 and not is_sum:
             self._unit.adjust(total / group.world_size)
@@ -327,7 +325,7 @@ class GradientSync:
     def _divide_alone(self) -> None:
         total = self._accumulation.carried + self._share()
         if self.on_mean is not None:
-            self.on_mean(total)
+            self.on_mean(self.loss.counted(total))
         if total > 0 and not self._accumulation.is_open:
             return
         if self.loss.is_sum:

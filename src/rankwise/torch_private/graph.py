@@ -48,6 +48,10 @@ def shape_of(edge: Edge) -> tuple[int, ...]:
     return tuple(shapes[output].shape)
 
 
+OF_BLOCK = "RegisterPostBackwardFunctionBackward"
+"""The node by which ``fully_shard`` notices that backward has left a block. It changes nothing."""
+
+
 def is_of_python(node: Node) -> bool:
     """Return whether the backward of a node is written in Python: its forward can be anything."""
-    return hasattr(node, "_forward_cls")
+    return hasattr(node, "_forward_cls") and node.name() != OF_BLOCK

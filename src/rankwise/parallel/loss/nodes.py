@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,17 @@ if TYPE_CHECKING:
     from rankwise.torch_private.graph import Edge
 
 MARK = "rankwise: output of model"
-"""The key in a node's metadata that holds the number of the model whose output it gave."""
+"""The key in a node's metadata that holds of which model, and which call of it, the node gave an output."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """A forward call of a model."""
+
+    model: int
+    """Its number."""
+    num_samples: float | None
+    """What the call says its loss is a mean over, where it says so."""
 
 
 def inputs_of(node: Node) -> list[Edge]:

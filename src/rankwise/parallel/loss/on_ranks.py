@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of the backward under way, on all ranks: what this rank's gradients weigh, and whether the losses agree.
 
-Used by gradient_sync, which has one per model.
+Used by gradient_sync and shard, which have one per model.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,13 +18,14 @@ from rankwise.parallel.loss.verdict import REPORT_LENGTH, Mode, Verdict, combine
 from rankwise.places import user_place, words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
     from rankwise.exchange.protocol import Exchange
-    from rankwise.parallel.accumulation import Accumulation
+    from rankwise.parallel.loss.nodes import ForwardCall
     from rankwise.parallel.loss.verdict import GlobalLoss, GlobalTerm, Reading
+    from rankwise.places import Place
 
 _COUNTED_IN = {
     Mode.SAMPLES: "samples of the forward, or what rankwise.weight() was given",
@@ -32,6 +34,34 @@ _COUNTED_IN = {
 }
 _SAMPLES = Verdict(Mode.SAMPLES)
 _NOTHING = Verdict(Mode.NOTHING)
+
+
+model_numbers = itertools.count()
+"""Numbers for models. Ranks train their models with the same strategies in one order, so they are the same on each."""
+
+
+class Microsteps(Protocol):
+    """The microsteps since the last exact gradient."""
+
+    is_continued: bool
+    """Whether another one follows the one under way."""
+    counted_in: str | None
+    """What their weights count, in words, once one has come that counts anything."""
+    carried: float
+    """The sum of their weights."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there were any."""
+        ...
+
+    def put_earlier_gradients_aside(self) -> None:
+        """Keep what is in ``grad`` out of the next backward."""
+        ...
+
+    def give_back_earlier(self) -> None:
+        """Add to ``grad`` what was put aside."""
+        ...
 
 
 class LossOnRanks:
@@ -43,7 +73,9 @@ class LossOnRanks:
         parameters: Sequence[nn.Parameter],
         group: Exchange | None,
         model_name: str,
-        accumulation: Accumulation,
+        accumulation: Microsteps,
+        *,
+        reports_at_start: bool = False,
     ) -> None:
         """Open a lane for what ranks report of their losses.
 
@@ -55,9 +87,11 @@ class LossOnRanks:
             group: the ranks that train the model; ``None`` for one alone.
             model_name: for errors.
             accumulation: of the model's gradients.
+            reports_at_start: whether the ranks report when backward starts, not when gradients are first sent.
         """
         self.number = number
-        self._ids = frozenset(map(id, parameters))
+        self.reports_at_start = reports_at_start
+        self._ids = set(map(id, parameters))
         self._accumulation = accumulation
         self.given_weight: float | None = None
         """What the user says around this backward that its loss is a mean over."""
@@ -65,14 +99,24 @@ class LossOnRanks:
         """Samples of the latest forward, for a backward that does not pass through its output."""
         self.is_given_by_forward = False
         """Whether the user gave a function that says of a forward what the loss is a mean over."""
+        self.is_averaged_elsewhere = False
+        """Whether servers or islands average what this rank computes, by the weight that it tells them."""
+        self.cautions: dict[Mode, str] = {}
+        """What to warn of where a loss is of a mode, since the result is then not that of one rank."""
         self.weight = 0.0
         """What the backward under way counts."""
+        self.num_samples = 0.0
+        """Of the forward whose backward is under way, and of the microsteps before it."""
         self._verdict = _SAMPLES
+        self._expected_weight: float | None = None
+        """Samples of the forward whose backward is about to run."""
         self._num_ranks = 1 if group is None else group.world_size
         self._model_name = model_name
         self._combined: GlobalLoss | None = None
-        self._readings: dict[tuple[int, int], Reading] = {}
-        """How sums over numbers were read in earlier steps, by the loss and the number of the term."""
+        self._readings: dict[tuple[int, Place | None, int], Reading] = {}
+        """How sums over numbers were read in earlier steps, by the loss, its line and the number of the term."""
+        self._place: Place | None = None
+        """The line of the backward under way, where it may be asked for."""
         self._is_reported = False
         self._group = group
         self._lane = None
@@ -83,6 +127,10 @@ class LossOnRanks:
     def owns(self, variable: object) -> bool:
         """Return whether something is a parameter of the model."""
         return id(variable) in self._ids
+
+    def own(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take more tensors for parameters of the model, which lie in its graph in place of those it has."""
+        self._ids.update(map(id, parameters))
 
     @property
     def is_given(self) -> bool:
@@ -97,19 +145,34 @@ class LossOnRanks:
     @property
     def is_needed(self) -> bool:
         """Whether it matters what the loss of the next backward is a mean over."""
-        return self._group is not None or self.is_accumulated
+        return self._group is not None or self.is_averaged_elsewhere or self.is_accumulated
 
     @property
     def is_accumulated(self) -> bool:
         """Whether the next backward is one of several that make one gradient."""
         return self._accumulation.is_continued or self._accumulation.is_open
 
-    def expect(self, verdict: Verdict) -> None:
-        """Take in what was read of the loss whose backward is about to run."""
-        self._verdict = _SAMPLES if self.is_given else _NOTHING if self.forward_weight == 0 else verdict
+    def expect(self, verdict: Verdict, call: ForwardCall | None) -> None:
+        """Take in what was read of the loss whose backward is about to run.
+
+        Args:
+            verdict: what it is.
+            call: whose outputs it comes from first.
+        """
+        self._expected_weight = self.forward_weight if call is None else call.num_samples
+        self._verdict = _SAMPLES if self.is_given else _NOTHING if self._expected_weight == 0 else verdict
+        if self._verdict.mode in (Mode.TERMS, Mode.NOTHING):
+            # Where its readings are looked up it may be too late: on a GPU another thread runs backward.
+            self._place = user_place()
         if self.is_sum and not self.is_accumulated:
             # They are summed over ranks already.
             self._accumulation.put_earlier_gradients_aside()
+
+    def report_at_start(self) -> None:
+        """Report where that is not left for later. Called by: every rank, for the models that a loss comes from."""
+        if self.reports_at_start and not self._accumulation.is_continued:
+            self.begin(self._expected_weight)
+            self.report()
 
     def exchange_terms(self) -> GlobalLoss | None:
         """Return what all ranks together have of each term; ``None`` where this rank has no samples.
@@ -118,6 +181,7 @@ class LossOnRanks:
         """
         if self._verdict.mode is not Mode.TERMS:
             return None
+        self.begin(self._expected_weight)
         self.report()
         return self.receive()
 
@@ -135,6 +199,9 @@ class LossOnRanks:
         Raises:
             ConfigurationError: nothing says how many samples there were.
         """
+        if self._is_reported:
+            return
+        self.num_samples = (forward_weight or 0.0) + (self.num_samples if self._accumulation.is_open else 0.0)
         if self._verdict.mode is Mode.SUM:
             self.weight = 1.0 / self._num_ranks
         elif self._verdict.mode is Mode.TERMS:
@@ -167,11 +234,11 @@ class LossOnRanks:
             return
         self._is_reported = True
         self._lane.claim()
-        factor = self._lane.factor(1.0)
-        report = [number * factor for number in report_of(self._verdict)]
+        report = report_of(self._verdict, self._accumulation.carried + self.weight, self.num_samples)
         # numpy's are several times faster than torch's for a few numbers.
         body = self._lane.body.numpy()
         body.fill(0.0)
+        # As it is: a lane's mean of what was not divided by the number of ranks is the sum, to the last bit.
         body[: len(report)] = report
         self._lane.start(1.0, 1.0, [])
 
@@ -183,12 +250,23 @@ class LossOnRanks:
         """
         if self._lane is not None and self._is_reported and self._combined is None:
             self._lane.finish()
-            sums = (self._lane.result.numpy() * self._num_ranks).tolist()
-            self._combined = combine(sums)
+            self._combined = combine(self._lane.result.tolist())
             if not self._combined.is_alike:
                 raise self._unlike()
             self._check_readings(self._combined)
         return self._combined
+
+    def counted(self, total: float) -> float:
+        """Return what the gradients count among servers or islands: samples, where their weight counts nothing.
+
+        Args:
+            total: their weight, on all ranks together.
+        """
+        combined = self._combined
+        mode = self._verdict.mode if combined is None else combined.mode
+        if mode not in (Mode.SUM, Mode.TERMS):
+            return total
+        return (self.num_samples if combined is None else combined.num_samples) or total
 
     def end(self) -> None:
         """Forget the loss of a backward that has ended, or did not come to this model."""
@@ -203,12 +281,13 @@ class LossOnRanks:
         for number, term in enumerate(combined.terms):
             if term.reading in ("mean", "sum"):
                 continue
-            known = self._readings.get((combined.code, number))
+            key = combined.code, self._place, number
+            known = self._readings.get(key)
             is_contradicted = known is not None and term.reading not in ("both", known)
             if is_contradicted or (known is None and term.reading == "both"):
-                raise _ambiguous(term)
+                raise _ambiguous(term, self._place)
             if known is None:
-                self._readings[combined.code, number] = term.reading
+                self._readings[key] = term.reading
 
     def reading(self, number: int) -> Reading:
         """Return how a term of the loss under way is read, by this step or by the ones before."""
@@ -216,7 +295,7 @@ class LossOnRanks:
         if combined is None:
             return "mean"
         own = combined.terms[number].reading
-        return self._readings[combined.code, number] if own == "both" else own
+        return self._readings[combined.code, self._place, number] if own == "both" else own
 
     def _unlike(self) -> ConfigurationError:
         own = (
@@ -231,9 +310,9 @@ class LossOnRanks:
         )
 
 
-def _ambiguous(term: GlobalTerm) -> ConfigurationError:
+def _ambiguous(term: GlobalTerm, place: Place | None) -> ConfigurationError:
     return ConfigurationError(
-        f"A sum in the loss at {words(user_place())} is divided by {term.divisor:g}, which can be read in two ways.",
+        f"A sum in the loss at {words(place)} is divided by {term.divisor:g}, which can be read in two ways.",
         evidence="if it is this rank's number of samples, the loss is a mean over all ranks' samples; if it is a "
         "constant, the loss is their sum over that constant",
         do="write a mean with .mean() or reduction='mean'; or pass what the loss is a mean over to "

@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 
 from rankwise.log import warn
-from rankwise.parallel.loss.nodes import MARK
+from rankwise.parallel.loss.nodes import MARK, ForwardCall
 from rankwise.parallel.loss.terms import Reader
 from rankwise.parallel.loss.verdict import Mode, Verdict, verdict_of
 from rankwise.places import user_place, words
@@ -42,15 +42,22 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
     """Read the loss of every backward for a model, until it is gone or the world is left."""
     if torch.autograd.backward is not _backward:
         torch.autograd.backward = _backward
-        session.on_leave(_undo)
+        session.at_end(_undo)
     _subscribers.add(subscriber)
 
 
-def mark_output(outputs: Iterable[torch.Tensor], subscriber: LossOnRanks) -> None:
-    """Note that tensors are what a model gave."""
+def mark_output(outputs: Iterable[torch.Tensor], subscriber: LossOnRanks, num_samples: float | None) -> None:
+    """Note that tensors are what a model gave.
+
+    Args:
+        outputs: of one call.
+        subscriber: of the model.
+        num_samples: what the call says its loss is a mean over.
+    """
+    call = ForwardCall(subscriber.number, num_samples)
     for output in outputs:
         if output.grad_fn is not None:
-            metadata_of(output.grad_fn)[MARK] = subscriber.number
+            metadata_of(output.grad_fn)[MARK] = call
 
 
 def _undo() -> None:
@@ -67,11 +74,14 @@ def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **k
         return
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     given = args[0] if args else kwargs.get("grad_tensors")
-    verdict, reached = _read(roots, has_gradients=given is not None, subscribers=subscribers)
+    verdict, calls = _read(roots, has_gradients=given is not None, subscribers=subscribers)
     with ExitStack() as scaling:
         try:
             for one in subscribers:
-                one.expect(verdict)
+                one.expect(verdict, calls.get(one.number))
+            reached = [one for one in subscribers if one.number in calls]
+            for one in reached:
+                one.report_at_start()
             if verdict.mode is Mode.TERMS:
                 combined = reached[0].exchange_terms()
                 if combined is not None:
@@ -84,29 +94,38 @@ def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **k
 
 def _read(
     roots: Sequence[torch.Tensor], *, has_gradients: bool, subscribers: Sequence[LossOnRanks]
-) -> tuple[Verdict, list[LossOnRanks]]:
-    """Return what a loss is, and the models whose outputs it comes from, warning of what cannot be read."""
+) -> tuple[Verdict, dict[int, ForwardCall | None]]:
+    """Return what a loss is, and the calls of models it comes from, warning of what cannot be read."""
     reader = Reader(subscribers)
     for root in roots:
         if root.grad_fn is not None:
             reader.read((root.grad_fn, root.output_nr))
-    reached = [one for one in subscribers if one.number in reader.numbers]
+    reached = [one for one in subscribers if one.number in reader.calls]
     if not reached or any(one.is_given for one in reached):
-        return Verdict(Mode.SAMPLES), reached
+        return Verdict(Mode.SAMPLES), reader.calls
     if has_gradients and any(root.dim() for root in roots):
         _warn_unread("backward() was called with gradients")
-        return Verdict(Mode.SAMPLES), reached
-    verdict = verdict_of(reader.terms)
+        return Verdict(Mode.SAMPLES), reader.calls
+    return _followed(verdict_of(reader.terms), reached), reader.calls
+
+
+def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
+    """Return how the models that a loss comes from follow its verdict, warning where that is not what one rank does."""
     for term in verdict.terms:
         if term.is_odd and term.kind == "mean":
             _warn_scaled(term)
     if verdict.mode is Mode.SAMPLES and verdict.terms:
         _warn_unread(verdict.unknown.operation if verdict.unknown else "its many terms")
-    if verdict.mode is Mode.TERMS and any(one.is_accumulated for one in reached):
+    for one in reached:
+        if verdict.mode in one.cautions:
+            _warn_once(verdict.mode.name, one.cautions[verdict.mode])
+    if verdict.mode is not Mode.TERMS:
+        return verdict
+    if any(one.is_accumulated for one in reached):
         # The factors of several microsteps' terms are known after the last of them only.
         _warn_unread("several terms inside no_sync()")
-        return Verdict(Mode.SAMPLES), reached
-    return verdict, reached
+        return Verdict(Mode.SAMPLES)
+    return Verdict(Mode.SAMPLES) if any(one.is_averaged_elsewhere for one in reached) else verdict
 
 
 def _factors(model: LossOnRanks, terms: Sequence[Term], combined: GlobalLoss) -> list[float]:

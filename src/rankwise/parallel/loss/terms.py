@@ -16,6 +16,7 @@ import torch
 
 from rankwise.parallel.loss.nodes import (
     MARK,
+    ForwardCall,
     dims_of,
     inputs_of,
     is_all_masked,
@@ -108,8 +109,9 @@ class Reader:
     models: Sequence[Model]
     """Whose samples the terms are over."""
     terms: list[Term] = field(default_factory=list)
-    numbers: set[int] = field(default_factory=set)
-    """Of the models whose outputs, or parameters, the terms come from first."""
+    calls: dict[int, ForwardCall | None] = field(default_factory=dict)
+    """By number of the model, the call whose outputs the terms come from first; ``None`` where they come from its
+    parameters alone."""
     _leads: dict[Node, Lead] = field(default_factory=dict)
 
     def read(self, root: Edge) -> None:
@@ -204,7 +206,7 @@ class Reader:
             seen.add(node)
             owner = self._owner(node)
             if owner is not None:
-                self.numbers.add(owner)
+                self.calls.setdefault(owner, None)
             found = found or self._couples(node)
             stack += [one[0] for one in inputs_of(node)]
         return found
@@ -228,10 +230,11 @@ class Reader:
         return None
 
     def _is_output(self, node: Node) -> bool:
-        number = metadata_of(node).get(MARK)
-        if number is not None:
-            self.numbers.add(number)
-        return number is not None
+        call: ForwardCall | None = metadata_of(node).get(MARK)
+        if call is None:
+            return False
+        self.calls[call.model] = self.calls.get(call.model) or call
+        return True
 
     def _owner(self, node: Node) -> int | None:
         """Return the number of the model that a node adds up the gradient of a parameter of."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rankwise.parallel.loss.terms import Term
 
 MOST_TERMS = 12
-_HEADER = 7
+_HEADER = 9
 _PER_TERM = 6
 REPORT_LENGTH = _HEADER + _PER_TERM * MOST_TERMS
 """How many numbers each rank reports."""
@@ -70,14 +70,21 @@ def verdict_of(terms: Sequence[Term]) -> Verdict:
     return Verdict(Mode.TERMS, shared)
 
 
-def report_of(verdict: Verdict) -> list[float]:
-    """Return what this rank reports of its loss: at most REPORT_LENGTH numbers, zeros where it ends earlier."""
+def report_of(verdict: Verdict, weight: float = 0.0, num_samples: float = 0.0) -> list[float]:
+    """Return what this rank reports of its loss: at most REPORT_LENGTH numbers, zeros where it ends earlier.
+
+    Args:
+        verdict: of its loss.
+        weight: of its gradients.
+        num_samples: of its forward.
+    """
     if verdict.mode is Mode.NOTHING:
-        return []
+        return [weight, num_samples]
     code = float(_code(verdict))
     rows = float(max((term.num_rows for term in verdict.terms), default=0))
     terms = verdict.terms if verdict.mode is Mode.TERMS else ()
-    report = [1.0, float(verdict.mode), float(verdict.mode) ** 2, code, code**2, rows, float(len(terms))]
+    mode = float(verdict.mode)
+    report = [weight, num_samples, 1.0, mode, mode**2, code, code**2, rows, float(len(terms))]
     for term in terms:
         flags = [float(term.is_share), float(term.is_odd), float(term.kind == "sum")]
         report += [term.amount, term.divisor, term.divisor**2, *flags]
@@ -113,6 +120,10 @@ class GlobalTerm:
 class GlobalLoss:
     """The losses of all ranks."""
 
+    weight: float
+    """What the gradients weigh together."""
+    num_samples: float
+    """Samples of the forwards together."""
     num_active: int
     """Ranks that have samples."""
     is_alike: bool
@@ -130,15 +141,17 @@ def combine(sums: Sequence[float]) -> GlobalLoss:
     Args:
         sums: [REPORT_LENGTH].
     """
-    active = round(sums[0])
-    is_alike = _are_equal(active, sums[1], sums[2]) and _are_equal(active, sums[3], sums[4])
+    weight, num_samples, active, modes, squares, codes, squares_of_codes, rows, num_terms = sums[:_HEADER]
+    active = round(active)
+    is_alike = _are_equal(active, modes, squares) and _are_equal(active, codes, squares_of_codes)
     if not (active and is_alike):
-        return GlobalLoss(active, is_alike, Mode.NOTHING, 0, ())
+        return GlobalLoss(weight, num_samples, active, is_alike, Mode.NOTHING, 0, ())
     terms = []
-    for number in range(round(sums[6] / active)):
+    for number in range(round(num_terms / active)):
         part = sums[_HEADER + _PER_TERM * number : _HEADER + _PER_TERM * (number + 1)]
-        terms.append(GlobalTerm(_reading(active, sums[5], part), part[0], part[1] / active))
-    return GlobalLoss(active, is_alike, Mode(round(sums[1] / active)), round(sums[3] / active), tuple(terms))
+        terms.append(GlobalTerm(_reading(active, rows, part), part[0], part[1] / active))
+    mode, code = Mode(round(modes / active)), round(codes / active)
+    return GlobalLoss(weight, num_samples, active, is_alike, mode, code, tuple(terms))
 
 
 def _reading(active: int, num_rows: float, part: Sequence[float]) -> Reading:

@@ -28,6 +28,7 @@ from rankwise.parallel.batchnorm import take_their, unsynchronised_batchnorms
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.from_meta import FromMeta, check_same_meta
+from rankwise.parallel.loss.reading import subscribe
 from rankwise.parallel.same_forward import SameForward
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.self_check import check_torch
@@ -87,9 +88,9 @@ def shard(
     instance of its class, though torch names the class anew: ``FSDPNet``, a subclass of ``Net``. torch can neither
     deepcopy nor pickle it: save it with :func:`rankwise.save`.
 
-    The loss must be a mean over the samples of this rank, as for :func:`rankwise.replicate`. Every rank runs the same
-    blocks in the same order, and backward equally often, without samples too; within a block ranks may use different
-    parameters. A model on the meta device is sharded without ever being whole: it comes back filled with NaN, to be
+    What a loss is a mean or a sum over is read from its graph, as for :func:`rankwise.replicate`. Every rank runs the
+    same blocks in the same order, and backward equally often, without samples too; within a block ranks may use
+    different parameters. A model on the meta device is sharded without ever being whole: it comes back filled with NaN, to be
     loaded with :func:`rankwise.load` before it is called.
 
     Args:
@@ -104,7 +105,7 @@ def shard(
             as for ``blocks``.
         reshard_after_forward: whether a block lets go of its parameters between forward and backward.
         weight: called with the arguments of each forward call; returns what the loss is a mean over:
-            the number of samples or tokens of this rank. At least zero.
+            the number of samples or tokens of this rank. At least zero. The loss is not read then.
 
     Returns:
         ``model`` itself.
@@ -169,7 +170,9 @@ def shard(
     if session.exchange is not None and not is_accelerator(session.world.device):
         _watch_waits(model, session.exchange.watch, axes.ranks_along(session.world.rank, "dp_shard"))
     was_meta = FromMeta("shard", model, session.world.device)
-    sync = ShardSync(model, None if session.exchange is None else _own_group(session, session.exchange, axes))
+    sync = ShardSync(model, name, None if session.exchange is None else _own_group(session, session.exchange, axes))
+    sync.loss.is_given_by_forward = weight is not None
+    subscribe(sync.loss, session)
     note_trained(model, ref(sync))
     session.stopping.unless(WeakMethod(sync.is_mid_step))
     along = exchange_along("dp_shard")

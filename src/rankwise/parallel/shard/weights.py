@@ -7,7 +7,6 @@ microstep of an accumulation. What no rank used keeps ``grad=None``. Used by sha
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -15,8 +14,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
+from rankwise.parallel.loss.on_ranks import LossOnRanks, model_numbers
+from rankwise.parallel.loss.reading import mark_output
+from rankwise.parallel.shard.accumulation import ShardedAccumulation
 from rankwise.parallel.trained import samples_of, tensors_with_grad
 from rankwise.torch_private.autograd import in_backward, run_after_backward
 from rankwise.torch_private.compiler import uncompiled
@@ -42,32 +43,19 @@ if TYPE_CHECKING:
     from rankwise.torch_private.fsdp import FSDPParamGroup
 
 
-class Announced:
-    """The weight of one forward call, which every rank tells the others when the call begins."""
-
-    __slots__ = ("amount", "num_carried", "total")
-
-    def __init__(self, amount: float | None, num_carried: int) -> None:
-        self.amount = amount
-        self.num_carried = num_carried
-        """How many microsteps were added up when it was told."""
-        self.total: float | None = None
-        """The sum over all ranks, when it is known."""
-
-
 class ShardSync:
     """The gradients of one sharded model, from ``shard`` until the model is gone."""
 
     strategy = "shard"
 
-    def __init__(self, model: nn.Module, exchange: TorchGroup | None) -> None:
+    def __init__(self, model: nn.Module, name: str, exchange: TorchGroup | None) -> None:
         """Note the blocks of ``model``.
 
         Args:
             model: sharded already.
+            name: of the model, before torch named it again.
             exchange: of its own. torch's: it moves on while this rank calculates, or waits in torch.
         """
-        self.given_weight: float | None = None
         self.on_mean: Callable[[float], None] | None = None
         """Called at the end of backward with what the gradients are the mean over, on all ranks together."""
         self._total = 0.0
@@ -77,32 +65,27 @@ class ShardSync:
         self._groups = groups_of(model)
         self._places = [(group, index) for group in self._groups for index in range(len(params_of(group)))]
         self._number_of = {id(params_of(group)[index]): i for i, (group, index) in enumerate(self._places)}
-        self._weights: Lane | None = None
+        self._accumulation = ShardedAccumulation()
+        own, number = list(model.parameters()), next(model_numbers)
+        self.loss = LossOnRanks(number, own, exchange, name, self._accumulation, reports_at_start=True)
+        """What the loss of each backward is a mean over."""
         self._uses: Lane | None = None
         if exchange is not None:
-            cpu = torch.device("cpu")  # the host asks for both, and need not wait for a device
-            self._weights, self._uses = exchange.lanes(
-                [LaneSize(1, 0, torch.float64, cpu), LaneSize(1, len(self._places), torch.float64, cpu)],
-                f"weights of {type(model).__name__}",
-            )
-        self._is_accumulating = False
-        self._under_way: Announced | None = None
-        self._latest = Announced(None, 0)
+            # The host asks for it, and need not wait for a device.
+            size = LaneSize(1, len(self._places), torch.float64, torch.device("cpu"))
+            (self._uses,) = exchange.lanes([size], f"uses of {name}")
         self._in_backward = False
+        self._is_weighed = False
+        """Whether the weights of all ranks are known."""
         self._factor = 1.0
         """What a rank's gradients are multiplied with before they are reduced."""
         self._carried_factor = 1.0
         """The same for those of earlier microsteps."""
-        self._unit = 1.0
-        """What this rank counts the weights of microsteps in, so that gradients stay about as large as they are."""
-        self._amount = 0.0
-        self._carried = 0.0
-        self._num_carried = 0
-        self._earlier: dict[int, torch.Tensor] = {}
-        """By number of the parameter, the weighted sum of the gradients of earlier microsteps: [as the whole one]."""
         self._used: set[int] = set()
         self._without_gradient: set[int] = set()
         self._num_synced = 0
+        self._unseen = [params_of(group)[index] for group, index in self._places]
+        """Parameters of which there was no whole one yet."""
         for group in self._groups:
             call_before_reduction(group, self._before_reduction)
 
@@ -115,28 +98,34 @@ class ShardSync:
     @property
     def is_accumulating(self) -> bool:
         """Whether another microstep follows the one under way."""
-        return self._is_accumulating
+        return self._accumulation.is_continued
 
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
-        self._is_accumulating = value
+        self._accumulation.is_continued = value
         model = self._model()
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(not value)
 
+    @property
+    def given_weight(self) -> float | None:
+        """What the user says that the loss is a mean over."""
+        return self.loss.given_weight
+
+    @given_weight.setter
+    def given_weight(self, value: float | None) -> None:
+        self.loss.given_weight = value
+
     def is_mid_step(self) -> bool:
         """Whether gradients of some microsteps wait, on every rank, for those of the last."""
-        return self._num_carried > 0
+        return self._accumulation.is_open
 
     # -- around forward ----------------------------------------------------------------------------
 
     def before_forward(self, amount: float | None) -> None:
-        """Tell the others what the call stands for. Called by: every rank, before a forward that may be trained."""
+        """Note what the call stands for. Called by: every rank, before a forward that may be trained."""
         self._follow_unfrozen()
-        self._latest = Announced(amount, self._num_carried)
-        # Said while forward runs, it is known when backward begins.
-        if amount is not None and not self._is_accumulating:
-            self._announce(self._latest, self._checked(amount))
+        self.loss.forward_weight = amount
 
     def _follow_unfrozen(self) -> None:
         """Have torch's whole parameters need gradients where the sharded ones do by now."""
@@ -148,49 +137,30 @@ class ShardSync:
 
     def after_forward(self, output: object) -> None:
         """Follow what the call returned."""
-        announced = self._latest
-        for reached in tensors_with_grad(output):
-            reached.register_hook(lambda _: self._begin(announced))
-
-    def _announce(self, announced: Announced, amount: float) -> None:
-        own = self._carried + amount
-        if self._weights is None:
-            announced.total = own
-            return
-        self._learn()
-        self._weights.claim()
-        self._weights.start(1.0, own, ())
-        self._under_way = announced
-
-    def _learn(self) -> None:
-        """Wait for the sum that is under way, if one is."""
-        if self._under_way is not None and self._weights is not None:
-            announced, self._under_way = self._under_way, None
-            self._weights.finish()
-            announced.total = self._weights.total()
+        if self._unseen:
+            self.loss.own(whole for one in self._unseen if (whole := whole_of(one)) is not None)
+            self._unseen = [one for one in self._unseen if whole_of(one) is None]
+        amount = self.loss.forward_weight
+        outputs = tensors_with_grad(output)
+        mark_output(outputs, self.loss, amount)
+        for reached in outputs:
+            reached.register_hook(lambda _: self._begin(amount))
 
     # -- while backward runs -----------------------------------------------------------------------
 
-    def _begin(self, announced: Announced) -> None:
+    def _begin(self, amount: float | None) -> None:
         """Start a backward. Further calls change nothing."""
         if self._in_backward:
             return
-        amount = self._checked(announced.amount if self.given_weight is None else self.given_weight)
+        self.loss.begin(amount)
         self._in_backward = True
-        self._amount = amount
-        if self._is_accumulating:
-            if not self._num_carried:
-                # A power of two, by which dividing rounds nothing.
-                self._unit = 2.0 ** round(math.log2(amount)) if amount > 0 else 1.0
-            self._factor = amount / self._unit
+        if self._accumulation.is_continued or self._accumulation.is_open:
+            self.loss.check_unit()
+        if self._accumulation.is_continued:
+            self._factor = self._accumulation.factor(self._share())
         else:
-            # Every rank comes to the same decision: each was in the same forwards and microsteps.
-            is_told = announced.total is not None or announced is self._under_way
-            if self.given_weight is not None or announced.num_carried != self._num_carried or not is_told:
-                self._announce(announced, amount)
-            self._learn()
-            self._total = announced.total or 0.0
-            self._divide_by(self._total, amount)
+            self.loss.report()
+            self._is_weighed = False
             self._without_gradient = {
                 number
                 for number, (group, index) in enumerate(self._places)
@@ -198,27 +168,28 @@ class ShardSync:
             }
         run_after_backward(self._end_last)
 
-    def _divide_by(self, total: float, amount: float) -> None:
-        """Have this rank's gradients multiplied so that torch's mean over ranks is the mean over all samples."""
-        world_size = 1 if self._exchange is None else self._exchange.world_size
-        each = world_size / total if total > 0 else 0.0
-        self._carried_factor = self._unit * each
-        # Equal weights leave torch's mean as it is, to the last bit.
-        self._factor = 1.0 if amount * world_size == total else amount * each
+    def _share(self) -> float:
+        """Return the weight of the backward under way."""
+        return 1.0 if self.loss.is_sum else self.loss.weight
 
-    def _checked(self, amount: float | None) -> float:
-        if amount is None:
-            raise ConfigurationError(
-                "This backward does not say how many samples its loss is the mean of.",
-                evidence="the sharded model was called without a tensor argument",
-                do="put loss.backward() into `with rankwise.weight(model, num_samples):`",
-            )
-        if not (math.isfinite(amount) and amount >= 0):
-            raise ConfigurationError(
-                f"The weight of a backward must be zero or more, not {amount}.",
-                do="pass the number of samples or tokens the loss is the mean of",
-            )
-        return float(amount)
+    def _weigh(self) -> None:
+        """Wait for the weights of all ranks, where they are not known yet."""
+        if self._is_weighed or self._accumulation.is_continued:
+            return
+        combined = self.loss.receive()
+        self._is_weighed = True
+        carried, share = self._accumulation.carried, self._share()
+        self._total = carried + share if combined is None else combined.weight
+        world_size = 1 if self._exchange is None else self._exchange.world_size
+        if self.loss.is_sum_on_ranks():
+            # torch's mean over ranks is their sum then, in which one without samples does not count.
+            self._factor = float(world_size) if share else 0.0
+            self._carried_factor = world_size * self._accumulation.unit
+            return
+        each = world_size / self._total if self._total > 0 else 0.0
+        self._carried_factor = self._accumulation.unit * each
+        # Equal weights leave torch's mean as it is, to the last bit.
+        self._factor = 1.0 if share * world_size == self._total else share * each
 
     def _before_reduction(self, group: FSDPParamGroup) -> None:
         """Multiply what backward has left in a block. Called when backward has left the block."""
@@ -228,16 +199,18 @@ class ShardSync:
             gradient = None if parameter is None else parameter.grad
             if gradient is not None:
                 if not self._in_backward:
-                    self._begin(self._latest)
+                    self._begin(self.loss.forward_weight)
+                self._weigh()
                 self._used.add(number)
                 _multiply(gradient, self._factor)
-            if self._is_accumulating:
+            if self._accumulation.is_continued:
                 if parameter is not None and gradient is not None:
-                    # Kept here, since each version of torch keeps it in its own way, or reduces it as it is.
-                    _add_to(self._earlier, number, gradient, reduce_dtype_of(one))
+                    self._accumulation.keep(number, gradient, reduce_dtype_of(one))
                     parameter.grad = None
-            elif number in self._earlier:
-                earlier = self._earlier.pop(number)
+                continue
+            earlier = self._accumulation.take(number)
+            if earlier is not None:
+                self._weigh()
                 _multiply(earlier, self._carried_factor)
                 if gradient is not None:
                     earlier.add_(gradient)
@@ -253,17 +226,18 @@ class ShardSync:
         if not self._in_backward:
             return
         self._in_backward = False
-        if self._is_accumulating:
-            self._carried += self._amount
-            self._num_carried += 1
+        if self._accumulation.is_continued:
+            self._accumulation.add(self._share())
             self._factor = 1.0
+            self.loss.end()
             return
         try:
+            self._weigh()
             self._forget_unused()
+            if self.on_mean is not None:
+                self.on_mean(self.loss.counted(self._total))
         finally:
             self._close()
-        if self.on_mean is not None:
-            self.on_mean(self._total)
         if self._exchange is not None:
             self._num_synced += 1
             record = self._exchange.watch.record
@@ -298,11 +272,10 @@ class ShardSync:
         self._close()
 
     def _close(self) -> None:
-        self._earlier.clear()
+        self._accumulation.close()
         self._used.clear()
-        self._factor = self._carried_factor = self._unit = 1.0
-        self._carried = 0.0
-        self._num_carried = 0
+        self._factor = self._carried_factor = 1.0
+        self.loss.end()
 
 
 class BeforeForward:
@@ -355,12 +328,3 @@ def _multiply(gradient: torch.Tensor, factor: float) -> None:
             local.zero_()
         else:
             local.mul_(factor)
-
-
-def _add_to(earlier: dict[int, torch.Tensor], number: int, gradient: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Add a microstep's gradient to those that wait for the last one, in the dtype they are reduced in."""
-    with torch.no_grad():
-        if number in earlier:
-            earlier[number] += gradient
-        else:
-            earlier[number] = gradient.to(dtype or gradient.dtype)
