@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps of the tests of loss weights: a small model, batches of unequal size, and loops as scripts write them."""
+"""Training steps of the tests of loss weights: a small model, batches of unequal size, and loops of scripts."""
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from losses import Loss
     from replicas import Parameters
@@ -176,3 +178,15 @@ STEPS: dict[str, Step] = {
 }
 
 
+@contextmanager
+def said() -> Generator[list[str]]:
+    """Give what rankwise's log says on this rank inside the block."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("rankwise")
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from loss_steps import STEPS, LossInside, data, plain_model, step_of, train, two_steps_of
+from loss_steps import STEPS, LossInside, data, plain_model, said, step_of, train, two_steps_of
 from losses import COUPLED, EXACT
 from replicas import TOLERANCE, Parameters, largest_difference, part
 from torch import nn
@@ -17,9 +16,10 @@ from torch.nn import functional
 
 import rankwise as rw
 from rankwise.errors import ConfigurationError, PeerFailed
+from rankwise.process_group import fail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from losses import Loss
     from on_ranks import RunRanks
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 def _on_ranks(world: World, twice: bool) -> dict[str, Parameters]:
     make = two_steps_of if twice else step_of
     return {
-        name: train(rw.replicate(plain_model()), make(loss), world.rank, world.world_size) for name, loss in EXACT.items()
+        name: train(rw.replicate(plain_model()), make(loss), world.rank, world.world_size)
+        for name, loss in EXACT.items()
     }
 
 
@@ -45,7 +46,9 @@ def test_losses_are_exact(run_ranks: RunRanks, world_size: int, twice: bool) -> 
 
 
 def _loops_on_ranks(world: World) -> dict[str, Parameters]:
-    return {name: train(rw.replicate(plain_model()), step, world.rank, world.world_size) for name, step in STEPS.items()}
+    return {
+        name: train(rw.replicate(plain_model()), step, world.rank, world.world_size) for name, step in STEPS.items()
+    }
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -140,22 +143,8 @@ def test_two_models_that_a_loss_crosses_are_exact(run_ranks: RunRanks) -> None:
             assert largest_difference(result.get(), plain) < TOLERANCE
 
 
-@contextmanager
-def _warnings() -> Generator[list[str]]:
-    """Give what rankwise's log says on this rank inside the block."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("rankwise")
-    log.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-
-
 def _coupled(world: World, name: str) -> list[str]:
-    with _warnings() as lines:
+    with said() as lines:
         model = rw.replicate(plain_model())
         for _ in range(3):
             x, y = (part(one, world.rank, world.world_size) for one in data()[0])
@@ -243,15 +232,35 @@ def test_a_given_weight_has_the_last_word(run_ranks: RunRanks, how: str) -> None
         assert largest_difference(result.get(), expected) < TOLERANCE
 
 
-def _left(world: World) -> tuple[bool, bool]:
+def _left(world: World, by_error: bool) -> tuple[bool, bool]:
     del world
     before = torch.autograd.backward.__module__
     rw.replicate(plain_model())
     during = torch.autograd.backward.__module__
-    rw.leave()
+    if by_error:
+        fail(ValueError("broken"))
+    else:
+        rw.leave()
     return during != before, torch.autograd.backward.__module__ == before
 
 
-def test_leave_puts_torchs_backward_back(run_ranks: RunRanks) -> None:
-    for result in run_ranks(_left, 2):
+@pytest.mark.parametrize("by_error", [False, True])
+def test_torchs_backward_is_put_back_when_the_world_is_left(run_ranks: RunRanks, by_error: bool) -> None:
+    for result in run_ranks(_left, 1 if by_error else 2, by_error):
         assert result.get() == (True, True)
+
+
+def _two_sums(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    # By their operations they are alike. With the last batch but one each could be read in both ways.
+    ((model(x) - y).square().sum() / len(x)).backward()
+    ((model(x) - y).square().sum() / 2).backward()
+
+
+def _two_sums_on_ranks(world: World) -> Parameters:
+    return train(rw.replicate(plain_model()), _two_sums, world.rank, world.world_size)
+
+
+def test_sums_of_two_lines_are_read_each_by_itself(run_ranks: RunRanks) -> None:
+    plain = train(plain_model(), _two_sums, 0, 1)
+    for result in run_ranks(_two_sums_on_ranks, 2):
+        assert largest_difference(result.get(), plain) < TOLERANCE

@@ -283,7 +283,9 @@ class LossOnRanks:
                 continue
             key = combined.code, self._place, number
             known = self._readings.get(key)
-            is_contradicted = known is not None and term.reading not in ("both", known)
+            # A constant may happen to be the number of samples of every rank.
+            fitting = {"both", known} | ({"share"} if known == "constant" and term.has_one_divisor else set())
+            is_contradicted = known is not None and term.reading not in fitting
             if is_contradicted or (known is None and term.reading == "both"):
                 raise _ambiguous(term, self._place)
             if known is None:
@@ -294,8 +296,7 @@ class LossOnRanks:
         combined = self._combined
         if combined is None:
             return "mean"
-        own = combined.terms[number].reading
-        return self._readings[combined.code, self._place, number] if own == "both" else own
+        return self._readings.get((combined.code, self._place, number), combined.terms[number].reading)
 
     def _unlike(self) -> ConfigurationError:
         own = (

@@ -8,11 +8,12 @@ freed: ``torch.autograd.backward`` is wrapped from the first strategy call until
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 
+from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.parallel.loss.nodes import MARK, ForwardCall
 from rankwise.parallel.loss.terms import Reader
@@ -74,6 +75,7 @@ def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **k
         return
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     given = args[0] if args else kwargs.get("grad_tensors")
+    _check_inputs(kwargs.get("inputs"), subscribers)
     verdict, calls = _read(roots, has_gradients=given is not None, subscribers=subscribers)
     with ExitStack() as scaling:
         try:
@@ -90,6 +92,16 @@ def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **k
         finally:
             for one in subscribers:
                 one.end()
+
+
+def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
+    """Raise where gradients are asked for of parts of parameters: graphs hold the whole ones."""
+    listed: Sequence[Any] = inputs if isinstance(inputs, list | tuple) else [inputs]
+    if inputs is not None and any(sub.reports_at_start and sub.owns(one) for sub in subscribers for one in listed):
+        raise ConfigurationError(
+            "backward(inputs=...) was given parameters of a sharded model, which would get no gradients.",
+            do="leave out inputs=, and let the other parameters have requires_grad=False",
+        )
 
 
 def _read(

@@ -114,6 +114,8 @@ class GlobalTerm:
     """What the mean is over on all ranks."""
     divisor: float
     """The Python number it is divided by, where that is the same on all ranks."""
+    has_one_divisor: bool
+    """Whether it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,9 @@ def combine(sums: Sequence[float]) -> GlobalLoss:
     terms = []
     for number in range(round(num_terms / active)):
         part = sums[_HEADER + _PER_TERM * number : _HEADER + _PER_TERM * (number + 1)]
-        terms.append(GlobalTerm(_reading(active, rows, part), part[0], part[1] / active))
+        terms.append(
+            GlobalTerm(_reading(active, rows, part), part[0], part[1] / active, _are_equal(active, *part[1:3]))
+        )
     mode, code = Mode(round(modes / active)), round(codes / active)
     return GlobalLoss(weight, num_samples, active, is_alike, mode, code, tuple(terms))
 

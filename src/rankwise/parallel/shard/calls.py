@@ -90,8 +90,8 @@ def shard(
 
     What a loss is a mean or a sum over is read from its graph, as for :func:`rankwise.replicate`. Every rank runs the
     same blocks in the same order, and backward equally often, without samples too; within a block ranks may use
-    different parameters. A model on the meta device is sharded without ever being whole: it comes back filled with NaN, to be
-    loaded with :func:`rankwise.load` before it is called.
+    different parameters. A model on the meta device is sharded without ever being whole: it comes back filled with
+    NaN, to be loaded with :func:`rankwise.load` before it is called.
 
     Args:
         model: on its device already, or on the meta device.
