@@ -91,7 +91,16 @@ def _accumulate(model: nn.Module, loss: Loss, rank: int, of: int, *, microsteps:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-ACCUMULATED = ("sum", "cross_entropy_sum", "class_weights", "ignore_index", "masked_by_index", "mse")
+ACCUMULATED = (
+    "sum",
+    "cross_entropy_sum",
+    "vae",
+    "half_a_sum",
+    "class_weights",
+    "ignore_index",
+    "masked_by_index",
+    "mse",
+)
 
 
 def _accumulated_on_ranks(world: World) -> dict[str, Parameters]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.parallel.server.kept import Kept, checked_weights, weighted_mean
+from rankwise.parallel.server.kept import Kept, are_sums, checked_weights, weighted_mean
 from rankwise.parallel.server.layout import Body, spread
 from rankwise.parallel.server.opening import _updates_to_load
 from rankwise.parallel.server.options import options_of, set_options
@@ -86,8 +86,16 @@ def test_a_step_without_samples_counts_for_nothing() -> None:
 def test_several_backwards_need_equal_shares() -> None:
     assert checked_weights([0, 1], [[2.0, 4.0], [1.0, 2.0]]) == [4.0, 2.0]
     assert checked_weights([0, 1], [[], [2.0]]) == [0.0, 2.0]
-    with pytest.raises(ConfigurationError, match=r"rank 1: backwards over 4 and 0 samples"):
+    with pytest.raises(ConfigurationError, match=r"rank 1: backwards that count 4 and 0"):
         checked_weights([0, 1], [[4.0, 4.0], [4.0, 0.0]])
+
+
+def test_a_step_is_of_sums_or_of_means() -> None:
+    assert are_sums([0, 1], [[4.0], [3.0]], [[True], [True]])
+    assert not are_sums([0, 1], [[4.0], [3.0]], [[False], [False]])
+    assert are_sums([0, 1], [[4.0], [0.0]], [[True], [False]]), "one without samples says nothing"
+    with pytest.raises(ConfigurationError, match=r"rank 1: a mean"):
+        are_sums([0, 1], [[4.0], [3.0]], [[True], [False]])
 
 
 def test_what_was_saved_is_the_same_everywhere_or_an_error() -> None:

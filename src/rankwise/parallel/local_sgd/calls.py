@@ -22,6 +22,9 @@ from rankwise.parallel.local_sgd.buffers import MeanBuffers
 from rankwise.parallel.local_sgd.changes import Changes
 from rankwise.parallel.local_sgd.outer import MEAN, DiLoCo, outer_of
 from rankwise.parallel.local_sgd.rounds import LocalSGD, exchanged
+from rankwise.parallel.loss.on_ranks import LossOnRanks
+from rankwise.parallel.loss.reading import subscribe
+from rankwise.parallel.loss.verdict import Mode
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.trained import check_split, check_untrained, is_placed, note_trained, trained_as
 from rankwise.session import current
@@ -57,9 +60,9 @@ def local_sgd(
     The islands lie along ``islands`` of :func:`rankwise.mesh`; without a mesh each rank is one. Every island starts
     from the first one's parameters and sees its own part of each global batch. The steps of the optimizer that holds
     the model's parameters are counted, and after ``every`` of them a round ends: what each island changed is averaged,
-    weighted by the samples that it stood for, and the outer optimizer makes a step of it. Only what a rank holds
-    travels, to the rank of its coordinate on the other islands; ranks that hold copies share the sending, so that the
-    network between islands carries each number once per island and direction.
+    weighted by what its losses were means over (samples, tokens, as their graphs show), and the outer optimizer makes a
+    step of it. Only what a rank holds travels, to the rank of its coordinate on the other islands; ranks that hold
+    copies share the sending, so that the network between islands carries each number once per island and direction.
 
     This is not what one rank computes, but for ``every=1`` with one optimizer, plain SGD, and the plain mean. Between
     rounds islands differ: what a rank decides from its own loss parts them, and every island must make equally many
@@ -113,6 +116,9 @@ def local_sgd(
         check_same_model(model)
     if trained is None:
         trained = _follow_alone(model, session)
+    loss = getattr(trained, "loss", None)
+    if isinstance(loss, LossOnRanks) and axes.islands > 1:
+        loss.cautions[Mode.SUM] = _of_a_sum(axes.islands)
     islands, copies = exchange_along("islands"), exchange_along("dp_replicate")
     changes = buffers = meet = None
     if islands is not None:
@@ -232,4 +238,14 @@ def _follow_alone(model: nn.Module, session: Session) -> Trained:
     note_trained(model, sync)
     session.stopping.unless(WeakMethod(sync.is_mid_step))
     model.register_forward_hook(cast("Any", AfterForward(sync, None)), with_kwargs=True)
+    sync.loss.is_averaged_elsewhere = True
+    subscribe(sync.loss, session)
     return sync
+
+
+def _of_a_sum(num_islands: int) -> str:
+    return (
+        f"the loss ({{where}}) is a sum over samples: each of the {num_islands} islands steps with the sum over its "
+        "own, and the mean of their changes is taken, so that parameters move less than those of one rank; take the "
+        f"mean over samples, or a learning rate {num_islands} times as large"
+    )

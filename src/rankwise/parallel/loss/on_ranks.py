@@ -113,8 +113,8 @@ class LossOnRanks:
         self._num_ranks = 1 if group is None else group.world_size
         self._model_name = model_name
         self._combined: GlobalLoss | None = None
-        self._readings: dict[tuple[int, Place | None, int], Reading] = {}
-        """How sums over numbers were read in earlier steps, by the loss, its line and the number of the term."""
+        self._readings: dict[tuple[int, Place | None, int, bool], Reading] = {}
+        """How sums were read in earlier steps: by the loss, its line, the number of the term and if it is divided."""
         self._place: Place | None = None
         """The line of the backward under way, where it may be asked for."""
         self._is_reported = False
@@ -279,9 +279,9 @@ class LossOnRanks:
     def _check_readings(self, combined: GlobalLoss) -> None:
         """Raise if a sum over a number was read otherwise in an earlier step, or cannot be read at all."""
         for number, term in enumerate(combined.terms):
-            if term.reading in ("mean", "sum"):
+            if term.reading == "mean":
                 continue
-            key = combined.code, self._place, number
+            key = self._key(combined, number)
             known = self._readings.get(key)
             # A constant may happen to be the number of samples of every rank.
             fitting = {"both", known} | ({"share"} if known == "constant" and term.has_one_divisor else set())
@@ -296,7 +296,10 @@ class LossOnRanks:
         combined = self._combined
         if combined is None:
             return "mean"
-        return self._readings.get((combined.code, self._place, number), combined.terms[number].reading)
+        return self._readings.get(self._key(combined, number), combined.terms[number].reading)
+
+    def _key(self, combined: GlobalLoss, number: int) -> tuple[int, Place | None, int, bool]:
+        return combined.code, self._place, number, combined.terms[number].divisor > 0
 
     def _unlike(self) -> ConfigurationError:
         own = (

@@ -17,7 +17,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.parallel.loss.nodes import MARK, ForwardCall
 from rankwise.parallel.loss.terms import Reader
-from rankwise.parallel.loss.verdict import Mode, Verdict, verdict_of
+from rankwise.parallel.loss.verdict import Mode, Verdict, as_one_sum, verdict_of
 from rankwise.places import user_place, words
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.graph import metadata_of
@@ -128,16 +128,19 @@ def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
             _warn_scaled(term)
     if verdict.mode is Mode.SAMPLES and verdict.terms:
         _warn_unread(verdict.unknown.operation if verdict.unknown else "its many terms")
+    is_accumulated = any(one.is_accumulated for one in reached)
+    if verdict.mode is Mode.TERMS and (is_accumulated or any(one.is_averaged_elsewhere for one in reached)):
+        # The factors of several microsteps' terms are known after the last of them only, and elsewhere none are.
+        simpler = as_one_sum(verdict)
+        if is_accumulated and simpler.mode is Mode.SAMPLES:
+            _warn_unread("several terms inside no_sync()")
+    else:
+        simpler = verdict
+    mode = verdict.mode if simpler.mode is Mode.SAMPLES else simpler.mode
     for one in reached:
-        if verdict.mode in one.cautions:
-            _warn_once(verdict.mode.name, one.cautions[verdict.mode])
-    if verdict.mode is not Mode.TERMS:
-        return verdict
-    if any(one.is_accumulated for one in reached):
-        # The factors of several microsteps' terms are known after the last of them only.
-        _warn_unread("several terms inside no_sync()")
-        return Verdict(Mode.SAMPLES)
-    return Verdict(Mode.SAMPLES) if any(one.is_averaged_elsewhere for one in reached) else verdict
+        if mode in one.cautions:
+            _warn_once(mode.name, one.cautions[mode])
+    return simpler
 
 
 def _factors(model: LossOnRanks, terms: Sequence[Term], combined: GlobalLoss) -> list[float]:

@@ -70,6 +70,12 @@ def verdict_of(terms: Sequence[Term]) -> Verdict:
     return Verdict(Mode.TERMS, shared)
 
 
+def as_one_sum(verdict: Verdict) -> Verdict:
+    """Return a loss of several terms as one sum, where they are sums times constants; else averaged by samples."""
+    is_sum = all(term.kind == "sum" and not term.divisor and not term.is_odd for term in verdict.terms)
+    return Verdict(Mode.SUM if is_sum else Mode.SAMPLES, verdict.terms)
+
+
 def report_of(verdict: Verdict, weight: float = 0.0, num_samples: float = 0.0) -> list[float]:
     """Return what this rank reports of its loss: at most REPORT_LENGTH numbers, zeros where it ends earlier.
 

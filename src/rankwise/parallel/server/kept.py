@@ -145,7 +145,7 @@ def checked_weights(workers: Sequence[int], told: Sequence[Sequence[float]]) -> 
         shares = [(weight * sum(others), other * total) for weight, other in zip(weights, others, strict=True)]
         if not all(math.isclose(share, other, rel_tol=1e-9) for share, other in shares):
             said = {
-                worker: f"backwards over {' and '.join(f'{weight:g}' for weight in one)} samples"
+                worker: f"backwards that count {' and '.join(f'{weight:g}' for weight in one)}"
                 for worker, one in zip(workers, told, strict=True)
             }
             raise ConfigurationError(
@@ -155,6 +155,35 @@ def checked_weights(workers: Sequence[int], told: Sequence[Sequence[float]]) -> 
                 "`with rankwise.no_sync(model):`, which makes one mean of all",
             )
     return weights
+
+
+def are_sums(workers: Sequence[int], told: Sequence[Sequence[float]], sums: Sequence[Sequence[bool]]) -> bool:
+    """Return whether the gradients of workers are sums over their samples, to be added up.
+
+    Args:
+        workers: their ranks.
+        told: what each backward since the last step counts.
+        sums: whether the loss of each was a sum.
+
+    Raises:
+        ConfigurationError: some were, and others were means.
+    """
+    kinds = {
+        worker: {is_sum for weight, is_sum in zip(weights, flags, strict=True) if weight > 0}
+        for worker, weights, flags in zip(workers, told, sums, strict=True)
+    }
+    found = set[bool]().union(*kinds.values())
+    if len(found) > 1:
+        of_worker = {
+            worker: " and ".join("a sum" if is_sum else "a mean" for is_sum in sorted(one))
+            for worker, one in kinds.items()
+        }
+        raise ConfigurationError(
+            "A step has losses that are sums over samples, and others that are means.",
+            evidence=fold_values(of_worker),
+            do="add the losses up in one backward() with reduction='mean', or take a step for each of them",
+        )
+    return found == {True}
 
 
 def weighted_mean(parts: Sequence[tuple[float, torch.Tensor | None]], total: float) -> torch.Tensor | None:

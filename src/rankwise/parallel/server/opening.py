@@ -18,6 +18,8 @@ from rankwise.errors import CheckpointError, ConfigurationError, PeerMissing, fo
 from rankwise.log import log
 from rankwise.parallel.after_forward import AfterForward
 from rankwise.parallel.gradient_sync import GradientSync
+from rankwise.parallel.loss.reading import subscribe
+from rankwise.parallel.loss.verdict import Mode
 from rankwise.parallel.own_hooks import leave_out_of_copies
 from rankwise.parallel.server.kept import Kept
 from rankwise.parallel.server.memory import create_memory, shared_home
@@ -30,6 +32,7 @@ from rankwise.parallel.server.serving import Serving
 from rankwise.parallel.server.wire import SECRET_KEY
 from rankwise.parallel.server.worker import Place, Server, Worker, close_all
 from rankwise.parallel.trained import note_trained
+from rankwise.session import current
 from rankwise.store.wire import listen
 from rankwise.torch_private.optimizers import mark_step
 from rankwise.watch import SLICE_SECONDS
@@ -44,6 +47,13 @@ if TYPE_CHECKING:
     from rankwise.store import Store
     from rankwise.watch import Watch
     from rankwise.world import World
+
+
+_OF_SEVERAL_TERMS = (
+    "the loss ({where}) has several terms, and workers do not tell one another what each of them is over: its "
+    "gradients are averaged by samples, which differs from what one rank computes where the terms count different "
+    "things; take one mean or one sum, or pass what it is over to rankwise.weight(model, amount)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +146,7 @@ def open_ends(ground: Ground, model: nn.Module, weight: Callable[..., float | to
     ]
     worker.connect(servers, secret)
     weakref.finalize(worker, close_all, worker.channels).atexit = False
-    _follow(model, ground.optimizer, worker, weight)
+    _follow(model, ground.optimizer, worker, weight, num_workers=len(setting.workers))
     return Opened(worker=worker, serving=None, loader_state=loader_state)
 
 
@@ -231,12 +241,25 @@ def _follow(
     optimizer: torch.optim.Optimizer,
     worker: Worker,
     weight: Callable[..., float | torch.Tensor] | None,
+    *,
+    num_workers: int,
 ) -> None:
-    """Have steps of the optimizer go to the servers, with what their gradients are the mean over."""
+    """Have steps of the optimizer go to the servers, with what their gradients are the mean or the sum over."""
     weights: list[float] = []
+    sums: list[bool] = []
     num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
     sync = _noted(model)
-    sync.on_mean = weights.append
+    sync.loss.is_averaged_elsewhere = True
+    sync.loss.is_given_by_forward = weight is not None
+    if num_workers > 1:
+        sync.loss.cautions[Mode.TERMS] = _OF_SEVERAL_TERMS
+    subscribe(sync.loss, current())
+
+    def note(weight: float) -> None:
+        weights.append(weight)
+        sums.append(sync.loss.is_sum)
+
+    sync.on_mean = note
     model.register_forward_hook(AfterForward(sync, weight), with_kwargs=True)
     leave_out_of_copies(model)
 
@@ -250,8 +273,9 @@ def _follow(
                 "The optimizer got parameters after parameter_server(), which no server keeps.",
                 do="build the whole optimizer first; a layer that is unfrozen later may be in it from the beginning",
             )
-        worker.step(weights, options_of(self))
+        worker.step(weights, sums, options_of(self))
         weights.clear()
+        sums.clear()
         return loss
 
     # What torch puts around every optimizer's step: hooks, and its name in profiles.

@@ -11,7 +11,7 @@ import torch
 
 from rankwise.errors import ConfigurationError, PeerMissing, fold_ranks, fold_values
 from rankwise.log import warn
-from rankwise.parallel.server.kept import checked_weights, weighted_mean
+from rankwise.parallel.server.kept import are_sums, checked_weights, weighted_mean
 from rankwise.parallel.server.options import set_options
 from rankwise.watch import EXPLANATION_SECONDS, SLICE_SECONDS
 
@@ -168,8 +168,12 @@ class Serving:
     def _update(self, workers: Sequence[int]) -> None:
         """Take one step with the gradients that these workers have sent."""
         messages = [self._waiting[worker] for worker in workers]
-        weights = checked_weights(workers, [message.head["weights"] for message in messages])
-        total = sum(weights)
+        told = [message.head["weights"] for message in messages]
+        if are_sums(workers, told, [message.head["sums"] for message in messages]):
+            weights, total = [float(any(one)) for one in told], 1.0
+        else:
+            weights = checked_weights(workers, told)
+            total = sum(weights)
         if self._is_sync:
             self._check_groups(workers)
         # A script that steps its scheduler on all ranks has changed the server's own.

@@ -92,11 +92,12 @@ class Worker:
         for server, channel in self._ways():
             self._wait("connecting to a parameter server", server, channel, channel.has_connected)
 
-    def step(self, weights: Sequence[float], groups: list[dict[str, Any]]) -> None:
+    def step(self, weights: Sequence[float], sums: Sequence[bool], groups: list[dict[str, Any]]) -> None:
         """Send the gradients there are, and take the parameters that come back.
 
         Args:
-            weights: what the gradients of each backward since the last step are a mean over.
+            weights: what the gradients of each backward since the last step are a mean or a sum over.
+            sums: whether they are a sum.
             groups: options of the optimizer's groups.
 
         Raises:
@@ -114,7 +115,7 @@ class Worker:
         if self._is_ahead:
             self._take()
         self.num_steps += 1
-        head: Head = {"kind": "step", "weights": list(weights)}
+        head: Head = {"kind": "step", "weights": list(weights), "sums": list(sums)}
         if groups != self._told_groups:
             head["groups"] = self._told_groups = groups
         if self.loader_state is not None:
