@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.parallel.loss.nodes import ForwardCall
 from rankwise.parallel.loss.reading import mark_output
 from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.registrations import count_registrations
@@ -45,7 +46,7 @@ class AfterForward(OwnHook):
             sync.note_call(args, kwargs)
         amount = samples_of(self._weight, args, kwargs)
         reached = tensors_with_grad(output)
-        mark_output(reached, sync.loss, amount)
+        mark_output(reached, ForwardCall(sync.number, amount))
         if amount is None:
             return
         sync.loss.forward_weight = amount

@@ -47,15 +47,8 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
     _subscribers.add(subscriber)
 
 
-def mark_output(outputs: Iterable[torch.Tensor], subscriber: LossOnRanks, num_samples: float | None) -> None:
-    """Note that tensors are what a model gave.
-
-    Args:
-        outputs: of one call.
-        subscriber: of the model.
-        num_samples: what the call says its loss is a mean over.
-    """
-    call = ForwardCall(subscriber.number, num_samples)
+def mark_output(outputs: Iterable[torch.Tensor], call: ForwardCall) -> None:
+    """Note that tensors are what a call of a model gave."""
     for output in outputs:
         if output.grad_fn is not None:
             metadata_of(output.grad_fn)[MARK] = call

@@ -75,7 +75,8 @@ def pipeline(
         model: whole on every rank, on its device already; or on the CPU or the meta device, of which each rank then
             takes its own stages to its device. What was on meta is filled with NaN there, and to be loaded with
             :func:`rankwise.load_weights` or a checkpoint before the first step. Change layers and dtype before.
-        loss_fn: called with the model's output and the target of a micro-batch; returns the mean over its samples.
+        loss_fn: called with the model's output and the target of a micro-batch; returns the mean over its samples. One
+            whose graph shows that it is something else is warned of.
         example: a batch as ``model`` would be called with: a tensor, a tuple of arguments or a dict of them by name.
             Of any size; the closer to the training's, the better the balance.
         micro_batches: how many parts a batch is run in. Default: the number of stages.

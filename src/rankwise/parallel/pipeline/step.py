@@ -50,6 +50,7 @@ class MicroBatch:
     target: Any
     share: float
     """What its loss counts of the whole."""
+    num_samples: int
     stages: dict[int, BoundStage]
     """Those of this rank, for its number of samples."""
 
@@ -148,6 +149,8 @@ class StepRun:
     """The place along the pipeline of each stage."""
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     """Without one there is no backward."""
+    check_loss: Callable[[torch.Tensor, Any, int], None] | None = None
+    """Called with each micro-batch's loss, output and number of samples."""
     spans: list[tuple[str, int, int, float, float]] | None = None
     """Filled with (kind, stage, micro-batch, start, end) when there is a list."""
     losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -208,6 +211,8 @@ class StepRun:
                 evidence=f"it returned {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}",
                 do="return the mean over the samples of the micro-batch, as a tensor",
             )
+        if self.check_loss is not None:
+            self.check_loss(loss, held.output, micro_batch.num_samples)
         held.output = None
         if micro_batch.share == 0.0:
             # A mean over nothing is NaN, and so would be all its gradients: without a loss there are none.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import traceback
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +19,7 @@ from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.gradient_mean import GradientMean, clip_to_norm
 from rankwise.parallel.pipeline import micro_batches as parts
+from rankwise.parallel.pipeline.loss_check import LossCheck
 from rankwise.parallel.pipeline.picture import Picture, write_picture
 from rankwise.parallel.pipeline.program import Ref
 from rankwise.parallel.pipeline.schedule import Action, predicting_order, training_order
@@ -60,6 +62,9 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._num_micro_batches = num_micro_batches
         self._weight = weight
+        # One copy's last stage speaks for all.
+        speaks = weight is None and axes.coordinate(world.rank, "dp_replicate") == 0
+        self._check_loss = LossCheck() if speaks else None
         self._place = place
         self._first = first
         self._piped = piped
@@ -316,10 +321,11 @@ class Pipeline:
                 bound[size] = plan.bound(args, kwargs, self._place)
             program, stages = bound[size]
             programs.append(program)
-            found.append(MicroBatch(leaves, None if targets is None else targets[number], shares[number], stages))
+            found.append(MicroBatch(leaves, None if targets is None else targets[number], shares[number], size, stages))
         self._link.begin(f"a step of the pipeline of {type(plan.model).__name__}")
         loss_fn = None if targets is None else self._loss_fn
-        return StepRun(found, self._link, lambda stage: plan.schedule.rank_of(stage, plan.num_ranks), loss_fn), programs
+        rank_of = partial(plan.schedule.rank_of, num_ranks=plan.num_ranks)
+        return StepRun(found, self._link, rank_of, loss_fn, self._check_loss), programs
 
     def _weight_of(self, target: object, size: int) -> float:
         weight = float(size if self._weight is None else self._weight(target))

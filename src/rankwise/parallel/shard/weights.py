@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rankwise.exchange.protocol import LaneSize
+from rankwise.parallel.loss.nodes import ForwardCall
 from rankwise.parallel.loss.on_ranks import LossOnRanks, model_numbers
 from rankwise.parallel.loss.reading import mark_output
 from rankwise.parallel.shard.accumulation import ShardedAccumulation
@@ -142,7 +143,7 @@ class ShardSync:
             self._unseen = [one for one in self._unseen if whole_of(one) is None]
         amount = self.loss.forward_weight
         outputs = tensors_with_grad(output)
-        mark_output(outputs, self.loss, amount)
+        mark_output(outputs, ForwardCall(self.loss.number, amount))
         for reached in outputs:
             reached.register_hook(lambda _: self._begin(amount))
 

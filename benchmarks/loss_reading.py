@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs to read each loss, and to report to the other ranks what it is: of a training step on 2 ranks.
+
+Both sides train one model in the same processes, in turn, one thread per rank. The other side takes every loss for a
+mean over samples, without looking at it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from measure import Row, interleaved, median_ratio, seconds, show
+from models import MODELS
+from torch.nn import functional
+
+import rankwise as rw
+from rankwise.parallel.trained import trained_as
+from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.world import World
+
+NUM_RANKS = 2
+REPETITIONS = 100
+REACH = {"60 small layers": 1.03, "transformer": 1.01}
+NUM_STEPS = {"60 small layers": 10, "transformer": 2}
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a mean": functional.mse_loss,
+    "a sum": lambda output, target: (output - target).square().sum(),
+    "a masked mean": lambda output, target: ((output - target).square() * (target > 0)).sum() / (target > 0).sum(),
+    "two terms": lambda output, target: (
+        functional.mse_loss(output, target) + 0.1 * functional.l1_loss(output, target)
+    ),
+}
+
+
+def compare(_: World, name: str, loss: str) -> dict[str, list[float]]:
+    """Return seconds per step of both sides."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    plain = torch.autograd.backward
+    model, shape = MODELS[name]()
+    rw.replicate(model)
+    reading = torch.autograd.backward
+    on_ranks = trained_as(model).loss  # type: ignore[union-attr] # a replicated model's
+    report = on_ranks.report
+    x, target = torch.randn(shape), torch.randn(shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def steps(*, reads: bool) -> float:
+        torch.autograd.backward = reading if reads else plain
+        on_ranks.report = report if reads else lambda: None
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(NUM_STEPS[name]):
+            LOSSES[loss](model(x), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return (time.perf_counter() - started) / NUM_STEPS[name]
+
+    sides = {"reads": lambda: steps(reads=True), "takes samples": lambda: steps(reads=False)}
+    interleaved(sides, 3)
+    found = interleaved(sides, REPETITIONS)
+    torch.autograd.backward = reading
+    on_ranks.report = report
+    return found
+
+
+def measure(name: str, loss: str) -> Row:
+    """Return the row of one model and loss."""
+    figures = run_ranks(compare, NUM_RANKS, name, loss, timeout_seconds=600)[0].get()
+    return Row(
+        f"reading {loss}, {name}, {NUM_RANKS} ranks, against taking samples",
+        seconds(statistics.median(figures["reads"])),
+        seconds(statistics.median(figures["takes samples"])),
+        median_ratio(figures["reads"], figures["takes samples"]),
+        REACH[name],
+    )
+
+
+def main() -> None:
+    show([measure(name, loss) for name in REACH for loss in LOSSES])
+
+
+if __name__ == "__main__":
+    main()
