@@ -79,6 +79,8 @@ class Session:
     """What is done around a loop over a loader, where that is not the same on all ranks."""
     num_loaders: int = 0
     """How many loaders there have been: each has a number, the same on every rank."""
+    num_local_samples: int | None = None
+    """Samples of this rank's part of the batch that a loader gave last."""
     failure_note: str | None = None
     """What an error that this rank raises now should say besides: of the batch it has in hand."""
     open_group: Callable[[], None] = lambda: None

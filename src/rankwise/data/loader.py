@@ -260,6 +260,8 @@ class DataLoader(StepSource):
             stop, batch = fetched
             if session is not None:
                 session.failure_note = words_of_batch(self._shards, position, stop)
+                first, end = self._shards.local_part(position, stop)
+                session.num_local_samples = end - first
             position = stop
             self._cursor.take(iteration, stop)
             yield batch

@@ -11,7 +11,7 @@ from rankwise.parallel.loss.nodes import ForwardCall
 from rankwise.parallel.loss.reading import mark_output
 from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.registrations import count_registrations
-from rankwise.parallel.trained import samples_of, tensors_with_grad
+from rankwise.parallel.trained import samples_of, sizes_of_first, tensors_with_grad
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import uncompiled
 
@@ -46,7 +46,7 @@ class AfterForward(OwnHook):
             sync.note_call(args, kwargs)
         amount = samples_of(self._weight, args, kwargs)
         reached = tensors_with_grad(output)
-        mark_output(reached, ForwardCall(sync.number, amount))
+        mark_output(reached, ForwardCall(sync.number, amount, sizes_of_first(args, kwargs)))
         if amount is None:
             return
         sync.loss.forward_weight = amount

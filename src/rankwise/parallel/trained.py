@@ -269,6 +269,12 @@ def samples_of(
     return None if first is None else float(first.shape[0])
 
 
+def sizes_of_first(args: object, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return the sizes of the first tensor that a forward call was given."""
+    first = _first_tensor((args, kwargs))
+    return () if first is None or first.is_nested else tuple(first.shape)
+
+
 def _first_tensor(values: object) -> torch.Tensor | None:
     if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
         first = values[0][0]

@@ -28,6 +28,8 @@ class ForwardCall:
     """Its number."""
     num_samples: float | None
     """What the call says its loss is a mean over, where it says so."""
+    sizes: tuple[int, ...] = ()
+    """Of the first tensor that it was given."""
 
 
 def inputs_of(node: Node) -> list[Edge]:

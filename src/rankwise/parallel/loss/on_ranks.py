@@ -14,8 +14,11 @@ import torch
 
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
+from rankwise.parallel.loss.once import warn_once
+from rankwise.parallel.loss.padding import rows_of
 from rankwise.parallel.loss.verdict import REPORT_LENGTH, Mode, Verdict, combine, report_of
 from rankwise.places import user_place, words
+from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from rankwise.exchange.protocol import Exchange
     from rankwise.parallel.loss.nodes import ForwardCall
+    from rankwise.parallel.loss.padding import Rows
     from rankwise.parallel.loss.verdict import GlobalLoss, GlobalTerm, Reading
     from rankwise.places import Place
 
@@ -117,6 +121,8 @@ class LossOnRanks:
         """How sums were read in earlier steps: by the loss, its line, the number of the term and if it is divided."""
         self._place: Place | None = None
         """The line of the backward under way, where it may be asked for."""
+        self._rows: Rows | None = None
+        """Of what the loss reduces, where they are the samples."""
         self._is_reported = False
         self._group = group
         self._lane = None
@@ -160,6 +166,10 @@ class LossOnRanks:
             call: whose outputs it comes from first.
         """
         self._expected_weight = self.forward_weight if call is None else call.num_samples
+        self._rows = None
+        if verdict.mode in (Mode.MEAN, Mode.TERMS) and self._lane is not None:
+            session = current_or_none()
+            self._rows = rows_of(verdict.terms, call, None if session is None else session.num_local_samples)
         self._verdict = _SAMPLES if self.is_given else _NOTHING if self._expected_weight == 0 else verdict
         if self._verdict.mode in (Mode.TERMS, Mode.NOTHING):
             # Where its readings are looked up it may be too late: on a GPU another thread runs backward.
@@ -234,7 +244,7 @@ class LossOnRanks:
             return
         self._is_reported = True
         self._lane.claim()
-        report = report_of(self._verdict, self._accumulation.carried + self.weight, self.num_samples)
+        report = report_of(self._verdict, self._accumulation.carried + self.weight, self.num_samples, self._rows)
         # numpy's are several times faster than torch's for a few numbers.
         body = self._lane.body.numpy()
         body.fill(0.0)
@@ -254,6 +264,8 @@ class LossOnRanks:
             if not self._combined.is_alike:
                 raise self._unlike()
             self._check_readings(self._combined)
+            if self._combined.counts_padding and self._rows is not None:
+                warn_once("padding", _of_padding(self._rows.loss))
         return self._combined
 
     def counted(self, total: float) -> float:
@@ -321,6 +333,15 @@ def _ambiguous(term: GlobalTerm, place: Place | None) -> ConfigurationError:
         "constant, the loss is their sum over that constant",
         do="write a mean with .mean() or reduction='mean'; or pass what the loss is a mean over to "
         "rankwise.weight(model, amount)",
+    )
+
+
+def _of_padding(elements: int) -> str:
+    return (
+        f"the mean in the loss ({{where}}) is over {elements} elements of each sample on this rank, and over other "
+        "numbers of them on other ranks, as where each pads its samples to the longest of its own: one rank would pad "
+        "all samples to one length, and its mean count them otherwise; leave padding out ((loss * mask).sum() / "
+        "mask.sum(), ignore_index), pad to a fixed length, or pass what counts to rankwise.weight(model, amount)"
     )
 
 

@@ -14,11 +14,10 @@ from weakref import WeakSet
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.log import warn
 from rankwise.parallel.loss.nodes import MARK, ForwardCall
+from rankwise.parallel.loss.once import forget_warnings, warn_once
 from rankwise.parallel.loss.terms import Reader
 from rankwise.parallel.loss.verdict import Mode, Verdict, as_one_sum, verdict_of
-from rankwise.places import user_place, words
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.graph import metadata_of
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 _subscribers: WeakSet[LossOnRanks] = WeakSet()
 _original: Callable[..., None] = torch.autograd.backward
-_warned: set[tuple[str, str]] = set()
 
 
 def subscribe(subscriber: LossOnRanks, session: Session) -> None:
@@ -57,7 +55,7 @@ def mark_output(outputs: Iterable[torch.Tensor], call: ForwardCall) -> None:
 def _undo() -> None:
     torch.autograd.backward = _original
     _subscribers.clear()
-    _warned.clear()
+    forget_warnings()
 
 
 def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
@@ -132,7 +130,7 @@ def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
     mode = verdict.mode if simpler.mode is Mode.SAMPLES else simpler.mode
     for one in reached:
         if mode in one.cautions:
-            _warn_once(mode.name, one.cautions[mode])
+            warn_once(mode.name, one.cautions[mode])
     return simpler
 
 
@@ -174,22 +172,15 @@ def _zeros(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | Non
 
 
 def _warn_scaled(term: Term) -> None:
-    _warn_once(
+    warn_once(
         term.operation,
         f"a mean in the loss ({{where}}) is multiplied by {term.num_rows}, which is also this rank's number of samples "
         "and is taken for a constant: if it is that number, write the sum with reduction='sum' or .sum()",
     )
 
 
-def _warn_once(operation: str, message: str) -> None:
-    where = words(user_place())
-    if (where, operation) not in _warned:
-        _warned.add((where, operation))
-        warn(message.format(where=where))
-
-
 def _warn_unread(because: str) -> None:
-    _warn_once(
+    warn_once(
         because,
         f"the loss ({{where}}) is neither a mean nor a sum over samples because of {because}: its gradients are "
         "averaged over ranks by samples, which may differ from what one rank computes; take that step per sample, or "

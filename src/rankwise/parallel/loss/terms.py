@@ -59,6 +59,8 @@ class Term:
     """Whether it is a size of what is reduced, as the number of this rank's samples is."""
     is_odd: bool = False
     """Whether it is scaled by a number that may make a mean a sum, or a sum a mean."""
+    row: int = 0
+    """Elements of a row, where a plain mean is over these too; else 0."""
     has_constants: bool = False
     """Whether Python numbers scale it, which may differ between ranks."""
 
@@ -315,8 +317,17 @@ def _term(path: _Path, deciding: _Reduction, edge: Edge) -> Term:
         divisor=max(shares, default=abs(divisor) if path.by_python else 0.0),
         is_share=bool(shares),
         is_odd=is_odd,
+        row=_elements_of_a_row(path),
         has_constants=bool(path.by_python or path.times_python),
     )
+
+
+def _elements_of_a_row(path: _Path) -> int:
+    """Return over how many elements of each row a mean is, where nothing but sizes says so; else 0."""
+    shape = path.reductions[-1].shape
+    is_over_rows = any(one.kind == "mean" and one.dims - {0} for one in path.reductions)
+    is_weighted = path.by_data or any(saved(one.node, "total_weight") is not None for one in path.reductions)
+    return math.prod(shape[1:]) if len(shape) > 1 and is_over_rows and not is_weighted else 0
 
 
 def _is_reciprocal(value: float, sizes: Collection[int]) -> bool:

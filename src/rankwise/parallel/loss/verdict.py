@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
 
+from rankwise.parallel.loss.padding import report_rows
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rankwise.parallel.loss.padding import Rows
     from rankwise.parallel.loss.terms import Term
 
 MOST_TERMS = 12
-_HEADER = 9
+_HEADER = 14
 _PER_TERM = 6
 REPORT_LENGTH = _HEADER + _PER_TERM * MOST_TERMS
 """How many numbers each rank reports."""
@@ -76,21 +79,22 @@ def as_one_sum(verdict: Verdict) -> Verdict:
     return Verdict(Mode.SUM if is_sum else Mode.SAMPLES, verdict.terms)
 
 
-def report_of(verdict: Verdict, weight: float = 0.0, num_samples: float = 0.0) -> list[float]:
+def report_of(verdict: Verdict, weight: float = 0.0, num_samples: float = 0.0, rows: Rows | None = None) -> list[float]:
     """Return what this rank reports of its loss: at most REPORT_LENGTH numbers, zeros where it ends earlier.
 
     Args:
         verdict: of its loss.
         weight: of its gradients.
         num_samples: of its forward.
+        rows: of what its loss reduces.
     """
     if verdict.mode is Mode.NOTHING:
         return [weight, num_samples]
     code = float(_code(verdict))
-    rows = float(max((term.num_rows for term in verdict.terms), default=0))
+    num_rows = float(max((term.num_rows for term in verdict.terms), default=0))
     terms = verdict.terms if verdict.mode is Mode.TERMS else ()
     mode = float(verdict.mode)
-    report = [weight, num_samples, 1.0, mode, mode**2, code, code**2, rows, float(len(terms))]
+    report = [weight, num_samples, 1.0, mode, mode**2, code, code**2, num_rows, float(len(terms)), *report_rows(rows)]
     for term in terms:
         flags = [float(term.is_share), float(term.is_odd), float(term.kind == "sum")]
         report += [term.amount, term.divisor, term.divisor**2, *flags]
@@ -141,6 +145,8 @@ class GlobalLoss:
     code: int
     """A number for the operations of the loss."""
     terms: tuple[GlobalTerm, ...]
+    counts_padding: bool = False
+    """Whether samples have unequal lengths on the ranks, and their losses are means over all of it."""
 
 
 def combine(sums: Sequence[float]) -> GlobalLoss:
@@ -149,7 +155,7 @@ def combine(sums: Sequence[float]) -> GlobalLoss:
     Args:
         sums: [REPORT_LENGTH].
     """
-    weight, num_samples, active, modes, squares, codes, squares_of_codes, rows, num_terms = sums[:_HEADER]
+    weight, num_samples, active, modes, squares, codes, squares_of_codes, rows, num_terms = sums[:9]
     active = round(active)
     is_alike = _are_equal(active, modes, squares) and _are_equal(active, codes, squares_of_codes)
     if not (active and is_alike):
@@ -161,7 +167,11 @@ def combine(sums: Sequence[float]) -> GlobalLoss:
             GlobalTerm(_reading(active, rows, part), part[0], part[1] / active, _are_equal(active, *part[1:3]))
         )
     mode, code = Mode(round(modes / active)), round(codes / active)
-    return GlobalLoss(weight, num_samples, active, is_alike, mode, code, tuple(terms))
+    with_rows, losses, squares_of_losses, given, squares_of_given = sums[9:_HEADER]
+    counts_padding = round(with_rows) == active and not (
+        _are_equal(active, losses, squares_of_losses) or _are_equal(active, given, squares_of_given)
+    )
+    return GlobalLoss(weight, num_samples, active, is_alike, mode, code, tuple(terms), counts_padding)
 
 
 def _reading(active: int, num_rows: float, part: Sequence[float]) -> Reading:

@@ -19,7 +19,7 @@ from rankwise.parallel.loss.nodes import ForwardCall
 from rankwise.parallel.loss.on_ranks import LossOnRanks, model_numbers
 from rankwise.parallel.loss.reading import mark_output
 from rankwise.parallel.shard.accumulation import ShardedAccumulation
-from rankwise.parallel.trained import samples_of, tensors_with_grad
+from rankwise.parallel.trained import samples_of, sizes_of_first, tensors_with_grad
 from rankwise.torch_private.autograd import in_backward, run_after_backward
 from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.fsdp import (
@@ -75,6 +75,8 @@ class ShardSync:
             # The host asks for it, and need not wait for a device.
             size = LaneSize(1, len(self._places), torch.float64, torch.device("cpu"))
             (self._uses,) = exchange.lanes([size], f"uses of {name}")
+        self._sizes: tuple[int, ...] = ()
+        """Of the first tensor that the latest forward was given."""
         self._in_backward = False
         self._is_weighed = False
         """Whether the weights of all ranks are known."""
@@ -123,10 +125,18 @@ class ShardSync:
 
     # -- around forward ----------------------------------------------------------------------------
 
-    def before_forward(self, amount: float | None) -> None:
-        """Note what the call stands for. Called by: every rank, before a forward that may be trained."""
+    def before_forward(self, amount: float | None, sizes: tuple[int, ...]) -> None:
+        """Note what the call stands for.
+
+        Called by: every rank, before a forward that may be trained.
+
+        Args:
+            amount: what it says its loss is a mean over.
+            sizes: of the first tensor that it is given.
+        """
         self._follow_unfrozen()
         self.loss.forward_weight = amount
+        self._sizes = sizes
 
     def _follow_unfrozen(self) -> None:
         """Have torch's whole parameters need gradients where the sharded ones do by now."""
@@ -143,7 +153,7 @@ class ShardSync:
             self._unseen = [one for one in self._unseen if whole_of(one) is None]
         amount = self.loss.forward_weight
         outputs = tensors_with_grad(output)
-        mark_output(outputs, ForwardCall(self.loss.number, amount))
+        mark_output(outputs, ForwardCall(self.loss.number, amount, self._sizes))
         for reached in outputs:
             reached.register_hook(lambda _: self._begin(amount))
 
@@ -303,7 +313,7 @@ class BeforeForward:
         self._sync.forget_broken()
         self._prepare(module)
         if torch.is_grad_enabled():
-            self._sync.before_forward(samples_of(self._weight, args, kwargs))
+            self._sync.before_forward(samples_of(self._weight, args, kwargs), sizes_of_first(args, kwargs))
 
 
 class AfterForward:
