@@ -30,11 +30,20 @@ _READERS: dict[str, _Reader] = {
 }
 
 
+_lacking: set[tuple[type, str]] = set()
+"""Kinds of nodes of C++, and names under which they save nothing: to ask again would cost an exception."""
+
+
 def saved(node: Node, name: str) -> Any:  # noqa: ANN401 - each node saves something else
     """Return what a node saved in its forward under a name; ``None`` where it saved no such thing."""
+    key = type(node), name
+    if key in _lacking:
+        return None
     try:
         return _READERS[name](node)
     except AttributeError:
+        if not is_of_python(node):
+            _lacking.add(key)
         return None
 
 

@@ -62,6 +62,9 @@ class Verdict:
 
 def verdict_of(terms: Sequence[Term]) -> Verdict:
     """Decide by the operations alone, never by values: those differ between ranks."""
+    if len(terms) == 1 and terms[0].kind == "mean":
+        # What most losses are.
+        return Verdict(Mode.MEAN, tuple(terms))
     shared = tuple(term for term in terms if term.kind != "same")
     if not shared or any(term.kind == "unknown" for term in shared) or len(shared) > MOST_TERMS:
         return Verdict(Mode.SAMPLES, shared)
