@@ -828,6 +828,20 @@ def check_fsdp() -> None:
     assert fsdp.whole_of(one).grad is None
 
 
+@canary(f"{FSDP}._fsdp_param_group.RegisterPostBackwardFunction")
+@alone()
+def check_the_node_of_a_block() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Linear(2, 2, bias=False), mesh=dist.init_device_mesh("cpu", (1,)))
+    nodes = [model(leaf(3, 2).exp()).grad_fn]
+    for node in nodes:
+        nodes += [one for one, _ in node.next_functions if one is not None]
+    (of_block,) = [node for node in nodes if node.name() == graph.OF_BLOCK]
+    assert hasattr(of_block, "_forward_cls")
+    assert not graph.is_of_python(of_block)
+
+
 @canary(f"{FSDP}._fsdp_api.AllGather", f"{FSDP}._fsdp_api.ReduceScatter")
 def check_fsdp_communication() -> None:
     from rankwise.torch_private import fsdp

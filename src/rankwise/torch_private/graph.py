@@ -57,7 +57,8 @@ def shape_of(edge: Edge) -> tuple[int, ...]:
     return tuple(shapes[output].shape)
 
 
-OF_BLOCK = "RegisterPostBackwardFunctionBackward"
+_FUNCTION = "RegisterPostBackwardFunction"
+OF_BLOCK = f"{_FUNCTION}Backward"
 """The node by which ``fully_shard`` notices that backward has left a block. It changes nothing."""
 
 

@@ -170,6 +170,11 @@ NAMES = tuple(
             _OLDEST,
         ),
         (f"{_FSDP}._fsdp_param.FSDPParam.reduce_dtype", "the dtype that gradients are reduced in", _OLDEST),
+        (
+            f"{_FSDP}._fsdp_param_group.RegisterPostBackwardFunction",
+            "know the node that follows a block's backward, and changes nothing, by its name",
+            _OLDEST,
+        ),
         (f"{_FSDP}._fsdp_api.AllGather", "the protocol of one's own gathering", _OLDEST),
         (f"{_FSDP}._fsdp_api.ReduceScatter", "the protocol of one's own reduction", _OLDEST),
     )
