@@ -35,9 +35,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a mean": functional.mse_loss,
     "a sum": lambda output, target: (output - target).square().sum(),
     "a masked mean": lambda output, target: ((output - target).square() * (target > 0)).sum() / (target > 0).sum(),
-    "two terms": lambda output, target: (
-        functional.mse_loss(output, target) + 0.1 * functional.l1_loss(output, target)
-    ),
+    "two terms": lambda output, target: functional.mse_loss(output, target) + 0.1 * functional.l1_loss(output, target),
 }
 
 

@@ -61,6 +61,11 @@ def _without_padding(outputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tens
     return (outputs.square() * mask).sum() / mask.sum()
 
 
+def _ratio_of_means(outputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    mask = _mask(outputs, lengths).double()
+    return (outputs.square() * mask).mean() / mask.mean()
+
+
 def _chosen(outputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return outputs.square()[_mask(outputs, lengths)].mean()
 
@@ -68,6 +73,11 @@ def _chosen(outputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 def _cross_entropy(outputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     targets = torch.where(_mask(outputs, lengths)[..., 0], 1, -100)
     return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def _cross_entropy_of_rows(outputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    targets = torch.where(_mask(outputs, lengths)[..., 0], 1, -100)
+    return nn.functional.cross_entropy(outputs.transpose(1, 2), targets)
 
 
 def _sum_of_each(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -95,7 +105,9 @@ def test_a_mean_over_unequal_padding_is_warned_of_once(loss: Loss, strategy: str
     ("loss", "collate", "lengths"),
     [
         (_without_padding, _padded, LENGTHS),
+        (_ratio_of_means, _padded, LENGTHS),
         (_chosen, _padded, LENGTHS),
+        (_cross_entropy_of_rows, _padded, LENGTHS),
         (_cross_entropy, _padded, LENGTHS),
         (_sum_of_each, _padded, LENGTHS),
         (_mean, _padded, (4,) * 10),
