@@ -14,6 +14,7 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
 from rankwise.parallel.loss.verdict import REPORT_LENGTH, Mode, Verdict, combine, report_of
+from rankwise.parallel.state_guard.guard import NUM_NUMBERS
 from rankwise.places import user_place, words
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
     from rankwise.parallel.accumulation import Accumulation
     from rankwise.parallel.loss.verdict import GlobalLoss, GlobalTerm, Reading
+    from rankwise.parallel.state_guard.guard import StateGuard
 
 _COUNTED_IN = {
     Mode.SAMPLES: "samples of the forward, or what rankwise.weight() was given",
@@ -74,10 +76,12 @@ class LossOnRanks:
         self._readings: dict[tuple[int, int], Reading] = {}
         """How sums over numbers were read in earlier steps, by the loss and the number of the term."""
         self._is_reported = False
+        self.guard: StateGuard | None = None
+        """Whose numbers travel with the reports."""
         self._group = group
         self._lane = None
         if group is not None:
-            size = LaneSize(REPORT_LENGTH, 1, torch.float64, torch.device("cpu"))
+            size = LaneSize(REPORT_LENGTH + NUM_NUMBERS, 1, torch.float64, torch.device("cpu"))
             (self._lane,) = group.lanes([size], f"loss of {model_name}")
 
     def owns(self, variable: object) -> bool:
@@ -173,6 +177,8 @@ class LossOnRanks:
         body = self._lane.body.numpy()
         body.fill(0.0)
         body[: len(report)] = report
+        if self.guard is not None:
+            body[REPORT_LENGTH:] = [number * factor for number in self.guard.report()]
         self._lane.start(1.0, 1.0, [])
 
     def receive(self) -> GlobalLoss | None:
@@ -184,7 +190,9 @@ class LossOnRanks:
         if self._lane is not None and self._is_reported and self._combined is None:
             self._lane.finish()
             sums = (self._lane.result.numpy() * self._num_ranks).tolist()
-            self._combined = combine(sums)
+            if self.guard is not None:
+                self.guard.take(*sums[REPORT_LENGTH:])
+            self._combined = combine(sums[:REPORT_LENGTH])
             if not self._combined.is_alike:
                 raise self._unlike()
             self._check_readings(self._combined)
