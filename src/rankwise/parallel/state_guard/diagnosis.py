@@ -7,7 +7,6 @@ Checksums only ask for this; it has the last word. Every rank exchanges the same
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,10 @@ import torch
 
 from rankwise.collectives.objects import gather_bytes
 from rankwise.errors import ReplicasDiffer, fold_values
-from rankwise.parallel.state_guard.checksum import checksums_of_each
 from rankwise.parallel.state_guard.facts import all_facts
 from rankwise.parallel.state_guard.values import furthest_apart, largest_element
+from rankwise.replicas.checksum import checksums_of_each
+from rankwise.replicas.hyperparameters import is_same
 from rankwise.session import current
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _check_groups(parted: Parted, reports: Sequence[dict[str, Any]]) -> None:
         others = [one.get(number, (optimizer, values)) for one in by_rank]
         for key in values:
             held = [own.get(key, values[key]) for _, own in others]
-            if all(name == optimizer for name, _ in others) and any(not _same(one, held[0]) for one in held):
+            if all(name == optimizer for name, _ in others) and any(not is_same(one, held[0]) for one in held):
                 raise _differ(
                     f"{key} of {optimizer} is not the same on all ranks before step {parted.num_steps}: ranks would "
                     f"train {parted.parameters[number]} of {parted.model_name} differently.",
@@ -103,12 +103,6 @@ def _check_groups(parted: Parted, reports: Sequence[dict[str, Any]]) -> None:
 
 def _by_parameter(groups: Sequence[dict[str, Any]]) -> dict[int, tuple[str, dict[str, Any]]]:
     return {number: (group["optimizer"], group["values"]) for group in groups for number in group["parameters"]}
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
-        return math.isnan(other)
-    return one == other
 
 
 def _instead_of(key: str) -> str:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.parallel.state_guard.checksum import ChecksumOfAll, combined
 from rankwise.parallel.state_guard.diagnosis import Parted, diagnose
 from rankwise.parallel.state_guard.facts import all_facts, forget_facts
 from rankwise.parallel.state_guard.hyperparameters import OptimizersOf, unfollow
+from rankwise.replicas.checksum import ChecksumOfAll, are_equal, combined, short
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ MOST_STEPS = 16
 """How many steps apart parameters are compared, once a training is under way."""
 MOST_PATIENT_STEPS = 1024
 """The same where replicas are known to differ by rounding: to look whether it is more takes a whole exchange."""
-BITS = 0xFFFFF
-"""Of a checksum: few enough that sums of squares are exact in float64 for thousands of ranks."""
 
 
 class StateGuard:
@@ -84,7 +82,7 @@ class StateGuard:
             numbers = [*self._facts.values(), self._optimizers.num_steps, self._optimizers.checksum()]
         if self._is_due:
             numbers.append(self._checksum(list(self._tensors().values())))
-        code = float(combined(numbers) & BITS)
+        code = float(short(combined(numbers)))
         return code, code * code
 
     def take(self, sum_of_checksums: float, sum_of_squares: float) -> None:
@@ -134,11 +132,6 @@ class StateGuard:
             if isinstance(buffer, torch.Tensor):
                 found[f"buffer {name}"] = buffer
         return {name: one.detach() for name, one in found.items() if one.layout is torch.strided and not one.is_meta}
-
-
-def are_equal(num_ranks: int, sum_of_values: float, sum_of_squares: float) -> bool:
-    """Return whether checksums are the same on all ranks, by their sum and the sum of their squares."""
-    return abs(num_ranks * sum_of_squares - sum_of_values**2) <= 1e-9 * max(sum_of_values**2, 1e-300)
 
 
 def shared_statistics(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> dict[str, tuple[nn.Module, str]]:

@@ -6,14 +6,12 @@ Optimizers are known by torch's global step hook, from the first guarded model u
 
 from __future__ import annotations
 
-import marshal
-import zlib
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from rankwise.replicas.hyperparameters import checksum_of, values_of
 from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
-
-NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Keys of a parameter group that say nothing about what a step computes."""
 
 Group = dict[str, Any]
 """One parameter group in JSON: the optimizer's class, numbers of the model's parameters, values by key."""
@@ -53,14 +48,7 @@ class OptimizersOf:
 
     def checksum(self) -> int:
         """Return a checksum of the hyperparameters as they are now; the order of the optimizers plays no part."""
-        total = 0
-        for optimizer in self._optimizers():
-            digest = 0
-            for group in optimizer.param_groups:
-                values = [value for key, value in group.items() if key not in NOT_COMPARED]
-                digest = zlib.crc32(_bytes_of(values), digest)
-            total += digest
-        return total
+        return sum(map(checksum_of, self._optimizers()))
 
     def groups(self) -> list[Group]:
         """Return the parameter groups with parameters of the model, as JSON can carry them."""
@@ -68,8 +56,8 @@ class OptimizersOf:
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
                 numbers = [self.number_of[id(p)] for p in group["params"] if id(p) in self.number_of]
-                values = {key: _plain(value, waits=True) for key, value in group.items() if key not in NOT_COMPARED}
                 if numbers:
+                    values = values_of(group)
                     found.append({"optimizer": type(optimizer).__name__, "parameters": numbers, "values": values})
         return found
 
@@ -109,27 +97,3 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         model = reference()
         if model is not None:
             model.note_step(optimizer)
-
-
-def _bytes_of(values: list[Any]) -> bytes:
-    """Return values as bytes that are the same in every process."""
-    try:
-        # Of the second version: later ones depend on who else holds a value.
-        return marshal.dumps(values, 2)
-    except ValueError:  # a tensor among them
-        return marshal.dumps([_plain(value, waits=False) for value in values], 2)
-
-
-def _plain(value: object, *, waits: bool) -> Any:  # noqa: ANN401 - of any kind
-    """Return what JSON can carry of a hyperparameter.
-
-    Args:
-        value: of a parameter group.
-        waits: read a tensor on an accelerator, which takes until the device has come to it.
-    """
-    if isinstance(value, torch.Tensor):
-        is_read = value.numel() == 1 and not value.is_meta and (waits or value.device.type == "cpu")
-        return value.item() if is_read else None
-    if isinstance(value, list | tuple):
-        return [_plain(one, waits=waits) for one in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checksums of tensors, by the bits of their values: a few operations for many small tensors, one pass over memory.
 
-Used by guard, for all tensors of a model at once, and by diagnosis, for each.
+Used by the guards of replicas, for all tensors of a model at once, and for each once they differ.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ SMALL_BYTES = 2**16
 """Up to this size a tensor is copied together with others: a call per tensor would take longer."""
 PIECE_BYTES = 2**22
 """How much is copied together at a time."""
+SHORT_BITS = 0xFFFFF
+"""Few enough that sums of squares are exact in float64 for thousands of ranks."""
 
 
 class ChecksumOfAll:
@@ -58,6 +60,16 @@ def checksums_of_each(tensors: Sequence[torch.Tensor]) -> list[int]:
 def combined(numbers: Sequence[int]) -> int:
     """Return one number of 32 bits for several of up to 64."""
     return zlib.crc32(struct.pack(f"={len(numbers)}q", *numbers))
+
+
+def short(checksum: int) -> int:
+    """Return a part of a checksum that is small enough for :func:`are_equal`."""
+    return checksum & SHORT_BITS
+
+
+def are_equal(num_ranks: int, sum_of_values: float, sum_of_squares: float) -> bool:
+    """Return whether short checksums are the same on all ranks, by their sum and the sum of their squares."""
+    return abs(num_ranks * sum_of_squares - sum_of_values**2) <= 1e-9 * max(sum_of_values**2, 1e-300)
 
 
 def _pieces(flats: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
