@@ -127,7 +127,7 @@ class _Look:
         return len({part.get(str(rank), ANSWER_SECONDS) for rank in range(self._world.world_size)}) > 1
 
     def _tell(self, optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
-        if not self._store.set_if_absent(f"{_KEY}/told", "1"):
+        if self._store.add(f"{_KEY}/told", 1) > 1:
             return
         one = "1 parameter" if len(own) == 1 else f"{len(own)} parameters"
         warn(

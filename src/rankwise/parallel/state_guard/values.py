@@ -11,15 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.replicas.rounding import FLOOR, tolerance
+
 if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
 
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.complex128: 1e-8, torch.complex64: 1e-4}
-"""Up to which part of its largest element two ranks' values of a tensor may differ by rounding, after many steps."""
-NARROW_TOLERANCE = 2e-2
-"""The same of floating-point numbers of 16 bits and fewer."""
-FLOOR = 1e-3
-"""Part of a model's largest element that a tensor's counts as at least: near zero, earlier rounding remains."""
 CHUNK_ELEMENTS = 2**22
 """How much of a tensor is exchanged at a time."""
 
@@ -39,7 +35,7 @@ def furthest_apart(tensor: torch.Tensor, exchange: Exchange, *, name: str, large
     own = torch.tensor([apart, float(index), largest_element(tensor)], dtype=torch.float64)
     rows = exchange.all_gather(own, what=f"how far {name} is apart").tolist()
     furthest = max(rows, key=lambda row: row[0])
-    allowed = _tolerance(tensor.dtype) * max(FLOOR * largest, *(row[2] for row in rows))
+    allowed = tolerance(tensor.dtype) * max(FLOOR * largest, *(row[2] for row in rows))
     return int(furthest[1]) if furthest[0] > allowed else None
 
 
@@ -64,9 +60,3 @@ def largest_element(tensor: torch.Tensor) -> float:
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     return float(tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max())
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return 0.0
-    return TOLERANCE.get(dtype, NARROW_TOLERANCE)
