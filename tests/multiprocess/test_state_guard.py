@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that part are named on every rank, with what differs; replicas that agree, or differ on purpose, never are."""
+"""Replicas that part are named on every rank, with what differs; replicas that agree never are."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 """``rankwise run --guard``: ranks of a hand-written script compare their models every so many optimizer steps.
 
 Posts checksums in the job's store and waits for nobody: the last rank to post finds whether all agree. Where they do
-not, the ranks post details in the step that is due next, and the last one judges them; in the first steps, always. Imported by the worker.
+not, the ranks post details in the step that is due next, and the last one judges them; in the first steps, always.
+Imported by the worker.
 """
 
 from __future__ import annotations
