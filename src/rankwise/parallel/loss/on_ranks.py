@@ -177,8 +177,9 @@ class LossOnRanks:
         body = self._lane.body.numpy()
         body.fill(0.0)
         body[: len(report)] = report
-        if self.guard is not None:
-            body[REPORT_LENGTH:] = [number * factor for number in self.guard.report()]
+        numbers = None if self.guard is None else self.guard.report()
+        if numbers is not None:
+            body[REPORT_LENGTH:] = [number * factor for number in numbers]
         self._lane.start(1.0, 1.0, [])
 
     def receive(self) -> GlobalLoss | None:

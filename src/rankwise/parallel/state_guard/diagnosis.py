@@ -42,8 +42,13 @@ class Parted:
     """What facts were when this rank reported, by name."""
     tensors: Mapping[str, torch.Tensor]
     """What is to be compared by value; empty in a step that compares none."""
-    num_steps: int
-    """The number of the step, from 1."""
+    steps: tuple[int, int]
+    """The numbers, from 1, of the step in which ranks last compared settings, and of this one."""
+
+    @property
+    def num_steps(self) -> int:
+        """The number of the step, from 1."""
+        return self.steps[1]
 
 
 def diagnose(parted: Parted, exchange: Exchange) -> bool:
@@ -76,13 +81,13 @@ def _check_steps(parted: Parted, reports: Sequence[dict[str, Any]]) -> None:
         raise _differ(
             f"Ranks have stepped the optimizers of {parted.model_name} differently often before step "
             f"{parted.num_steps}.",
-            _folded(reports, [_times(report["steps"]) for report in reports]),
+            _folded(reports, [_times(report["steps"], parted.steps[0]) for report in reports]),
             "decide for all ranks together whether to step: skip = rankwise.all_reduce(float(is_bad), 'max') > 0",
         )
 
 
-def _times(number: int) -> str:
-    return "1 step since the last backward" if number == 1 else f"{number} steps since the last backward"
+def _times(number: int, since: int) -> str:
+    return f"{number} optimizer {'step' if number == 1 else 'steps'} since step {since}"
 
 
 def _check_groups(parted: Parted, reports: Sequence[dict[str, Any]]) -> None:

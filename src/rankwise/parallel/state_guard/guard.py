@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the replicas of one model, step by step: two numbers per rank, sent with what ranks report of the loss.
 
-Every step compares hyperparameters, how often optimizers have stepped, and facts; some also compare the bits of
-parameters and of statistics that ranks share. Where the numbers differ, the ranks exchange the details (diagnosis).
+Some steps compare settings (hyperparameters, how often optimizers have stepped, facts), fewer compare values (the bits
+of parameters and of statistics that ranks share). Where numbers differ, the ranks exchange the details (diagnosis).
 Used by replicate, which makes one per model, and by gradient_sync.
 """
 
@@ -15,6 +15,7 @@ import torch
 from rankwise.parallel.state_guard.diagnosis import Parted, diagnose
 from rankwise.parallel.state_guard.facts import all_facts, forget_facts
 from rankwise.parallel.state_guard.hyperparameters import OptimizersOf, unfollow
+from rankwise.parallel.state_guard.schedule import Schedule
 from rankwise.replicas.checksum import ChecksumOfAll, are_equal, combined, short
 from rankwise.torch_private.dtensor import own_part
 
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
 
 NUM_NUMBERS = 2
 """How many numbers each rank reports: its checksum and the square of it."""
-MOST_STEPS = 16
-"""How many steps apart parameters are compared, once a training is under way."""
-MOST_PATIENT_STEPS = 1024
-"""The same where replicas are known to differ by rounding: to look whether it is more takes a whole exchange."""
+NUM_FIRST_STEPS = 16
+"""Steps at the beginning, each of which compares settings."""
+SETTINGS_EVERY = 8
+VALUES_EVERY = 64
+"""How many steps apart settings are compared, and values, once a training is under way."""
+PATIENT_EVERY = 1024
+"""The same of what is known to differ without meaning: to look whether it is more takes a whole exchange."""
 
 
 class StateGuard:
@@ -65,29 +69,31 @@ class StateGuard:
         self._names = list(parameters)
         self._checksum = ChecksumOfAll()
         self._num_steps = 0
-        self._next_due = 0
-        self._steps_between = MOST_STEPS
-        self._facts_from = 0
-        self._facts_pause = MOST_STEPS
+        self._compared_at = 0
+        self._settings = Schedule(NUM_FIRST_STEPS, SETTINGS_EVERY)
+        self._values = Schedule(0, VALUES_EVERY)
         self._facts: dict[str, int] = {}
-        self._differs = False
+        self._sums = (0.0, 0.0)
         session.on_leave(unfollow)
         session.on_leave(forget_facts)
 
-    def report(self) -> tuple[float, float]:
-        """Return what this rank reports in the step under way. Called once per step, before gradients are taken in."""
+    def report(self) -> tuple[float, float] | None:
+        """Return what this rank reports in the step under way, where it compares. Called once per step, in backward."""
+        step = self._num_steps
+        if step < self._settings.next and step < self._values.next:
+            return None
         numbers: list[int] = []
-        if self._num_steps >= self._facts_from:
+        if step >= self._settings.next:
             self._facts = {fact.name: fact.number for fact in all_facts()}
             numbers = [*self._facts.values(), self._optimizers.num_steps, self._optimizers.checksum()]
-        if self._is_due:
+        if step >= self._values.next:
             numbers.append(self._checksum(list(self._tensors().values())))
         code = float(short(combined(numbers)))
         return code, code * code
 
     def take(self, sum_of_checksums: float, sum_of_squares: float) -> None:
         """Take in what all ranks together have reported."""
-        self._differs = not are_equal(self._exchange.world_size, sum_of_checksums, sum_of_squares)
+        self._sums = sum_of_checksums, sum_of_squares
 
     def check(self) -> None:
         """Raise the same error on every rank if the replicas have parted.
@@ -97,32 +103,32 @@ class StateGuard:
         Raises:
             ReplicasDiffer: names what differs, and what each rank has.
         """
-        step, is_due = self._num_steps, self._is_due
+        step = self._num_steps
         self._num_steps += 1
-        if is_due:
-            self._next_due = max(step + 1, min(2 * step, step + self._steps_between))
+        settings, values = step >= self._settings.next, step >= self._values.next
+        if not (settings or values):
+            return
         try:
-            if self._differs:
-                self._diagnose(step, is_due=is_due)
+            if not are_equal(self._exchange.world_size, *self._sums):
+                self._diagnose(step, values=values)
         finally:
-            self._differs = False
-            self._optimizers.start_over()
+            if settings:
+                self._optimizers.start_over()
+                self._compared_at = step + 1
+                self._settings.advance(step)
+            if values:
+                self._values.advance(step)
 
-    @property
-    def _is_due(self) -> bool:
-        return self._num_steps >= self._next_due
-
-    def _diagnose(self, step: int, *, is_due: bool) -> None:
-        tensors = self._tensors() if is_due else {}
-        parted = Parted(self._model_name, self._names, self._optimizers, self._facts, tensors, num_steps=step + 1)
+    def _diagnose(self, step: int, *, values: bool) -> None:
+        tensors = self._tensors() if values else {}
+        steps = (self._compared_at, step + 1)
+        parted = Parted(self._model_name, self._names, self._optimizers, self._facts, tensors, steps=steps)
         if diagnose(parted, self._exchange):
             # Processors that round differently, or a kernel that was chosen by measuring.
-            self._steps_between = MOST_PATIENT_STEPS
-            self._next_due = max(2 * step, MOST_STEPS) if step < MOST_PATIENT_STEPS else step + MOST_PATIENT_STEPS
+            self._values.be_patient(PATIENT_EVERY)
         else:
-            # Numbers that differ and mean the same, as 1 and 1.0 do.
-            self._facts_from = step + self._facts_pause
-            self._facts_pause = min(2 * self._facts_pause, MOST_PATIENT_STEPS)
+            # Settings that differ and mean the same, as 1 and 1.0 do.
+            self._settings.be_patient(PATIENT_EVERY)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return the values that ranks compare, by name; the same on every rank."""

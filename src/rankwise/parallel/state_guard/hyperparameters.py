@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers that step one model: how often since the last backward, and with which hyperparameters.
+"""The optimizers that step one model: how often since ranks last compared, and with which hyperparameters.
 
 Optimizers are known by torch's global step hook, from the first guarded model until the world is left. Used by guard.
 """
@@ -7,8 +7,9 @@ Optimizers are known by torch's global step hook, from the first guarded model u
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rankwise.replicas.hyperparameters import checksum_of, values_of
@@ -25,13 +26,13 @@ Group = dict[str, Any]
 
 
 class OptimizersOf:
-    """The optimizers that hold parameters of one model, as far as they have stepped since the last backward."""
+    """The optimizers that hold parameters of one model, as far as they have stepped since ranks last compared."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         """By the identity of a parameter, which the model keeps alive."""
         self.num_steps = 0
-        """How many steps there were since the last backward."""
+        """How many steps there were since ranks last compared."""
         self._stepped: dict[int, ref[Optimizer]] = {}
         _follow(self)
 
@@ -42,7 +43,7 @@ class OptimizersOf:
             self._stepped[id(optimizer)] = ref(optimizer)
 
     def start_over(self) -> None:
-        """Forget the steps: a backward has ended."""
+        """Forget the steps: ranks have compared."""
         self.num_steps = 0
         self._stepped.clear()
 
@@ -67,7 +68,8 @@ class OptimizersOf:
 
 
 _followed: WeakSet[OptimizersOf] = WeakSet()
-_models_of: WeakKeyDictionary[Optimizer, tuple[int, list[ref[OptimizersOf]]]] = WeakKeyDictionary()
+_models_of: dict[int, tuple[ref[Optimizer], int, list[ref[OptimizersOf]]]] = {}
+"""By the identity of an optimizer: itself, how many groups it had, and the models whose parameters it holds."""
 _hooks: list[RemovableHandle] = []
 
 
@@ -85,15 +87,28 @@ def unfollow() -> None:
     _models_of.clear()
 
 
-@uncompiled
 def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     """Tell the models whose parameters an optimizer holds. Called by torch, after every step."""
-    known = _models_of.get(optimizer)
-    if known is None or known[0] != len(optimizer.param_groups):
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        models = [ref(model) for model in _followed if not held.isdisjoint(model.number_of)]
-        known = _models_of[optimizer] = (len(optimizer.param_groups), models)
-    for reference in known[1]:
+    # To be left alone by the compiler takes several times as long as what is done here.
+    (_tell_uncompiled if torch.compiler.is_compiling() else _tell)(optimizer)
+
+
+def _tell(optimizer: Optimizer) -> None:
+    # By identity: a dict with weak keys takes several times as long to look into.
+    known = _models_of.get(id(optimizer))
+    if known is None or known[0]() is not optimizer or known[1] != len(optimizer.param_groups):
+        known = _models_of[id(optimizer)] = ref(optimizer), len(optimizer.param_groups), _models_stepped_by(optimizer)
+    for reference in known[2]:
         model = reference()
         if model is not None:
             model.note_step(optimizer)
+
+
+_tell_uncompiled = uncompiled(_tell)
+
+
+def _models_stepped_by(optimizer: Optimizer) -> list[ref[OptimizersOf]]:
+    for number in [number for number, (reference, *_) in _models_of.items() if reference() is None]:
+        del _models_of[number]
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [ref(model) for model in _followed if not held.isdisjoint(model.number_of)]
