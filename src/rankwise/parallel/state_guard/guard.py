@@ -9,6 +9,7 @@ Used by replicate, which makes one per model, and by gradient_sync.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 
@@ -45,7 +46,7 @@ class StateGuard:
         self,
         model_name: str,
         parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, tuple[nn.Module, str]],
+        buffers: Mapping[str, tuple[ref[nn.Module], str]],
         exchange: Exchange,
         session: Session,
         *,
@@ -134,13 +135,13 @@ class StateGuard:
         """Return the values that ranks compare, by name; the same on every rank."""
         found = {f"parameter {name}": own_part(parameter) for name, parameter in self._parameters.items()}
         for name, (module, own_name) in self._buffers.items():
-            buffer = getattr(module, own_name, None)
+            buffer = getattr(module(), own_name, None)
             if isinstance(buffer, torch.Tensor):
                 found[f"buffer {name}"] = buffer
         return {name: one.detach() for name, one in found.items() if one.layout is torch.strided and not one.is_meta}
 
 
-def shared_statistics(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> dict[str, tuple[nn.Module, str]]:
+def shared_statistics(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> dict[str, tuple[ref[nn.Module], str]]:
     """Return where the buffers of layers of some kinds lie, by name.
 
     Args:
@@ -148,7 +149,7 @@ def shared_statistics(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> d
         kinds: layers that take their statistics over all ranks.
     """
     return {
-        f"{prefix}.{name}" if prefix else name: (module, name)
+        f"{prefix}.{name}" if prefix else name: (ref(module), name)
         for prefix, module in model.named_modules()
         if isinstance(module, kinds)
         for name, _ in module.named_buffers(recurse=False)
