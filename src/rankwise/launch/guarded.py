@@ -12,8 +12,9 @@ import json
 import os
 import sys
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import ref
 
+import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -65,17 +66,22 @@ class _Guard:
         self._pid = os.getpid()
         self._store: Store | None = None
         self._is_lost = False
-        self._of: WeakKeyDictionary[Optimizer, _Guarded] = WeakKeyDictionary()
+        # By identity: a dict with weak keys takes several times as long to look into, in every step.
+        self._of: dict[int, tuple[ref[Optimizer], _Guarded]] = {}
         self._num_alike: dict[str, int] = {}
 
-    @uncompiled
     def __call__(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         """Look at an optimizer after a step. Called by torch."""
-        guarded = self._of.get(optimizer)
-        if guarded is None:
+        # To be left alone by the compiler takes several times as long as to count a step.
+        (self._count_uncompiled if torch.compiler.is_compiling() else self._count)(optimizer)
+
+    def _count(self, optimizer: Optimizer) -> None:
+        known = self._of.get(id(optimizer))
+        if known is None or known[0]() is not optimizer:
             if not has_gradients(optimizer):
                 return
-            guarded = self._of[optimizer] = _Guarded()
+            known = self._of[id(optimizer)] = ref(optimizer), _Guarded()
+        guarded = known[1]
         guarded.num_steps += 1
         if guarded.num_steps < guarded.next_due or self._is_lost:
             return
@@ -87,6 +93,10 @@ class _Guard:
             except (OSError, TimeoutError, TypeError):
                 # The store is gone with the launcher; or tensors have no plain values.
                 self._is_lost = True
+
+    @uncompiled
+    def _count_uncompiled(self, optimizer: Optimizer) -> None:
+        self._count(optimizer)
 
     def _compare(self, optimizer: Optimizer, guarded: _Guarded) -> None:
         if not guarded.parts:
