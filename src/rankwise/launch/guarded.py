@@ -31,8 +31,10 @@ from rankwise.torch_private.compiler import uncompiled
 if TYPE_CHECKING:
     from rankwise.store import Store
 
-MOST_STEPS = 64
+MOST_STEPS = 128
 """How many steps of an optimizer lie between two comparisons, once a training is under way."""
+NUM_FIRST_STEPS = 64
+"""Before which step details are posted in every comparison."""
 ANSWER_SECONDS = 10.0
 """How long the store may take to connect, and to return a key that is set."""
 
@@ -116,7 +118,7 @@ class _Guard:
         opened = self._opened()
         key, asked = f"{model}/{num_steps}", f"{model}/asked"
         # At first always: ranks that do not wait for one another may be past the step in which one would ask.
-        if num_steps < MOST_STEPS or opened.check(asked):
+        if num_steps < NUM_FIRST_STEPS or opened.check(asked):
             self._post_details(model, part, optimizer, num_steps)
         code = short(combined([part.checksum(), checksum_of(optimizer)]))
         sums = [opened.add(f"{key}/{name}", number) for name, number in (("x", code), ("xx", code * code))]
