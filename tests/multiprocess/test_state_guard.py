@@ -346,3 +346,15 @@ def test_of_split_models_only_copies_are_compared(run_ranks: RunRanks) -> None:
     for result in results[1::2]:
         with pytest.raises(PeerFailed, match="ReplicasDiffer"):
             result.get()
+
+
+def _compiled(world: World) -> str:
+    training = Training(world)
+    training.optimizer.step = torch.compile(training.optimizer.step, backend="eager")  # type: ignore[method-assign]
+    return training.run(_momentum, 8)
+
+
+def test_compiled_steps_are_followed_too(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_compiled, 2):
+        with pytest.raises(ReplicasDiffer, match="momentum of SGD is not the same on all ranks before step 6"):
+            result.get()
