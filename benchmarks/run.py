@@ -19,6 +19,7 @@ BENCHMARKS = (
     "exchange_step.py",
     "moved_step.py",
     "record.py",
+    "state_guard.py",
     "all_reduce.py",
     "two_hosts.py",
     "slow_network.py",

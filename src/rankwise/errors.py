@@ -150,6 +150,10 @@ class ModelMismatch(RankwiseError, ValueError):
     """The model is not the same on every rank."""
 
 
+class ReplicasDiffer(RankwiseError, RuntimeError):
+    """Replicas of a model have parted: parameters, hyperparameters or something else is not the same on all ranks."""
+
+
 class DatasetError(RankwiseError, ValueError):
     """A dataset is empty, or not the same on every rank."""
 

@@ -38,6 +38,8 @@ WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 """Classes of torch whose models are another's to keep equal."""
 MOST_ELEMENTS = 2**16
 """How much of each tensor is compared."""
+MOST_NAMES = 4
+"""How many tensors are named."""
 ANSWER_SECONDS = 10.0
 """How long the store may take to return a key that is set."""
 _KEY = "rankwise/steps"
@@ -113,7 +115,7 @@ class _Look:
         # A store that is gone is reported by what waits for it; tensors that have no plain values are not compared.
         with contextlib.suppress(OSError, RuntimeError, TypeError):
             if own and self._differs(own):
-                self._tell(optimizer, own)
+                self._tell(optimizer, own, is_beside=len(own) < len(trained))
 
     def _differs(self, own: Sequence[torch.Tensor]) -> bool:
         """Post what this rank has; return whether it is the last rank to do so, and the ranks differ."""
@@ -126,10 +128,20 @@ class _Look:
             return False
         return len({part.get(str(rank), ANSWER_SECONDS) for rank in range(self._world.world_size)}) > 1
 
-    def _tell(self, optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
-        if not self._store.set_if_absent(f"{_KEY}/told", "1"):
+    def _tell(self, optimizer: Optimizer, own: Sequence[torch.Tensor], *, is_beside: bool) -> None:
+        if self._store.add(f"{_KEY}/told", 1) > 1:
             return
         one = "1 parameter" if len(own) == 1 else f"{len(own)} parameters"
+        if is_beside:
+            warn(
+                f"{type(optimizer).__name__} has stepped {one} beside those of a spread model that no strategy has "
+                f"spread ({_names(own)}), and they differ between ranks after the first step: each rank trains them on "
+                "its own samples; call rankwise.replicate() for the module that holds them too, as for a criterion "
+                "with parameters, or make it a part of the model before; or, where ranks are meant to differ, call "
+                "rankwise.independent(module)",
+                all_ranks=True,
+            )
+            return
         warn(
             f"each of {self._world.world_size} ranks trains a model of its own: {type(optimizer).__name__} has stepped "
             f"{one} that no strategy has spread, and they differ between ranks after the first step; call "
@@ -165,6 +177,16 @@ def _unaccounted(trained: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return []
     wrapped = _ids([one for one in gc.get_objects() if _is_wrapper(type(one))])
     return [p for p in own if id(p) not in wrapped]
+
+
+def _names(own: Sequence[torch.Tensor]) -> str:
+    """Return what the modules that hold tensors call them, as ``centers of CenterLoss``; or shapes."""
+    wanted = {id(one): f"of shape {list(one.shape)}" for one in own[:MOST_NAMES]}
+    for module in [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]:
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in wanted:
+                wanted[id(parameter)] = f"{name} of {type(module).__name__}"
+    return ", ".join(wanted.values()) + (", ..." if len(own) > MOST_NAMES else "")
 
 
 def _is_wrapper(kind: type) -> bool:

@@ -179,7 +179,7 @@ def test_ranks_compare_what_they_call_where_that_is_asked(command: Command) -> N
     assert told in ended.stderr
     after = ended.stderr.rpartition(told)[2]
     assert 'rank 0: all_reduce("sum", float32[2]) at train.py:7 in <module>' in after
-    assert "rank 1: loss of Linear, bucket 0: float64[86] at train.py:9 in <module>" in after
+    assert "rank 1: loss of Linear, bucket 0: float64[88] at train.py:9 in <module>" in after
 
 
 def test_stacks_shows_where_ranks_are(command: Command, launchers: Launchers) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,47 @@ def test_ranks_that_train_apart_are_reported_once_in_their_first_step(how: str) 
 )
 def test_nothing_is_said_of(how: str) -> None:
     assert [result.get() for result in testing.run_ranks(_train, NUM_RANKS, how)] == [[], [], []]
+
+
+class _CenterLoss(nn.Module):
+    """A criterion with parameters of its own, as public scripts write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (output - self.centers[labels]).square().sum(1).mean()
+
+
+def _criterion(world: World, spread: bool) -> Heard:
+    heard: Heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append((0, record.getMessage()))  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    torch.manual_seed(0)
+    model, criterion = rw.replicate(nn.Linear(2, 4)), _CenterLoss()
+    if spread:
+        rw.replicate(criterion)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    for _ in range(3):
+        x = torch.full((2, 2), 1.0 + world.rank)
+        with rw.weight(criterion, len(x)) if spread else contextlib.nullcontext():
+            criterion(model(x), torch.tensor([0, world.rank])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rw.barrier()
+    return [(at, text) for at, text in heard if "has stepped" in text]
+
+
+def test_a_criterion_with_parameters_of_its_own_is_named_in_its_first_step() -> None:
+    heard = [one for result in testing.run_ranks(_criterion, NUM_RANKS, False) for one in result.get()]
+    check_said([text for _, text in heard], ["SGD has stepped 1 parameter beside those of a spread model"])
+    assert "(centers of _CenterLoss)" in heard[0][1]
+
+
+def test_a_criterion_that_is_replicated_too_is_not() -> None:
+    assert [result.get() for result in testing.run_ranks(_criterion, NUM_RANKS, True)] == [[], [], []]
 
 
 def test_one_rank_is_not_followed() -> None:

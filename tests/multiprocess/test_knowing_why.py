@@ -238,8 +238,8 @@ def _size(num_elements: int) -> LaneSize:
 @pytest.mark.parametrize(
     ("how", "most", "odd"),
     [
-        ("other collective", "loss of Linear, bucket 0: float64[86]", 'all_reduce("sum", float32[2])'),
-        ("other model", "loss of Linear, bucket 0: float64[86]", "BatchNorm statistics: float32[1025]"),
+        ("other collective", "loss of Linear, bucket 0: float64[88]", 'all_reduce("sum", float32[2])'),
+        ("other model", "loss of Linear, bucket 0: float64[88]", "BatchNorm statistics: float32[1025]"),
         ("other bucket", "gradients of Net, bucket 0: float32[5]", "gradients of Net, bucket 0: float32[6]"),
         ("other size", "statistics: float32[2]", "statistics: float32[3]"),
     ],

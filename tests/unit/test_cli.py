@@ -36,6 +36,8 @@ options:
   --max-restarts R      start all ranks anew after a failure, at most R times (default: 0)
   --check               have ranks compare their collectives, gradients included, before they send
                         (RANKWISE_CHECK=1)
+  --guard               have ranks of a script of torch.distributed compare parameters and
+                        learning rates as they train
   -m                    what follows is a module
 
 several machines:

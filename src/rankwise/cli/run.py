@@ -85,6 +85,11 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         action="store_true",
         help="have ranks compare their collectives, gradients included, before they send (RANKWISE_CHECK=1)",
     )
+    parser.add_argument(
+        "--guard",
+        action="store_true",
+        help="have ranks of a script of torch.distributed compare parameters and learning rates as they train",
+    )
     machines = parser.add_argument_group("several machines")
     machines.add_argument(
         "--nodes",
@@ -144,6 +149,7 @@ def execute(options: argparse.Namespace) -> int:
         rendezvous_timeout_seconds=options.rendezvous_timeout,
         interface=options.interface,
         check=options.check,
+        guard=options.guard,
     )
     target: Target
     if options.module:
@@ -174,6 +180,7 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
         rendezvous_timeout_seconds=options.rendezvous_timeout,
         interface=options.interface,
         check=options.check,
+        guard=options.guard,
     )
     command = Command(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
     hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)

@@ -47,6 +47,7 @@ def variables_for(
     secret: str | None = None,
     interface: str | None = None,
     check: bool = False,
+    guard: bool = False,
 ) -> dict[str, str]:
     """Return the variables the launcher gives one rank; ``read`` turns them back into the facts.
 
@@ -67,6 +68,7 @@ def variables_for(
         secret: what the store asks for, where it asks for something.
         interface: network interface that leads to the other machines, where there are some.
         check: whether ranks compare their collectives before they send.
+        guard: whether ranks compare what the optimizers of a script of torch.distributed step.
     """
     host, port = store
     return {
@@ -85,6 +87,7 @@ def variables_for(
         **({"RANKWISE_STACK_FILE": stack_file} if stack_file else {}),
         **({SECRET_NAME: secret} if secret else {}),
         **({"RANKWISE_CHECK": "1"} if check else {}),
+        **({"RANKWISE_GUARD": "1"} if guard else {}),
         **({"GLOO_SOCKET_IFNAME": interface, "TP_SOCKET_IFNAME": interface} if interface else {}),
         # NCCL takes a bare name for the beginning of one.
         **({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}),

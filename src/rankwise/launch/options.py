@@ -40,6 +40,8 @@ class LaunchOptions:
     """Network interface that carries what the ranks send; ``None`` takes the one that leads to the rendezvous."""
     check: bool = False
     """Whether ranks compare their collectives, gradients included, before they send."""
+    guard: bool = False
+    """Whether ranks of a script of torch.distributed compare what their optimizers step."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""

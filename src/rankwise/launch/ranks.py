@@ -58,6 +58,7 @@ class JobFacts:
     secret: str = field(repr=False)
     interface: str | None
     check: bool
+    guard: bool = False
 
 
 class LocalRanks:
@@ -267,6 +268,7 @@ class LocalRanks:
             secret=self.facts.secret,
             interface=self.facts.interface,
             check=self.facts.check,
+            guard=self.facts.guard,
         )
 
 

@@ -170,6 +170,7 @@ def _take_part(job: _Job, target: Target, options: LaunchOptions, saying: Saying
             secret=meeting.secret,
             interface=meeting.interface,
             check=options.check,
+            guard=options.guard,
         )
         ranks = LocalRanks(num_ranks, facts, server=job.server, output=output, doorbell=job.doorbell)
         hello = _introduction(target, options, num_ranks, serves=meeting.listener is not None)

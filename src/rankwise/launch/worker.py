@@ -67,6 +67,10 @@ def _look_for_mistakes(start: RankStart) -> None:
     if int(start.variables["WORLD_SIZE"]) == 1:
         return
     written.watch(start.rank, error_file)
+    if "RANKWISE_GUARD" in start.variables:
+        from rankwise.launch import guarded  # noqa: PLC0415 - imports what only guarded ranks need
+
+        guarded.watch(int(start.variables["WORLD_SIZE"]))
     if start.rank == 0:
         alone.watch(int(start.variables["WORLD_SIZE"]), alone.note_of(error_file))
 

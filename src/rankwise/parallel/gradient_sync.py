@@ -297,6 +297,8 @@ class GradientSync:
     def _hand_back(self, group: Exchange) -> None:
         self._buckets.take_back()
         is_sum = self.loss.is_sum_on_ranks()
+        if self.loss.guard is not None:
+            self.loss.guard.check()
         total = self._buckets.buckets[0].lane.total() / self._unit.scale
         if is_sum and total != 1.0:
             # Ranks without samples do not know that the others' losses are sums.

@@ -16,7 +16,7 @@ from rankwise.agreement import same_on_all_ranks
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.parallel.after_forward import AfterForward
-from rankwise.parallel.batchnorm import synchronise_batchnorm, take_their, unsynchronised_batchnorms
+from rankwise.parallel.batchnorm import SYNCHRONISED, synchronise_batchnorm, take_their, unsynchronised_batchnorms
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.gradient_sync import GradientSync
@@ -24,12 +24,8 @@ from rankwise.parallel.loss.reading import subscribe
 from rankwise.parallel.own_hooks import OwnHook, leave_out_of_copies
 from rankwise.parallel.random_layers import warn_of_dropout
 from rankwise.parallel.same_model import broadcast_model, check_same_model
-from rankwise.parallel.trained import (
-    check_callable,
-    check_split,
-    check_untrained,
-    note_trained,
-)
+from rankwise.parallel.state_guard.guard import StateGuard, shared_statistics
+from rankwise.parallel.trained import check_callable, check_split, check_untrained, is_placed, note_trained
 from rankwise.session import current
 from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.dtensor import own_part
@@ -143,6 +139,11 @@ def replicate(
                 "result depends on the number of ranks; replicate(model, sync_batchnorm=True) makes it exact"
             )
         model.register_forward_pre_hook(_BeforeForward(BufferSync(model, exchange)))
+    if group is not None:
+        named, statistics = dict(zip(sync.names, parameters, strict=True)), shared_statistics(model, SYNCHRONISED)
+        sync.loss.guard = StateGuard(
+            type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model)
+        )
     model.register_forward_hook(AfterForward(sync, weight), with_kwargs=True)
     leave_out_of_copies(model)
     return model

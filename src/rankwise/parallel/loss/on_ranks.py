@@ -17,6 +17,7 @@ from rankwise.exchange.protocol import LaneSize
 from rankwise.parallel.loss.once import warn_once
 from rankwise.parallel.loss.padding import rows_of
 from rankwise.parallel.loss.verdict import REPORT_LENGTH, Mode, Verdict, combine, report_of
+from rankwise.parallel.state_guard.guard import NUM_NUMBERS
 from rankwise.places import user_place, words
 from rankwise.session import current_or_none
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rankwise.parallel.loss.padding import Rows
     from rankwise.parallel.loss.verdict import GlobalLoss, GlobalTerm, Reading
     from rankwise.places import Place
+    from rankwise.parallel.state_guard.guard import StateGuard
 
 _COUNTED_IN = {
     Mode.SAMPLES: "samples of the forward, or what rankwise.weight() was given",
@@ -124,10 +126,12 @@ class LossOnRanks:
         self._rows: Rows | None = None
         """Of what the loss reduces, where they are the samples."""
         self._is_reported = False
+        self.guard: StateGuard | None = None
+        """Whose numbers travel with the reports."""
         self._group = group
         self._lane = None
         if group is not None:
-            size = LaneSize(REPORT_LENGTH, 1, torch.float64, torch.device("cpu"))
+            size = LaneSize(REPORT_LENGTH + NUM_NUMBERS, 1, torch.float64, torch.device("cpu"))
             (self._lane,) = group.lanes([size], f"loss of {model_name}")
 
     def owns(self, variable: object) -> bool:
@@ -250,6 +254,9 @@ class LossOnRanks:
         body.fill(0.0)
         # As it is: a lane's mean of what was not divided by the number of ranks is the sum, to the last bit.
         body[: len(report)] = report
+        numbers = None if self.guard is None else self.guard.report()
+        if numbers is not None:
+            body[REPORT_LENGTH:] = numbers
         self._lane.start(1.0, 1.0, [])
 
     def receive(self) -> GlobalLoss | None:
@@ -260,7 +267,10 @@ class LossOnRanks:
         """
         if self._lane is not None and self._is_reported and self._combined is None:
             self._lane.finish()
-            self._combined = combine(self._lane.result.tolist())
+            sums = self._lane.result.tolist()
+            if self.guard is not None:
+                self.guard.take(*sums[REPORT_LENGTH:])
+            self._combined = combine(sums[:REPORT_LENGTH])
             if not self._combined.is_alike:
                 raise self._unlike()
             self._check_readings(self._combined)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it is that replicas differ in, once their checksums do: exchanged in full, compared within rounding.
+
+Checksums only ask for this; it has the last word. Every rank exchanges the same and comes to the same. Used by guard.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.collectives.objects import gather_bytes
+from rankwise.errors import ReplicasDiffer, fold_values
+from rankwise.parallel.state_guard.facts import all_facts
+from rankwise.parallel.state_guard.values import furthest_apart, largest_element
+from rankwise.replicas.checksum import checksums_of_each
+from rankwise.replicas.hyperparameters import is_same
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rankwise.exchange.protocol import Exchange
+    from rankwise.parallel.state_guard.hyperparameters import OptimizersOf
+
+MOST_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """What a rank knows of replicas whose checksums differ."""
+
+    model_name: str
+    parameters: list[str]
+    """Names, by number."""
+    optimizers: OptimizersOf
+    facts: Mapping[str, int]
+    """What facts were when this rank reported, by name."""
+    tensors: Mapping[str, torch.Tensor]
+    """What is to be compared by value; empty in a step that compares none."""
+    steps: tuple[int, int]
+    """The numbers, from 1, of the step in which ranks last compared settings, and of this one."""
+
+    @property
+    def num_steps(self) -> int:
+        """The number of the step, from 1."""
+        return self.steps[1]
+
+
+def diagnose(parted: Parted, exchange: Exchange) -> bool:
+    """Return whether the values of the replicas differ, though only by rounding; raise if it is more.
+
+    Called by: every rank of ``exchange``.
+
+    Raises:
+        ReplicasDiffer: the same on every rank.
+    """
+    tensors = list(parted.tensors.values())
+    own = {
+        "rank": current().world.rank,
+        "facts": dict(parted.facts),
+        "steps": parted.optimizers.num_steps,
+        "groups": parted.optimizers.groups(),
+        "checksums": checksums_of_each(tensors),
+        "largest": max(map(largest_element, tensors), default=0.0),
+    }
+    found = gather_bytes(exchange, json.dumps(own).encode(), f"state of {parted.model_name}")
+    reports = [json.loads(one) for one in found]
+    _check_steps(parted, reports)
+    _check_groups(parted, reports)
+    _check_facts(parted, reports)
+    return _check_values(parted, exchange, reports)
+
+
+def _check_steps(parted: Parted, reports: Sequence[dict[str, Any]]) -> None:
+    if len({report["steps"] for report in reports}) > 1:
+        raise _differ(
+            f"Ranks have stepped the optimizers of {parted.model_name} differently often before step "
+            f"{parted.num_steps}.",
+            _folded(reports, [_times(report["steps"], parted.steps[0]) for report in reports]),
+            "decide for all ranks together whether to step: skip = rankwise.all_reduce(float(is_bad), 'max') > 0",
+        )
+
+
+def _times(number: int, since: int) -> str:
+    return f"{number} optimizer {'step' if number == 1 else 'steps'} since step {since}"
+
+
+def _check_groups(parted: Parted, reports: Sequence[dict[str, Any]]) -> None:
+    """Raise if a hyperparameter of a parameter is not the same on all ranks that step it."""
+    by_rank = [_by_parameter(report["groups"]) for report in reports]
+    for number, (optimizer, values) in by_rank[0].items():
+        others = [one.get(number, (optimizer, values)) for one in by_rank]
+        for key in values:
+            held = [own.get(key, values[key]) for _, own in others]
+            if all(name == optimizer for name, _ in others) and any(not is_same(one, held[0]) for one in held):
+                raise _differ(
+                    f"{key} of {optimizer} is not the same on all ranks before step {parted.num_steps}: ranks would "
+                    f"train {parted.parameters[number]} of {parted.model_name} differently.",
+                    _folded(reports, held),
+                    _instead_of(key),
+                )
+
+
+def _by_parameter(groups: Sequence[dict[str, Any]]) -> dict[int, tuple[str, dict[str, Any]]]:
+    return {number: (group["optimizer"], group["values"]) for group in groups for number in group["parameters"]}
+
+
+def _instead_of(key: str) -> str:
+    if key == "lr":
+        return (
+            "give a scheduler what is the same on all ranks: scheduler.step(rankwise.mean(loss, num_samples)) instead "
+            "of this rank's own loss"
+        )
+    return f"set {key} from what is the same on all ranks, and load the optimizer's state on all of them"
+
+
+def _check_facts(parted: Parted, reports: Sequence[dict[str, Any]]) -> None:
+    for fact in all_facts():
+        held = [report["facts"].get(fact.name) for report in reports]
+        if None not in held and len(set(held)) > 1:
+            raise _differ(
+                f"{fact.name} is not the same on all ranks in step {parted.num_steps} of {parted.model_name}.",
+                _folded(reports, [f"checksum {one:x}" for one in held]),
+                fact.do,
+            )
+
+
+def _check_values(parted: Parted, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:
+    """Return whether tensors differ by rounding; raise if one differs by more."""
+    checksums = zip(*(report["checksums"] for report in reports), strict=True)
+    unlike = [name for name, held in zip(parted.tensors, checksums, strict=True) if len(set(held)) > 1]
+    largest = max(report["largest"] for report in reports)
+    for name in unlike:
+        tensor = parted.tensors[name]
+        index = furthest_apart(tensor, exchange, name=name, largest=largest)
+        if index is not None:
+            held = exchange.all_gather(tensor.reshape(-1)[index : index + 1].cpu(), what=f"an element of {name}")
+            raise _differ(
+                f"{name[0].upper()}{name[1:]} of {parted.model_name} is not the same on all ranks in step "
+                f"{parted.num_steps}.",
+                f"{_element(name, tensor, index)}\n{_folded(reports, held.flatten().tolist())}\n"
+                f"{_how_many(parted, unlike)}",
+                _cause(parted, name, reports),
+            )
+    return bool(unlike)
+
+
+def _element(name: str, tensor: torch.Tensor, index: int) -> str:
+    own_name = name.partition(" ")[2]
+    if not tensor.dim():
+        return f"{own_name} on"
+    position = torch.unravel_index(torch.tensor(index), tensor.shape)
+    return f"{own_name}[{', '.join(str(int(one)) for one in position)}] on"
+
+
+def _how_many(parted: Parted, unlike: Sequence[str]) -> str:
+    if len(unlike) == 1:
+        return f"the other {len(parted.tensors) - 1} are the same on all" if len(parted.tensors) > 1 else "it is alone"
+    names = ", ".join(unlike[:MOST_NAMES]) + (", ..." if len(unlike) > MOST_NAMES else "")
+    return f"{len(unlike)} of {len(parted.tensors)} differ: {names}"
+
+
+def _cause(parted: Parted, name: str, reports: Sequence[dict[str, Any]]) -> str:
+    """Return what has most likely happened, and what to do about it."""
+    kind, _, own_name = name.partition(" ")
+    if parted.num_steps == 1:
+        return "load or change weights before replicate(), or after it on every rank"
+    if kind == "buffer":
+        return "change it on every rank alike, and load checkpoints on every rank"
+    stepped = Counter(number for report in reports for group in report["groups"] for number in group["parameters"])
+    if stepped and parted.parameters.index(own_name) not in stepped:
+        return (
+            "no optimizer has stepped it, so the script changes it itself, perhaps from this rank's own samples: apply "
+            "the same update on every rank: update = rankwise.all_reduce(update, 'mean')"
+        )
+    return (
+        "load weights and the optimizer's state on every rank; where the script changes weights itself (under no_grad, "
+        "or gradients after backward), apply the same update on every rank: rankwise.all_reduce(update, 'mean')"
+    )
+
+
+def _folded(reports: Sequence[dict[str, Any]], held: Sequence[object]) -> str:
+    return fold_values({report["rank"]: value for report, value in zip(reports, held, strict=True)})
+
+
+def _differ(what: str, evidence: str, do: str) -> ReplicasDiffer:
+    return ReplicasDiffer(what, where=f"reported on {current().world}", evidence=evidence, do=do)
