@@ -7,7 +7,7 @@ A value, set by ``process_group`` only and read by everyone above. Opens and clo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rankwise.errors import NotJoined, PeerFailed, PeerMissing
 from rankwise.stopping import Stopping
@@ -55,6 +55,18 @@ class Loop(Protocol):
         ...
 
 
+class BatchInHand(NamedTuple):
+    """The global batch that a loop has taken last."""
+
+    loader: int
+    """Number of its loader or sampler, the same on every rank."""
+    epoch: int
+    number: int
+    """Of the batch, within the epoch."""
+    thread: int
+    """Which took it."""
+
+
 @dataclass(kw_only=True)
 class Session:
     """What ``join`` opened. In a world of one there is no store, no exchange and no watch."""
@@ -81,6 +93,8 @@ class Session:
     """How many loaders there have been: each has a number, the same on every rank."""
     failure_note: str | None = None
     """What an error that this rank raises now should say besides: of the batch it has in hand."""
+    batch: BatchInHand | None = None
+    """What this rank trains on, where a loader gave it."""
     open_group: Callable[[], None] = lambda: None
     """Open torch's group where there is none yet: a world of one opens it for what cannot do without."""
     leaving: list[Callable[[], None]] = field(default_factory=list)

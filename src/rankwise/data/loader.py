@@ -8,6 +8,7 @@ package's front.
 from __future__ import annotations
 
 from collections.abc import Generator
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ from rankwise.data.sources import (
 from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.device.streams import pins
 from rankwise.errors import DatasetError
-from rankwise.session import current, current_or_none
+from rankwise.session import BatchInHand, current, current_or_none
 from rankwise.stopping import StepSource
 
 if TYPE_CHECKING:
@@ -260,12 +261,17 @@ class DataLoader(StepSource):
             stop, batch = fetched
             if session is not None:
                 session.failure_note = words_of_batch(self._shards, position, stop)
+                session.batch = self._in_hand(position)
             position = stop
             self._cursor.take(iteration, stop)
             yield batch
         if session is not None:
             session.failure_note = None
+            session.batch = None
         self._cursor.finish(iteration)
+
+    def _in_hand(self, position: int) -> BatchInHand:
+        return BatchInHand(self._number, self._cursor.epoch, position // self.global_batch_size, get_ident())
 
     def state_dict(self) -> State:
         """Return where the training loop stands, JSON-able, the same on every rank.

@@ -13,6 +13,7 @@ import torch
 
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
+from rankwise.parallel.loss.same_batch import batch_in_hand, check_same_batch
 from rankwise.parallel.loss.verdict import REPORT_LENGTH, Mode, Verdict, combine, report_of
 from rankwise.places import user_place, words
 
@@ -68,6 +69,8 @@ class LossOnRanks:
         self.weight = 0.0
         """What the backward under way counts."""
         self._verdict = _SAMPLES
+        self._batch = 0
+        """A number for the batch that the backward under way is for; 0 where that is not known."""
         self._num_ranks = 1 if group is None else group.world_size
         self._model_name = model_name
         self._combined: GlobalLoss | None = None
@@ -77,7 +80,7 @@ class LossOnRanks:
         self._group = group
         self._lane = None
         if group is not None:
-            size = LaneSize(REPORT_LENGTH, 1, torch.float64, torch.device("cpu"))
+            size = LaneSize(REPORT_LENGTH + self._num_ranks, 1, torch.float64, torch.device("cpu"))
             (self._lane,) = group.lanes([size], f"loss of {model_name}")
 
     def owns(self, variable: object) -> bool:
@@ -106,6 +109,7 @@ class LossOnRanks:
 
     def expect(self, verdict: Verdict) -> None:
         """Take in what was read of the loss whose backward is about to run."""
+        self._batch = batch_in_hand()
         self._verdict = _SAMPLES if self.is_given else _NOTHING if self.forward_weight == 0 else verdict
         if self.is_sum and not self.is_accumulated:
             # They are summed over ranks already.
@@ -163,7 +167,7 @@ class LossOnRanks:
 
     def report(self) -> None:
         """Send the other ranks what this one's loss is. Called by: every rank, once per step."""
-        if self._lane is None or self._is_reported:
+        if self._lane is None or self._group is None or self._is_reported:
             return
         self._is_reported = True
         self._lane.claim()
@@ -173,17 +177,21 @@ class LossOnRanks:
         body = self._lane.body.numpy()
         body.fill(0.0)
         body[: len(report)] = report
+        body[REPORT_LENGTH + self._group.rank] = self._batch * factor
         self._lane.start(1.0, 1.0, [])
 
     def receive(self) -> GlobalLoss | None:
         """Wait for the reports of all ranks; ``None`` on one alone.
 
         Raises:
+            CollectiveMismatch: they are at different batches.
             ConfigurationError: their losses are of different kinds.
         """
-        if self._lane is not None and self._is_reported and self._combined is None:
+        if self._lane is not None and self._group is not None and self._is_reported and self._combined is None:
             self._lane.finish()
             sums = (self._lane.result.numpy() * self._num_ranks).tolist()
+            are_all_ranks = self._num_ranks == self._group.watch.world_size
+            check_same_batch(sums[REPORT_LENGTH:], self._model_name, are_all_ranks=are_all_ranks)
             self._combined = combine(sums)
             if not self._combined.is_alike:
                 raise self._unlike()
@@ -195,6 +203,7 @@ class LossOnRanks:
         if self.is_sum and not self.is_accumulated:
             self._accumulation.give_back_earlier()
         self._verdict = _SAMPLES
+        self._batch = 0
         self._combined = None
         self._is_reported = False
 
