@@ -6,6 +6,7 @@ A value, set by ``process_group`` only and read by everyone above. Opens and clo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -93,6 +94,8 @@ class Session:
     """How many loaders there have been: each has a number, the same on every rank."""
     failure_note: str | None = None
     """What an error that this rank raises now should say besides: of the batch it has in hand."""
+    share_note: tuple[int, str] | None = None
+    """What an error should say besides if it speaks of the samples of a global batch, and how many these are."""
     batch: BatchInHand | None = None
     """What this rank trains on, where a loader gave it."""
     open_group: Callable[[], None] = lambda: None
@@ -159,7 +162,7 @@ def annotate(error: BaseException) -> None:
 
     Called by: what reports the failure of this rank, before it reads the error's text.
     """
-    note = _open[0].failure_note if _open else None
+    note = _note_for(error)
     is_own = isinstance(error, Exception) and not isinstance(error, PeerFailed | PeerMissing)
     if note is not None and is_own and note not in getattr(error, "__notes__", ()):
         error.add_note(note)
@@ -168,3 +171,12 @@ def annotate(error: BaseException) -> None:
 def set_current(session: Session | None) -> None:
     """Replace the open session. Called by ``process_group`` only."""
     _open[:] = [session] if session is not None else []
+
+
+def _note_for(error: BaseException) -> str | None:
+    session = current_or_none()
+    if session is None or session.failure_note is not None or session.share_note is None:
+        return None if session is None else session.failure_note
+    global_batch_size, words = session.share_note
+    is_about_it = re.search(rf"\b{global_batch_size}\b", str(error)) is not None
+    return words if is_about_it else None

@@ -18,7 +18,7 @@ from rankwise.agreement import all_ranks_succeed
 from rankwise.data.arguments import check_order, check_workers, refuse
 from rankwise.data.batches import Batch, pin, to_device
 from rankwise.data.given_order import GivenOrder
-from rankwise.data.last_batch import words_of_batch
+from rankwise.data.last_batch import words_of_batch, words_of_share
 from rankwise.data.position import EpochCursor, State, place_in
 from rankwise.data.posted import check_same_block
 from rankwise.data.probes import Prober
@@ -249,6 +249,7 @@ class DataLoader(StepSource):
     def _batches(self) -> Iterator[Batch]:
         iteration = self._cursor.begin()
         position = self._cursor.start
+        share_note = words_of_share(self._shards)
         batches = to_device(self._fetched(self._cursor.epoch, position), self.device)
         while True:
             # Here the step before is done and the next one not begun; the end of an epoch is such a place too.
@@ -261,12 +262,14 @@ class DataLoader(StepSource):
             stop, batch = fetched
             if session is not None:
                 session.failure_note = words_of_batch(self._shards, position, stop)
+                session.share_note = share_note
                 session.batch = self._in_hand(position)
             position = stop
             self._cursor.take(iteration, stop)
             yield batch
         if session is not None:
             session.failure_note = None
+            session.share_note = None
             session.batch = None
         self._cursor.finish(iteration)
 
