@@ -70,8 +70,8 @@ def peer_left(world: World, what: str, number: int, event: Event) -> PeerMissing
         where=str(world),
         evidence=f"this rank is at collective {number}; rank {rank} left "
         + (f"after collective {event['last']}" if event.get("last") is not None else "before it"),
-        do="let every rank run the same number of steps and leave together; "
-        "with an uneven number of batches per rank, iterate over rankwise.DataLoader",
+        do="let every rank run the same number of steps: iterate over rankwise.DataLoader, and decide whether to skip "
+        "a step or to stop by rankwise.mean(loss, len(x)), which is the same on every rank",
     )
 
 

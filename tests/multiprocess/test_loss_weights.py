@@ -225,17 +225,6 @@ def test_a_loss_computed_inside_the_model_is_exact(run_ranks: RunRanks) -> None:
             assert largest_difference(got, expected) < TOLERANCE
 
 
-def _by_method_on_ranks(world: World) -> Parameters:
-    return _train(rw.replicate(_LossInside()), _by_method, world.rank, world.world_size)
-
-
-def test_a_model_that_is_never_called_itself_is_exact(run_ranks: RunRanks) -> None:
-    plain = _train(_LossInside(), _by_method, 0, 1)
-    for num_ranks in (1, 2):
-        for result in run_ranks(_by_method_on_ranks, num_ranks):
-            assert largest_difference(result.get(), plain) < TOLERANCE
-
-
 def _accumulate(model: nn.Module, loss: Loss, rank: int, of: int, *, microsteps: int) -> Parameters:
     x, y = _data()[0]
     for index in range(microsteps):
