@@ -17,7 +17,7 @@ from rankwise.errors import (
     fold_ranks,
     rank_prefix,
 )
-from rankwise.mismatch import Call, calls_differ
+from rankwise.mismatch import Call, advice, calls_differ
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -112,6 +112,22 @@ def findings(answers: Answers, sequence: int, members: Sequence[int]) -> Event:
     if len(waiting) == len(members) and len({answer["channel"] for answer in waiting}) > 1:
         found["calls"] = calls_of({r: [answers[r]["what"], answers[r]["at"]] for r in members}, answers)
     return found
+
+
+def notice(what: str, waited: float, found: Event) -> str:
+    """Return what is said of a wait that takes long.
+
+    Args:
+        what: the collective.
+        waited: seconds.
+        found: what :func:`findings` returned.
+    """
+    who = fold_ranks(found["missing"]) if found["missing"] else "the network"
+    text = f"{what} has been waiting for {waited:.0f} s, for {who}:\n{found['table']}"
+    if found.get("calls"):
+        do = advice([words for words, *_ in found["calls"]])
+        text += f"\nall ranks wait, for different collectives; if that does not end: {do}"
+    return text
 
 
 def calls_of(entries: Mapping[int, Sequence[str]], answers: Answers) -> list[list[Any]]:
