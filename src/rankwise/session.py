@@ -60,7 +60,7 @@ class BatchInHand(NamedTuple):
     """The global batch that a loop has taken last."""
 
     loader: int
-    """Number of its loader or sampler, the same on every rank."""
+    """Number of its loader, the same on every rank."""
     epoch: int
     number: int
     """Of the batch, within the epoch."""

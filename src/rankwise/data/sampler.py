@@ -8,7 +8,6 @@ Reads no sample. ``ShardedSampler`` is for a loader of the user's own; ``loader`
 from __future__ import annotations
 
 from contextlib import nullcontext
-from threading import get_ident
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,7 +29,7 @@ from rankwise.data.probes import prober_in_memory
 from rankwise.data.same_data import check_with_peers
 from rankwise.data.shards import Shards, make_shards
 from rankwise.errors import ConfigurationError
-from rankwise.session import BatchInHand, current, current_or_none
+from rankwise.session import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -204,13 +203,8 @@ class ShardedSampler(Sampler[list[int]]):
         iteration = self._cursor.begin()
         self._began = epoch, start = self._cursor.epoch, self._cursor.start
         order = self._order(epoch)
-        size = self._shards.global_batch_size
         for batch in local_batches(self._shards, order, start):
             self._cursor.take(iteration, batch.stop)
-            session = current_or_none()
-            if session is not None and self._number is not None:
-                number = (batch.stop - 1) // size
-                session.batch = BatchInHand(self._number, self._cursor.epoch, number, get_ident())
             yield batch.indices.tolist()
         self._cursor.finish(iteration)
 

@@ -32,8 +32,8 @@ class FirstCall(NamedTuple):
     """A checksum of its tensors; 0 without any."""
     num_samples: int
     """The first dimension of its first tensor; 0 without any."""
-    is_from_loader: bool
-    """Whether the training loop has taken a batch from a loader or sampler of ours."""
+    has_loader: bool
+    """Whether the script has made a loader or sampler of ours."""
 
 
 def first_call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> FirstCall:
@@ -46,7 +46,7 @@ def first_call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> FirstCall:
     except RuntimeError:  # of tensors that have no values, as those inside torch.func have none
         digest = 0
     session = current_or_none()
-    return FirstCall(digest, num_samples, session is not None and session.batch is not None)
+    return FirstCall(digest, num_samples, session is not None and session.num_loaders > 0)
 
 
 def tell_of_first_calls(call: FirstCall | None, exchange: Exchange, name: str, *, is_sum: bool) -> None:
@@ -60,7 +60,7 @@ def tell_of_first_calls(call: FirstCall | None, exchange: Exchange, name: str, *
         name: of the model.
         is_sum: whether its loss is a sum over samples, so that the gradients of all ranks are added up.
     """
-    own = torch.tensor([list(map(int, call or FirstCall(0, 0, is_from_loader=True)))])
+    own = torch.tensor([list(map(int, call or FirstCall(0, 0, has_loader=True)))])
     calls = exchange.all_gather(own, what=f"what {name} was called with first").view(-1, 3).tolist()
     digests = {digest for digest, _, _ in calls}
     if len(calls) == 1 or 0 in digests:
@@ -72,7 +72,7 @@ def tell_of_first_calls(call: FirstCall | None, exchange: Exchange, name: str, *
             f"ranks do the work of one{summed}: iterate over rankwise.DataLoader, or give torch's a "
             "rankwise.ShardedSampler"
         )
-    elif not any(is_from_loader for _, _, is_from_loader in calls):
+    elif not any(has_loader for _, _, has_loader in calls):
         total = sum(num_samples for _, num_samples, _ in calls)
         log(
             f"first step: {name} was called with {total} samples on {len(calls)} ranks together, from no loader of "
