@@ -137,12 +137,20 @@ def _by_hand_after_a_look(world: World, model: nn.Module, loader: rw.DataLoader)
         yield functional.mse_loss(model(x[world.rank :: world.world_size]), y[world.rank :: world.world_size])
 
 
+def _by_hand_after_unlike_looks(world: World, model: nn.Module, loader: rw.DataLoader) -> Iterator[torch.Tensor]:
+    for number, _ in enumerate(loader):
+        if number == world.rank:
+            break
+    yield from _by_hand_after_a_look(world, model, loader)
+
+
 _LOOPS: dict[str, Callable[[World, nn.Module, rw.DataLoader], Iterator[torch.Tensor]]] = {
     "two loaders at once": lambda _, model, loader: _two_at_once(model, loader),
     "one batch ahead": lambda _, model, loader: _one_ahead(model, loader),
     "forwards of one rank": _own_forwards,
     "a loader of one rank between forward and backward": _own_evaluation_last,
     "by hand, after one rank's look at a batch": _by_hand_after_a_look,
+    "by hand, after ranks looked at unlike numbers of batches": _by_hand_after_unlike_looks,
 }
 
 

@@ -266,7 +266,14 @@ class DataLoader(StepSource):
                 session.batch = self._in_hand(position)
             position = stop
             self._cursor.take(iteration, stop)
-            yield batch
+            in_hand = None if session is None else session.batch
+            try:
+                yield batch
+            except GeneratorExit:
+                # What is trained on after a loop that was broken off does not come from it.
+                if session is not None and session.batch is in_hand:
+                    session.batch = None
+                raise
         if session is not None:
             session.failure_note = None
             session.share_note = None
