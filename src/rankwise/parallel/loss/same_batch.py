@@ -52,7 +52,8 @@ def check_same_batch(reported: Sequence[float], model_name: str, *, are_all_rank
     batches = {rank: _batch_of(round(number)) for rank, number in enumerate(reported) if round(number)}
     # A loader that only some ranks iterate, as one for validation, says nothing of the others.
     if len({loader for loader, _, _ in batches.values()}) == 1 and len(set(batches.values())) > 1:
-        raise _unlike(batches, model_name, "rank" if are_all_ranks else "copy")
+        # Where ranks are laid out along axes, those with a copy are numbered by themselves.
+        raise _unlike(batches, model_name, "" if are_all_ranks else f" of the {len(reported)} along dp_replicate")
 
 
 def _batch_of(number: int) -> Batch:
@@ -61,13 +62,12 @@ def _batch_of(number: int) -> Batch:
     return loader, epoch, batch
 
 
-def _unlike(batches: Mapping[int, Batch], model_name: str, kind: str) -> CollectiveMismatch:
+def _unlike(batches: Mapping[int, Batch], model_name: str, among: str) -> CollectiveMismatch:
     behind = min(batches.values())
     ahead = [rank for rank, batch in batches.items() if batch != behind]
-    who = fold_ranks(ahead) if kind == "rank" else fold_ranks(ahead).replace("rank", "copy", 1)
     return CollectiveMismatch(
-        f"{who} ran no backward for batch {behind[2]} of epoch {behind[1]}, for which others run it now: gradients of "
-        f"{model_name} would be averaged over different batches.",
+        f"{fold_ranks(ahead)}{among} ran no backward for batch {behind[2]} of epoch {behind[1]}, for which others run it "
+        f"now: gradients of {model_name} would be averaged over different batches.",
         evidence=fold_values(
             {rank: f"batch {number} of epoch {epoch}" for rank, (_, epoch, number) in batches.items()}
         ),
