@@ -66,8 +66,8 @@ def _unlike(batches: Mapping[int, Batch], model_name: str, among: str) -> Collec
     behind = min(batches.values())
     ahead = [rank for rank, batch in batches.items() if batch != behind]
     return CollectiveMismatch(
-        f"{fold_ranks(ahead)}{among} ran no backward for batch {behind[2]} of epoch {behind[1]}, for which others run it "
-        f"now: gradients of {model_name} would be averaged over different batches.",
+        f"{fold_ranks(ahead)}{among} ran no backward for batch {behind[2]} of epoch {behind[1]}, for which others run "
+        f"it now: gradients of {model_name} would be averaged over different batches.",
         evidence=fold_values(
             {rank: f"batch {number} of epoch {epoch}" for rank, (_, epoch, number) in batches.items()}
         ),
