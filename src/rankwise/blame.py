@@ -17,7 +17,7 @@ from rankwise.errors import (
     fold_ranks,
     rank_prefix,
 )
-from rankwise.mismatch import Call, calls_differ
+from rankwise.mismatch import Call, advice, calls_differ
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -70,8 +70,8 @@ def peer_left(world: World, what: str, number: int, event: Event) -> PeerMissing
         where=str(world),
         evidence=f"this rank is at collective {number}; rank {rank} left "
         + (f"after collective {event['last']}" if event.get("last") is not None else "before it"),
-        do="let every rank run the same number of steps and leave together; "
-        "with an uneven number of batches per rank, iterate over rankwise.DataLoader",
+        do="let every rank run the same number of steps: iterate over rankwise.DataLoader, and decide whether to skip "
+        "a step or to stop by rankwise.mean(loss, len(x)), which is the same on every rank",
     )
 
 
@@ -112,6 +112,22 @@ def findings(answers: Answers, sequence: int, members: Sequence[int]) -> Event:
     if len(waiting) == len(members) and len({answer["channel"] for answer in waiting}) > 1:
         found["calls"] = calls_of({r: [answers[r]["what"], answers[r]["at"]] for r in members}, answers)
     return found
+
+
+def notice(what: str, waited: float, found: Event) -> str:
+    """Return what is said of a wait that takes long.
+
+    Args:
+        what: the collective.
+        waited: seconds.
+        found: what :func:`findings` returned.
+    """
+    who = fold_ranks(found["missing"]) if found["missing"] else "the network"
+    text = f"{what} has been waiting for {waited:.0f} s, for {who}:\n{found['table']}"
+    if found.get("calls"):
+        do = advice([words for words, *_ in found["calls"]])
+        text += f"\nall ranks wait, for different collectives; if that does not end: {do}"
+    return text
 
 
 def calls_of(entries: Mapping[int, Sequence[str]], answers: Answers) -> list[list[Any]]:

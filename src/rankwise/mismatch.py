@@ -26,7 +26,8 @@ _SAME_ORDER = (
     "no branch around them may depend on what only one rank knows"
 )
 _BACKWARD = (
-    "run backward equally often on every rank; decide on skipping or stopping from rankwise.all_reduce() of the loss"
+    "run backward equally often on every rank: decide whether to skip a step or to stop by "
+    "rankwise.mean(loss, len(x)), which is the same on every rank"
 )
 
 
@@ -52,11 +53,16 @@ def calls_differ(calls: Mapping[int, Call], world_size: int) -> CollectiveMismat
     return CollectiveMismatch(what, where=_where(calls, world_size), evidence=_evidence(calls, shown), do=do)
 
 
+def advice(all_words: list[str]) -> str:
+    """Return what to do where ranks wait for the collectives that words say."""
+    return _difference(all_words)[1]
+
+
 def _difference(all_words: list[str]) -> tuple[str, str]:
     """Return what differs, and what mends it."""
     names = {_name(words) for words in all_words}
     name = min(names)
-    about_gradients = any(name.startswith(("gradients", "buckets")) for name in names)
+    about_gradients = any(name.startswith(("gradients", "buckets", "loss of")) for name in names)
     if len(names) > 1:
         return "Ranks called different collectives.", _BACKWARD if about_gradients else _SAME_ORDER
     dtypes = len({tuple(kind[0] for kind in _KIND.findall(words)) for words in all_words}) > 1

@@ -6,8 +6,9 @@ A value, set by ``process_group`` only and read by everyone above. Opens and clo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rankwise.errors import NotJoined, PeerFailed, PeerMissing
 from rankwise.stopping import Stopping
@@ -55,6 +56,18 @@ class Loop(Protocol):
         ...
 
 
+class BatchInHand(NamedTuple):
+    """The global batch that a loop has taken last."""
+
+    loader: int
+    """Number of its loader, the same on every rank."""
+    epoch: int
+    number: int
+    """Of the batch, within the epoch."""
+    thread: int
+    """Which took it."""
+
+
 @dataclass(kw_only=True)
 class Session:
     """What ``join`` opened. In a world of one there is no store, no exchange and no watch."""
@@ -83,6 +96,10 @@ class Session:
     """Samples of this rank's part of the batch that a loader gave last."""
     failure_note: str | None = None
     """What an error that this rank raises now should say besides: of the batch it has in hand."""
+    share_note: tuple[int, str] | None = None
+    """What an error should say besides if it speaks of the samples of a global batch, and how many these are."""
+    batch: BatchInHand | None = None
+    """What this rank trains on, where a loader gave it."""
     open_group: Callable[[], None] = lambda: None
     """Open torch's group where there is none yet: a world of one opens it for what cannot do without."""
     leaving: list[Callable[[], None]] = field(default_factory=list)
@@ -152,7 +169,7 @@ def annotate(error: BaseException) -> None:
 
     Called by: what reports the failure of this rank, before it reads the error's text.
     """
-    note = _open[0].failure_note if _open else None
+    note = _note_for(error)
     is_own = isinstance(error, Exception) and not isinstance(error, PeerFailed | PeerMissing)
     if note is not None and is_own and note not in getattr(error, "__notes__", ()):
         error.add_note(note)
@@ -161,3 +178,12 @@ def annotate(error: BaseException) -> None:
 def set_current(session: Session | None) -> None:
     """Replace the open session. Called by ``process_group`` only."""
     _open[:] = [session] if session is not None else []
+
+
+def _note_for(error: BaseException) -> str | None:
+    session = current_or_none()
+    if session is None or session.failure_note is not None or session.share_note is None:
+        return None if session is None else session.failure_note
+    global_batch_size, words = session.share_note
+    is_about_it = re.search(rf"\b{global_batch_size}\b", str(error)) is not None
+    return words if is_about_it else None

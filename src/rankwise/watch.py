@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rankwise import blame, roll_call, silent
-from rankwise.errors import RankwiseError, fold_ranks
+from rankwise.errors import RankwiseError
 from rankwise.events import key_of, post, post_departure, post_failure
 from rankwise.forking import hold_during_forks
 from rankwise.log import warn
@@ -325,8 +325,7 @@ class Watch:
         if not self._claim(f"notice/{ticket.channel}/{ticket.sequence}/{int(waited / NOTICE_SECONDS)}"):
             return
         found = blame.findings(self._roll_call(ticket.channel, ticket.sequence), ticket.sequence, self._members(ticket))
-        who = fold_ranks(found["missing"]) if found["missing"] else "the network"
-        warn(f"{ticket.words} has been waiting for {waited:.0f} s, for {who}:\n{found['table']}", all_ranks=True)
+        warn(blame.notice(ticket.words, waited, found), all_ranks=True)
 
     def _post_verdict(self, ticket: Ticket, waited: float) -> None:
         """Let one waiting rank find out who is missing, for all; then wait for what it found."""

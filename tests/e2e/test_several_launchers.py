@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rankwise import network
+from rankwise.parallel.loss.on_ranks import lane_length
 from rankwise.store.wire import listen
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def test_ranks_compare_what_they_call_where_that_is_asked(command: Command) -> N
     assert told in ended.stderr
     after = ended.stderr.rpartition(told)[2]
     assert 'rank 0: all_reduce("sum", float32[2]) at train.py:7 in <module>' in after
-    assert "rank 1: loss of Linear, bucket 0: float64[88] at train.py:9 in <module>" in after
+    assert f"rank 1: loss of Linear, bucket 0: float64[{lane_length(2)}] at train.py:9 in <module>" in after
 
 
 def test_stacks_shows_where_ranks_are(command: Command, launchers: Launchers) -> None:

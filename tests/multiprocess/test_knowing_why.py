@@ -21,6 +21,7 @@ from rankwise.errors import CollectiveMismatch, PeerMissing
 from rankwise.exchange.protocol import LaneSize
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.launch import looking
+from rankwise.parallel.loss.on_ranks import lane_length
 from rankwise.session import current
 
 if TYPE_CHECKING:
@@ -238,8 +239,8 @@ def _size(num_elements: int) -> LaneSize:
 @pytest.mark.parametrize(
     ("how", "most", "odd"),
     [
-        ("other collective", "loss of Linear, bucket 0: float64[88]", 'all_reduce("sum", float32[2])'),
-        ("other model", "loss of Linear, bucket 0: float64[88]", "BatchNorm statistics: float32[1025]"),
+        ("other collective", "loss of Linear, bucket 0: float64[{report}]", 'all_reduce("sum", float32[2])'),
+        ("other model", "loss of Linear, bucket 0: float64[{report}]", "BatchNorm statistics: float32[1025]"),
         ("other bucket", "gradients of Net, bucket 0: float32[5]", "gradients of Net, bucket 0: float32[6]"),
         ("other size", "statistics: float32[2]", "statistics: float32[3]"),
     ],
@@ -251,8 +252,9 @@ def test_with_checking_a_difference_is_told_before_anything_is_sent(
         for result in run_ranks(_check, num_ranks, how):
             text = result.get()
             place = r"test_knowing_why.py:[0-9]+ in \S+"
+            words = re.escape(most.replace("{report}", str(lane_length(num_ranks))))
             ranks = "rank 0" if num_ranks == 2 else "ranks 0-1"
-            assert re.search(rf"{ranks}: {re.escape(most)} at {place}", text), text
+            assert re.search(rf"{ranks}: {words} at {place}", text), text
             assert re.search(rf"rank {num_ranks - 1}: {re.escape(odd)} at {place}", text), text
             if num_ranks == 3:
                 assert f"rank 2/3 on {os.uname().nodename}, reported on every rank" in text

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -83,6 +84,19 @@ def test_an_error_that_is_not_about_a_short_batch_says_nothing_of_it(fn: Any) ->
     results = run_ranks(fn, 2, 9, 4)
     assert any(isinstance(result.error, ValueError) for result in results)
     assert all(_notes(result) == [] for result in results)
+
+
+def _reshapes_to_a_constant(world: World, length: int, size: int) -> None:
+    for batch in rw.DataLoader(torch.ones(length, 3), global_batch_size=size):
+        batch.reshape(size, -1)
+
+
+def test_an_error_that_names_the_global_batch_says_what_this_ranks_share_is() -> None:
+    results = run_ranks(_reshapes_to_a_constant, 3, 15, 5)
+    failed = [result for result in results if isinstance(result.error, RuntimeError)]
+    notes = [note for result in failed for note in _notes(result)]
+    assert notes
+    assert all(re.search(r"was given [12] of the 5 samples of the global batch.* as in len\(x\)", n) for n in notes)
 
 
 def _batch_size(world: World) -> tuple[int, int]:

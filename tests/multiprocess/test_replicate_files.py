@@ -105,3 +105,38 @@ def _save_own_state(_: World) -> None:
 def test_a_model_with_a_state_of_its_own_keeps_it() -> None:
     (result,) = testing.run_ranks(_save_own_state, 1)
     result.get()
+
+
+class _OwnReduce(nn.Sequential):
+    """A model that says itself how it is pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuilt, (dict(vars(self)),))
+
+
+def _rebuilt(state: dict[str, Any]) -> nn.Module:
+    model = _OwnReduce()
+    vars(model).update(state)
+    return model
+
+
+def _save_what_reduces_itself(_: World, how: str) -> None:
+    model = _model(_OwnReduce)
+    if how == "placed":
+        model = rw.place(_model(), {"": "cpu"})
+    rw.replicate(model)
+    _train(model)
+    file = _saved(model)
+    assert [name for name in _classes_in(file) if "rankwise" in name] == []
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert all(torch.equal(loaded.state_dict()[key], value) for key, value in model.state_dict().items())
+    x = torch.ones(2, 3)
+    loaded.eval()
+    assert torch.equal(loaded(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("how", ["reduces itself", "placed"])
+def test_a_model_that_is_pickled_its_own_way_leaves_no_class_of_ours(how: str) -> None:
+    (result,) = testing.run_ranks(_save_what_reduces_itself, 1, how)
+    result.get()

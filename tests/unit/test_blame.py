@@ -151,3 +151,14 @@ def test_long_words_are_cut_around_the_first_difference() -> None:
     lines = str(error.evidence).splitlines()
     assert all(len(line) < mismatch.LONGEST_WORDS + 60 for line in lines)
     assert "float32[4]" in lines[1]
+
+
+def test_a_notice_of_ranks_that_wait_for_different_collectives_says_what_to_do() -> None:
+    gradients = "gradients of Net, bucket 0: float32[4]"
+    answers = {0: _waiting(gradients, 30.1, channel=1), 1: _waiting("mean", 30.0, count=6)}
+    said = blame.notice(gradients, 30.2, blame.findings(answers, 7, [0, 1]))
+    assert said.startswith(f"{gradients} has been waiting for 30 s, for rank 1:\nrank ")
+    assert "all ranks wait, for different collectives" in said
+    assert "skip a step or to stop by rankwise.mean(loss, len(x))" in said
+    alone = {0: answers[0], 1: RUNNING}
+    assert "different collectives" not in blame.notice(gradients, 30.2, blame.findings(alone, 7, [0, 1]))

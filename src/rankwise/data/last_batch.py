@@ -32,3 +32,18 @@ def words_of_batch(shards: Shards, start: int, stop: int) -> str | None:
         f"epoch's last global batch, which has {stop - start} of {shards.global_batch_size} samples. "
         'Pass remainder="drop" to rankwise.DataLoader if the error is about that.'
     )
+
+
+def words_of_share(shards: Shards) -> tuple[int, str] | None:
+    """Return the samples of a whole global batch, and what an error that names their number should say besides.
+
+    ``None`` where one rank takes them all.
+    """
+    low, high = shards.local_part(0, shards.global_batch_size)
+    if high - low == shards.global_batch_size:
+        return None
+    words = (
+        f"rankwise: this rank was given {high - low} of the {shards.global_batch_size} samples of the global batch. If "
+        "the error is about that, take the size from the batch, as in len(x), not from a constant."
+    )
+    return shards.global_batch_size, words

@@ -8,6 +8,7 @@ package's front.
 from __future__ import annotations
 
 from collections.abc import Generator
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from rankwise.agreement import all_ranks_succeed
 from rankwise.data.arguments import check_order, check_workers, refuse
 from rankwise.data.batches import Batch, pin, to_device
 from rankwise.data.given_order import GivenOrder
-from rankwise.data.last_batch import words_of_batch
+from rankwise.data.last_batch import words_of_batch, words_of_share
 from rankwise.data.position import EpochCursor, State, place_in
 from rankwise.data.posted import check_same_block
 from rankwise.data.probes import Prober
@@ -36,7 +37,7 @@ from rankwise.data.sources import (
 from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.device.streams import pins
 from rankwise.errors import DatasetError
-from rankwise.session import current, current_or_none
+from rankwise.session import BatchInHand, current, current_or_none
 from rankwise.stopping import StepSource
 
 if TYPE_CHECKING:
@@ -248,6 +249,7 @@ class DataLoader(StepSource):
     def _batches(self) -> Iterator[Batch]:
         iteration = self._cursor.begin()
         position = self._cursor.start
+        share_note = words_of_share(self._shards)
         batches = to_device(self._fetched(self._cursor.epoch, position), self.device)
         while True:
             # Here the step before is done and the next one not begun; the end of an epoch is such a place too.
@@ -262,12 +264,26 @@ class DataLoader(StepSource):
                 session.failure_note = words_of_batch(self._shards, position, stop)
                 first, end = self._shards.local_part(position, stop)
                 session.num_local_samples = end - first
+                session.share_note = share_note
+                session.batch = self._in_hand(position)
             position = stop
             self._cursor.take(iteration, stop)
-            yield batch
+            in_hand = None if session is None else session.batch
+            try:
+                yield batch
+            except GeneratorExit:
+                # What is trained on after a loop that was broken off does not come from it.
+                if session is not None and session.batch is in_hand:
+                    session.batch = None
+                raise
         if session is not None:
             session.failure_note = None
+            session.share_note = None
+            session.batch = None
         self._cursor.finish(iteration)
+
+    def _in_hand(self, position: int) -> BatchInHand:
+        return BatchInHand(self._number, self._cursor.epoch, position // self.global_batch_size, get_ident())
 
     def state_dict(self) -> State:
         """Return where the training loop stands, JSON-able, the same on every rank.

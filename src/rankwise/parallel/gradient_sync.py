@@ -19,7 +19,7 @@ from rankwise.parallel.compress.memory import carry_over
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.opening import open_lanes
 from rankwise.parallel.loss.on_ranks import LossOnRanks, model_numbers
-from rankwise.parallel.same_samples import digest_of_call, warn_of_same_samples
+from rankwise.parallel.same_samples import FirstCall, first_call_of, tell_of_first_calls
 from rankwise.parallel.weight_unit import WeightUnit
 from rankwise.torch_private import foreach
 from rankwise.torch_private.autograd import run_after_backward
@@ -59,8 +59,7 @@ class GradientSync:
         self._kind = (self.parameters[0].dtype, self.parameters[0].device)
         self._group = group
         self._model_name = model_name
-        self._first_call: int | None = None
-        """A checksum of what the model was first called with."""
+        self._first_call: FirstCall | None = None
         self._what = f"gradients of {model_name}"
         self._num_synced = 0
         is_float16 = Narrow("fp16") == compress or any(p.dtype == torch.float16 for p in self.parameters)
@@ -167,7 +166,7 @@ class GradientSync:
     def note_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Remember what the model is called with in the first step, for ranks to compare."""
         if self._first_call is None and self._group is not None:
-            self._first_call = digest_of_call(args, kwargs)
+            self._first_call = first_call_of(args, kwargs)
 
     def check_followed(self, model: nn.Module) -> None:
         """Raise unless every parameter of ``model`` is one that ``replicate`` found."""
@@ -188,8 +187,12 @@ class GradientSync:
         if self._in_backward:
             return
         self._in_backward = True
+        is_accumulated = self.is_accumulating or self._accumulation.is_open
+        if weight is None and self._group is None and self.on_mean is None and not is_accumulated:
+            # Nothing is averaged, so that it need not be known.
+            weight = 1.0
         self.loss.begin(weight)
-        if self.is_accumulating or self._accumulation.is_open:
+        if is_accumulated:
             self._accumulation.begin(sorted(self._hooked), self._share, continues=self.is_accumulating)
         if not _round:
             run_after_backward(_finish_round)
@@ -310,7 +313,8 @@ class GradientSync:
             self._unit.adjust(total / group.world_size)
         if self._num_synced == 0:
             # A rank without samples was called with others' to stand in.
-            warn_of_same_samples(self._first_call or 0 if self.loss.weight > 0 else 0, group, self._model_name)
+            call = self._first_call if self.loss.weight > 0 else None
+            tell_of_first_calls(call, group, self._model_name, is_sum=is_sum)
         self._num_synced += 1
         # Several models that are trained together make one step.
         group.watch.record.step = max(group.watch.record.step, self._num_synced)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -17,7 +18,8 @@ class OwnHook:
         return NoHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (NoHook, ())
+        # What takes any arguments and does nothing, of Python's own: a file is to be read without rankwise.
+        return (getattr, (nullcontext(), "__exit__"))
 
 
 class NoHook:
@@ -30,7 +32,8 @@ class NoHook:
 def leave_out_of_copies(model: nn.Module) -> None:
     """Have copies and pickles of ``model`` made without its :class:`OwnHook` entries: no class of ours is in a file.
 
-    A model whose class defines ``__reduce__`` or ``__reduce_ex__`` is left as it is; its copies have :class:`NoHook`.
+    A model whose class defines ``__reduce__`` or ``__reduce_ex__`` is left as it is; its copies have hooks that do
+    nothing, and no class of rankwise either.
     """
     kind = type(model)
     if kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:

@@ -16,6 +16,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
 from rankwise.parallel.loss.once import warn_once
 from rankwise.parallel.loss.padding import rows_of
+from rankwise.parallel.loss.same_batch import batch_in_hand, check_same_batch
 from rankwise.parallel.loss.verdict import REPORT_LENGTH, Mode, Verdict, combine, report_of
 from rankwise.parallel.state_guard.guard import NUM_NUMBERS
 from rankwise.places import user_place, words
@@ -70,6 +71,15 @@ class Microsteps(Protocol):
         ...
 
 
+_BATCHES = REPORT_LENGTH + NUM_NUMBERS
+"""Where the numbers of the ranks' batches begin, after the report and the guard's numbers."""
+
+
+def lane_length(num_ranks: int) -> int:
+    """Return how many numbers travel with each step."""
+    return _BATCHES + num_ranks
+
+
 class LossOnRanks:
     """What the loss of one model is a mean over, step by step."""
 
@@ -116,6 +126,8 @@ class LossOnRanks:
         self._verdict = _SAMPLES
         self._expected_weight: float | None = None
         """Samples of the forward whose backward is about to run."""
+        self._batch = 0
+        """A number for the batch that the backward under way is for; 0 where that is not known."""
         self._num_ranks = 1 if group is None else group.world_size
         self._model_name = model_name
         self._combined: GlobalLoss | None = None
@@ -131,7 +143,7 @@ class LossOnRanks:
         self._group = group
         self._lane = None
         if group is not None:
-            size = LaneSize(REPORT_LENGTH + NUM_NUMBERS, 1, torch.float64, torch.device("cpu"))
+            size = LaneSize(lane_length(self._num_ranks), 1, torch.float64, torch.device("cpu"))
             (self._lane,) = group.lanes([size], f"loss of {model_name}")
 
     def owns(self, variable: object) -> bool:
@@ -170,6 +182,7 @@ class LossOnRanks:
             call: whose outputs it comes from first.
         """
         self._expected_weight = self.forward_weight if call is None else call.num_samples
+        self._batch = batch_in_hand()
         self._rows = None
         if verdict.mode in (Mode.MEAN, Mode.TERMS) and self._lane is not None:
             session = current_or_none()
@@ -244,7 +257,7 @@ class LossOnRanks:
 
     def report(self) -> None:
         """Send the other ranks what this one's loss is. Called by: every rank, once per step."""
-        if self._lane is None or self._is_reported:
+        if self._lane is None or self._group is None or self._is_reported:
             return
         self._is_reported = True
         self._lane.claim()
@@ -256,20 +269,24 @@ class LossOnRanks:
         body[: len(report)] = report
         numbers = None if self.guard is None else self.guard.report()
         if numbers is not None:
-            body[REPORT_LENGTH:] = numbers
+            body[REPORT_LENGTH:_BATCHES] = numbers
+        body[_BATCHES + self._group.rank] = self._batch
         self._lane.start(1.0, 1.0, [])
 
     def receive(self) -> GlobalLoss | None:
         """Wait for the reports of all ranks; ``None`` on one alone.
 
         Raises:
+            CollectiveMismatch: they are at different batches.
             ConfigurationError: their losses are of different kinds.
         """
-        if self._lane is not None and self._is_reported and self._combined is None:
+        if self._lane is not None and self._group is not None and self._is_reported and self._combined is None:
             self._lane.finish()
             sums = self._lane.result.tolist()
+            are_all_ranks = self._num_ranks == self._group.watch.world_size
+            check_same_batch(sums[_BATCHES:], self._model_name, are_all_ranks=are_all_ranks)
             if self.guard is not None:
-                self.guard.take(*sums[REPORT_LENGTH:])
+                self.guard.take(*sums[REPORT_LENGTH:_BATCHES])
             self._combined = combine(sums[:REPORT_LENGTH])
             if not self._combined.is_alike:
                 raise self._unlike()
@@ -295,6 +312,7 @@ class LossOnRanks:
         if self.is_sum and not self.is_accumulated:
             self._accumulation.give_back_earlier()
         self._verdict = _SAMPLES
+        self._batch = 0
         self._combined = None
         self._is_reported = False
 

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/patterns.md: every row names a test that exists, and messages that rankwise has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "patterns.md"
+FEWEST_ROWS = 45
+SAID = ("error", "warning", "information", "torch's error")
+
+
+class Row(NamedTuple):
+    pattern: str
+    alone: str
+    on_ranks: str
+    test: str
+
+
+def _rows() -> list[Row]:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| ")]
+    assert all(len(row) == len(Row._fields) for row in cells), "a row has four cells"
+    return [Row(*row) for row in cells if row[0] != "in the script"]
+
+
+ROWS = _rows()
+
+
+@cache
+def _functions_and_texts(file: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the functions of a test file, and its texts and names, with those of the files beside it."""
+    (path,) = ROOT.glob(f"tests/{file}" if "/" in file else f"tests/*/{file}")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    beside = [path.with_name(f"{module}.py") for module in modules]
+    trees = [tree, *(ast.parse(one.read_text(encoding="utf-8")) for one in beside if one.exists())]
+    nodes = [node for one in trees for node in ast.walk(one)]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    return frozenset(functions), frozenset(texts | {node.name for node in nodes if isinstance(node, ast.FunctionDef)})
+
+
+def _words(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_words(part) for part in node.values)
+    return "{}"
+
+
+@cache
+def _messages() -> str:
+    """Return all texts of the package; ``{}`` is what is put into them."""
+    found: list[str] = []
+    for path in (ROOT / "src").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found += [_words(node) for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    return "\n".join(found)
+
+
+def test_the_page_has_its_rows() -> None:
+    assert len(ROWS) >= FEWEST_ROWS
+    assert len({row.pattern for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.pattern for row in ROWS])
+def test_a_row_names_a_test_and_words_that_there_are(row: Row) -> None:
+    found = re.fullmatch(r"((?:\w+/)?test_\w+\.py)::(test_\w+)(?:\[(.+)\])?", row.test)
+    assert found is not None
+    file, test, parameter = found.groups()
+    functions, texts = _functions_and_texts(file)
+    assert test in functions
+    assert parameter is None or parameter in texts
+    messages = re.findall(r"`([^`]+)`", row.on_ranks)
+    assert bool(messages) == any(word in row.on_ranks for word in SAID)
+    assert [words for words in messages if words not in _messages()] == []
