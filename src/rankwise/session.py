@@ -15,6 +15,7 @@ from rankwise.stopping import Stopping
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rankwise.batch_rows import BatchRows
     from rankwise.exchange.protocol import Exchange
     from rankwise.mesh import Axes
     from rankwise.store import Store
@@ -79,6 +80,8 @@ class Session:
     """What is done around a loop over a loader, where that is not the same on all ranks."""
     num_loaders: int = 0
     """How many loaders there have been: each has a number, the same on every rank."""
+    rows: dict[int, BatchRows] = field(default_factory=dict)
+    """What each loader that is being iterated has given last, by its number; the latest one last."""
     failure_note: str | None = None
     """What an error that this rank raises now should say besides: of the batch it has in hand."""
     open_group: Callable[[], None] = lambda: None
@@ -103,6 +106,11 @@ class Session:
             self.data_parts = divider
             return self.world.rank, self.world.world_size
         return self.axes.data_rank(self.world.rank), self.axes.data_world_size
+
+    def note_rows(self, loader: int, rows: BatchRows) -> None:
+        """Note what a loader is about to give, as the latest."""
+        self.rows.pop(loader, None)
+        self.rows[loader] = rows
 
     def on_leave(self, action: Callable[[], None]) -> None:
         """Have ``action`` called, last one first, when the process leaves the world without an error."""

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import default_collate
 
 from rankwise.agreement import all_ranks_succeed
+from rankwise.batch_rows import BatchRows
 from rankwise.data.arguments import check_order, check_workers, refuse
 from rankwise.data.batches import Batch, pin, to_device
 from rankwise.data.given_order import GivenOrder
@@ -260,11 +261,14 @@ class DataLoader(StepSource):
             stop, batch = fetched
             if session is not None:
                 session.failure_note = words_of_batch(self._shards, position, stop)
+                low, high = self._shards.local_part(position, stop)
+                session.note_rows(self._number, BatchRows(high - low, stop - position, low - position, batch))
             position = stop
             self._cursor.take(iteration, stop)
             yield batch
         if session is not None:
             session.failure_note = None
+            session.rows.pop(self._number, None)
         self._cursor.finish(iteration)
 
     def state_dict(self) -> State:

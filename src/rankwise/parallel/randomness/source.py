@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the numbers of one draw come from, in a forward pass and when a checkpoint draws them again in backward.
+
+Each draw takes one number from the generator, its key, whatever its shape: so generators agree on all ranks after it,
+also on a rank without samples. With ``randomness="torch"`` it takes what torch would take for the whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.parallel.randomness.counter import mixed
+from rankwise.parallel.randomness.scope import drawing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.batch_rows import BatchRows
+    from rankwise.parallel.randomness.layout import Layout
+    from rankwise.parallel.randomness.scope import Scope
+    from rankwise.torch_private.kernels import Kernel
+
+MOST_REMEMBERED = 2**16
+"""Draws of forward passes that a recomputation in backward may ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The numbers of one draw."""
+
+    layout: Layout | None
+    """Where the samples lie; ``None`` if every rank draws the same."""
+    rows: BatchRows | None
+    """Which samples this rank has, where there is a layout."""
+    salt: int
+    """What sets a rank's numbers apart from the others'; 0 where they belong to one batch."""
+    key: int | None
+    """What the numbers are a function of; ``None``: of the state of the generator."""
+    generator: torch.Generator | None
+    """That torch draws with, where it does."""
+    order: tuple[int, ...] = ()
+    """The dims as they lie in memory, for torch to fill."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether there are numbers of samples that other ranks have."""
+        return self.rows is not None and self.rows.num != self.rows.num_global
+
+    def own_generator(self, device: torch.device) -> torch.Generator | None:
+        """Return the generator to draw the whole batch with."""
+        if self.key is None and not self.salt:
+            return self.generator
+        return torch.Generator(device).manual_seed(self.full_key & (2**63 - 1))
+
+    @property
+    def full_key(self) -> int:
+        """The key, with the salt in it."""
+        return (self.key or 0) ^ self.salt
+
+
+_random: dict[str, Kernel] = {}
+_remembered: dict[int, Source] = {}
+"""The sources of forward passes: by their keys, or by the state of the generator."""
+
+
+def keep_kernel(device_type: str, kernel: Kernel) -> None:
+    """Note how torch fills tensors of a kind of device with random integers."""
+    _random[device_type] = kernel
+
+
+def forget() -> None:
+    """Forget all draws and kernels."""
+    _remembered.clear()
+    _random.clear()
+
+
+def source_in(scope: Scope, operation: str, like: torch.Tensor, generator: torch.Generator | None) -> Source:
+    """Return the source of a draw in a scope, and remember it.
+
+    Args:
+        scope: that the draw is in.
+        operation: that draws.
+        like: the tensor to fill, or one of its shape.
+        generator: given by the user.
+    """
+    device = like.device
+    planned = scope.plan_draw(operation, like.shape, like.stride())
+    layout = planned.layout
+    rows = None if layout is None else scope.rows
+    if scope.randomness == "torch" and not scope.is_per_rank:
+        known_by, source = _state_of(generator, device), Source(layout, rows, 0, None, generator, planned.order)
+    else:
+        known_by = _take_key(generator, device)
+        salt = mixed(scope.rank) if scope.is_per_rank else 0
+        source = Source(layout, rows, salt, known_by, None, planned.order)
+    if len(_remembered) >= MOST_REMEMBERED:
+        del _remembered[next(iter(_remembered))]
+    _remembered[known_by] = source
+    return source
+
+
+def source_again(generator: torch.Generator | None, device: torch.device) -> Source | None:
+    """Return the source of a draw that a checkpoint makes anew; ``None``, and nothing taken, where there was none."""
+    if not _remembered or device.type not in _random:
+        return None
+    by_state = _remembered.get(_state_of(generator, device))
+    if by_state is not None:
+        return replace(by_state, generator=generator)
+    used = generator or default_generator(device)
+    state = used.get_state()
+    found = _remembered.get(_take_key(generator, device))
+    if found is None:
+        used.set_state(state)
+    return found
+
+
+def source_by_key(source: Source, device: torch.device) -> Source:
+    """Return the source of a draw that cannot have torch's numbers: by key instead."""
+    return replace(source, key=_take_key(source.generator, device))
+
+
+def generator_before(scope: Scope | None, generator: torch.Generator | None, device: torch.device) -> torch.Tensor | None:
+    """Return the state of a generator, where a draw may have to be repeated with another layout."""
+    if scope is None or not scope.told or scope.randomness != "torch":
+        return None
+    return (generator or default_generator(device)).get_state()
+
+
+def redrawing(
+    source: Source, scope: Scope, before: torch.Tensor | None, draw: Callable[[Source], object]
+) -> Callable[[Layout | None], None]:
+    """Return a function that repeats a draw with another layout.
+
+    Args:
+        source: of the draw.
+        scope: that it was made in.
+        before: state of the generator at that time, if the numbers depend on it.
+        draw: repeats it.
+    """
+
+    def redraw(layout: Layout | None) -> None:
+        again = replace(source, layout=layout, rows=None if layout is None else scope.rows)
+        with drawing():
+            if before is not None and source.key is None:
+                used = source.generator or torch.default_generator
+                used.set_state(before)
+            draw(again)
+
+    return redraw
+
+
+def _take_key(generator: torch.Generator | None, device: torch.device) -> int:
+    # On another device than the CPU this process waits for it.
+    return int(_random[device.type](torch.empty(1, dtype=torch.int64, device=device), generator=generator))
+
+
+def _state_of(generator: torch.Generator | None, device: torch.device) -> int:
+    # Never a key: those are not negative.
+    return -1 - (hash((generator or default_generator(device)).get_state().numpy().tobytes()) & (2**63 - 1))
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that torch uses on a device where none is given."""
+    if device.type == "cpu":
+        return torch.default_generator
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    generators: tuple[torch.Generator, ...] = getattr(torch, device.type).default_generators
+    return generators[index]
