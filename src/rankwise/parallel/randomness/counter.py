@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    Sampler = Callable[["Stream", int, torch.dtype, tuple[Any, ...]], torch.Tensor]
-    """Draws so many numbers, each from the same number of bits: of a distribution with these arguments."""
+    Sampler = Callable[[int, int, int, torch.dtype, Sequence[Any]], torch.Tensor]
+    """Of a key, the first position and how many: the numbers there, of a distribution with these arguments."""
 
 _WORDS_PER_COUNT = 4
 _MASK64 = 2**64 - 1
@@ -36,50 +36,29 @@ class _Philox(threading.local):
 _philox = _Philox()
 
 
-class Stream:
-    """The bits of one key, from some position on."""
+def _words(key: int, first: int, count: int) -> npt.NDArray[np.uint64]:
+    """Return the 64 bits of each of ``count`` positions of a key, from ``first`` on."""
+    philox = _philox
+    counter = philox.state["state"]
+    counter["key"][0] = key
+    skipped = first % _WORDS_PER_COUNT
+    counter["counter"][0] = first // _WORDS_PER_COUNT
+    philox.bits.state = philox.state
+    return philox.bits.random_raw(skipped + count)[skipped:]
 
-    def __init__(self, key: int, first: int) -> None:
-        """Choose the position.
 
-        Args:
-            key: any integer.
-            first: how many elements, of at most 64 bits each, come before.
-        """
-        self._key = key & _MASK64
-        self._first = first
+def _half_words(key: int, first: int, count: int) -> npt.NDArray[np.uint32]:
+    """Return 32 bits for each of ``count`` positions."""
+    skipped = first % 2
+    return _words(key, first // 2, (skipped + count + 1) // 2).view(np.uint32)[skipped : skipped + count]
 
-    def words32(self, count: int) -> npt.NDArray[np.uint32]:
-        """Return 32 bits for each of ``count`` elements."""
-        skipped = self._first % 2
-        return self._words(self._first // 2, (skipped + count + 1) // 2).view(np.uint32)[skipped : skipped + count]
 
-    def words64(self, count: int) -> npt.NDArray[np.uint64]:
-        """Return 64 bits for each of ``count`` elements."""
-        return self._words(self._first, count)
-
-    def uniform(self, count: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-        """Return numbers in [0, 1), of as many bits as the dtype has.
-
-        Args:
-            count: how many.
-            dtype: of the result; floating.
-            salt: another number gives other bits for the same elements.
-        """
-        stream = Stream(self._key ^ (salt * 0x9E3779B97F4A7C15), self._first) if salt else self
-        if dtype == torch.float64:
-            return torch.from_numpy((stream.words64(count) >> np.uint64(11)) * 2.0**-53)
-        bits = torch.from_numpy((stream.words32(count) >> np.uint32(8)).view(np.int32))
-        return bits.to(torch.float32).mul_(2.0**-24)
-
-    def _words(self, first: int, count: int) -> npt.NDArray[np.uint64]:
-        philox = _philox
-        counter = philox.state["state"]
-        counter["key"][0] = self._key
-        counter["counter"][0] = first // _WORDS_PER_COUNT
-        skipped = first % _WORDS_PER_COUNT
-        philox.bits.state = philox.state
-        return philox.bits.random_raw(skipped + count)[skipped:]
+def _unit(key: int, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers in [0, 1), of as many bits as the dtype has."""
+    if dtype == torch.float64:
+        return torch.from_numpy((_words(key, first, count) >> np.uint64(11)) * 2.0**-53)
+    bits = torch.from_numpy((_half_words(key, first, count) >> np.uint32(8)).view(np.int32))
+    return bits.to(torch.float32).mul_(2.0**-24)
 
 
 def mixed(number: int) -> int:
@@ -93,58 +72,51 @@ def mixed(number: int) -> int:
     return bits ^ bits >> 31
 
 
-def _bernoulli(stream: Stream, count: int, dtype: torch.dtype, args: tuple[Any, ...]) -> torch.Tensor:
-    probability = float(args[0]) if args else 0.5
+def _bernoulli(key: int, first: int, count: int, _: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
+    probability = args[0] if args else 0.5
     if not 0 <= probability <= 1:
-        raise ValueError(f"bernoulli_ expects p to be in [0, 1], but got p={probability}")
+        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={probability}")
     if probability == 1:
         return torch.ones(count, dtype=torch.bool)
-    return torch.from_numpy(stream.words32(count) < np.uint32(probability * 2**32))
+    return torch.from_numpy(_half_words(key, first, count) < np.uint32(probability * 2**32))
 
 
-def _uniform(stream: Stream, count: int, dtype: torch.dtype, args: tuple[Any, ...]) -> torch.Tensor:
+def _uniform(key: int, first: int, count: int, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
     low, high = (float(one) for one in (*args, *(0.0, 1.0)[len(args) :]))
     if not low <= high:
         raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={low} > to={high}")
-    return stream.uniform(count, dtype).mul_(high - low).add_(low)
+    return _unit(key, first, count, dtype).mul_(high - low).add_(low)
 
 
-def standard_normal(stream: Stream, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers of the standard normal distribution. Source: Box and Muller (1958), the cosine of each pair."""
-    first, second = stream.uniform(count, dtype), stream.uniform(count, dtype, salt=1)
-    return first.neg_().log1p_().mul_(-2).sqrt_().mul_(second.mul_(2 * math.pi).cos_())
-
-
-def _normal(stream: Stream, count: int, dtype: torch.dtype, args: tuple[Any, ...]) -> torch.Tensor:
+def _normal(key: int, first: int, count: int, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
+    """Source: Box and Muller (1958), the cosine of each pair."""
     mean, std = (float(one) for one in (*args, *(0.0, 1.0)[len(args) :]))
     if std < 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
-    return standard_normal(stream, count, dtype).mul_(std).add_(mean)
+    radius = _unit(key, first, count, dtype).neg_().log1p_().mul_(-2).sqrt_()
+    angle = _unit(key ^ mixed(0), first, count, dtype).mul_(2 * math.pi)
+    return radius.mul_(angle.cos_()).mul_(std).add_(mean)
 
 
-def _exponential(stream: Stream, count: int, dtype: torch.dtype, args: tuple[Any, ...]) -> torch.Tensor:
+def _exponential(key: int, first: int, count: int, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
     rate = float(args[0]) if args else 1.0
     if rate <= 0:
         raise RuntimeError(f"exponential_ expects lambda > 0.0, but found lambda={rate}")
-    # One of 2**54 is zero otherwise, of which gumbel_softmax takes the logarithm.
+    # Without it, one of 2**24 is zero, of which gumbel_softmax takes the logarithm.
     half_step = 2.0**-54 if dtype == torch.float64 else 2.0**-25
-    return stream.uniform(count, dtype).add_(half_step).neg_().log1p_().mul_(-1 / rate)
+    return _unit(key, first, count, dtype).add_(half_step).neg_().log1p_().mul_(-1 / rate)
 
 
-_INTEGER_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53, torch.bool: 1}
+_MANTISSA_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53, torch.bool: 1}
 
 
-def _integers(stream: Stream, count: int, dtype: torch.dtype, args: tuple[Any, ...]) -> torch.Tensor:
-    low, high = 0, None
-    if len(args) == 1:
-        high = int(args[0])
-    elif args:
-        low, high = int(args[0]), None if args[1] is None else int(args[1])
+def _integers(key: int, first: int, count: int, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
+    low, high = (0, *args) if len(args) == 1 else (*args, *(0, None)[len(args) :])
     if high is None:
-        high = 2 ** (_INTEGER_BITS.get(dtype) or torch.iinfo(dtype).bits - (1 if dtype.is_signed else 0))
+        high = 2 ** (_MANTISSA_BITS.get(dtype) or torch.iinfo(dtype).bits - (1 if dtype.is_signed else 0))
     if high <= low:
         raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
-    words = stream.words64(count) % np.uint64(high - low)
+    words = _words(key, first, count) % np.uint64(high - low)
     return torch.from_numpy(words.view(np.int64)).add_(low)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.parallel.randomness.counter import SAMPLERS, Stream, mixed
+from rankwise.parallel.randomness.counter import SAMPLERS, mixed
+from rankwise.parallel.randomness.scope import drawing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,15 +32,19 @@ def fill(operation: str, kernel: Kernel, out: torch.Tensor, args: Sequence[Any],
     """
     sampler = SAMPLERS.get(operation)
     if source.key is None or sampler is None or out.device.type != "cpu" or out.is_complex():
-        _fill_whole(kernel, out, args, source)
-    elif out.numel():
-        layout, rows = source.layout, source.rows
-        first = 0 if rows is None else rows.start * (out.numel() // rows.num)
-        numbers = sampler(Stream(source.full_key, first), out.numel(), out.dtype, tuple(args))
-        if layout is None or rows is None:
-            out.copy_(numbers.view(out.shape))
-        else:
-            out.copy_(layout.from_samples(numbers.view(layout.by_sample(out.shape, rows.num)), out.shape))
+        with drawing():
+            _fill_whole(kernel, out, args, source)
+        return
+    count = out.numel()
+    if not count:
+        return
+    layout, rows = source.layout, source.rows
+    first = 0 if rows is None else rows.start * (count // rows.num)
+    numbers = sampler(source.full_key, first, count, out.dtype, args)
+    if layout is None or rows is None or (layout.dim == 0 and layout.outer == 1):
+        out.copy_(numbers.view(out.shape))
+    else:
+        out.copy_(layout.from_samples(numbers.view(layout.by_sample(out.shape, rows.num))))
 
 
 def _fill_whole(kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: Source) -> None:

@@ -110,14 +110,14 @@ def _source(operation: str, like: torch.Tensor, generator: torch.Generator | Non
 def _in_place(name: str, kernel: Kernel) -> Kernel:
     def draw(out: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:  # noqa: ANN401 - as torch
         scope = current_scope()
-        before = generator_before(scope, generator, out.device)
+        is_followed = scope is not None and bool(scope.told)
+        before = generator_before(scope, generator, out.device) if is_followed else None
         source = _source(name, out, generator)
         if source is None:
             kernel(out, *args, generator=generator)
             return out
-        with drawing():
-            fill(name, kernel, out, args, source)
-        if scope is not None and scope.told:
+        fill(name, kernel, out, args, source)
+        if scope is not None and is_followed:
             scope.redraw = redrawing(source, scope, before, lambda again: fill(name, kernel, out, args, again))
         return out
 
@@ -170,8 +170,7 @@ def _rrelu(name: str, kernel: Kernel) -> Kernel:
         if source.key is None:
             warn_of_rejection(name)
             source = source_by_key(source, inputs.device)
-        with drawing():
-            fill("uniform_", _fill_uniform, noise, (lower, upper), source)
+        fill("uniform_", _fill_uniform, noise, (lower, upper), source)
         noise.masked_fill_(inputs > 0, 1)
         return inputs * noise
 

@@ -39,10 +39,8 @@ class Layout:
         """Return the shape ``[num_samples, outer, inner, *other dims]``, in which each sample is one block."""
         return [num_samples, self.outer, self.inner, *shape[: self.dim], *shape[self.dim + 1 :]]
 
-    def from_samples(self, blocks: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return a tensor of ``shape`` from one laid out by sample."""
-        if self.outer == 1 and self.dim == 0:
-            return blocks.view(shape)
+    def from_samples(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in this layout from one laid out by sample."""
         return blocks.transpose(0, 1).flatten(0, 2).movedim(0, self.dim)
 
     def parts(self, whole: torch.Tensor, num_global: int, start: int, num: int) -> torch.Tensor:

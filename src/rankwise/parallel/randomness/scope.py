@@ -48,8 +48,9 @@ class Planned:
 
     def fits(self, operation: str, shape: Sequence[int], num_samples: int) -> bool:
         """Return whether a draw can be this one again, in another batch."""
-        is_alike = self.operation == operation and self.num_dims == len(shape)
-        return is_alike and (self.layout is None or self.layout.fits(shape, num_samples))
+        if self.operation != operation or self.num_dims != len(shape):
+            return False
+        return self.layout is None or self.layout.fits(shape, num_samples)
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Scope:
     """The samples in hand; ``None`` where no loader tells: each rank then draws for itself."""
     randomness: Randomness
     rank: int
-    plan: Sequence[Planned] | None = None
+    plan: Sequence[Planned] = ()
     """The draws of an earlier forward pass of the same kind, in order."""
     made: list[Planned] = field(default_factory=list)
     """The draws so far."""
@@ -91,18 +92,13 @@ class Scope:
         if self.rows is None or self.randomness == "per_rank":
             return Planned(operation, len(shape), None, ())
         number, num_samples = len(self.made), self.rows.num
-        order = memory_order(stride)
-        if self.told:
-            layout = self.told[-1]
-        elif self.plan is not None and number < len(self.plan) and self.plan[number].fits(operation, shape, num_samples):
-            layout = self.plan[number].layout
-            if num_samples == 1:
-                # Of a dim of size one the stride says nothing.
-                order = self.plan[number].order
+        if number < len(self.plan) and not self.told and self.plan[number].fits(operation, shape, num_samples):
+            # Its order in memory, too: of a dim of size one the stride says nothing.
+            planned = self.plan[number]
         else:
-            self.is_off_plan = True
-            layout = layout_of(shape, num_samples)
-        planned = Planned(operation, len(shape), layout, order)
+            self.is_off_plan = not self.told
+            layout = self.told[-1] if self.told else layout_of(shape, num_samples)
+            planned = Planned(operation, len(shape), layout, memory_order(stride))
         self.made.append(planned)
         return planned
 
@@ -148,8 +144,8 @@ def leave() -> None:
 @contextmanager
 def drawing() -> Generator[None]:
     """Have torch draw by itself inside the block."""
-    _here.is_drawing = True
+    before, _here.is_drawing = _here.is_drawing, True
     try:
         yield
     finally:
-        _here.is_drawing = False
+        _here.is_drawing = before

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from rankwise.parallel.randomness.scope import Scope
     from rankwise.torch_private.kernels import Kernel
 
-MOST_REMEMBERED = 2**16
+MOST_REMEMBERED = 2**14
 """Draws of forward passes that a recomputation in backward may ask for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Source:
     """The numbers of one draw."""
 
@@ -58,12 +58,14 @@ class Source:
     @property
     def full_key(self) -> int:
         """The key, with the salt in it."""
-        return (self.key or 0) ^ self.salt
+        return 0 if self.key is None else self.key ^ self.salt
 
 
 _random: dict[str, Kernel] = {}
 _remembered: dict[int, Source] = {}
 """The sources of forward passes: by their keys, or by the state of the generator."""
+_remembered_longer: dict[int, Source] = {}
+"""Those before them."""
 
 
 def keep_kernel(device_type: str, kernel: Kernel) -> None:
@@ -74,7 +76,21 @@ def keep_kernel(device_type: str, kernel: Kernel) -> None:
 def forget() -> None:
     """Forget all draws and kernels."""
     _remembered.clear()
+    _remembered_longer.clear()
     _random.clear()
+
+
+def _remember(known_by: int, source: Source) -> None:
+    if len(_remembered) >= MOST_REMEMBERED:
+        # To drop single ones, the oldest first, would take longer with each that was dropped.
+        _remembered_longer.clear()
+        _remembered_longer.update(_remembered)
+        _remembered.clear()
+    _remembered[known_by] = source
+
+
+def _recall(known_by: int) -> Source | None:
+    return _remembered.get(known_by) or _remembered_longer.get(known_by)
 
 
 def source_in(scope: Scope, operation: str, like: torch.Tensor, generator: torch.Generator | None) -> Source:
@@ -96,9 +112,7 @@ def source_in(scope: Scope, operation: str, like: torch.Tensor, generator: torch
         known_by = _take_key(generator, device)
         salt = mixed(scope.rank) if scope.is_per_rank else 0
         source = Source(layout, rows, salt, known_by, None, planned.order)
-    if len(_remembered) >= MOST_REMEMBERED:
-        del _remembered[next(iter(_remembered))]
-    _remembered[known_by] = source
+    _remember(known_by, source)
     return source
 
 
@@ -106,12 +120,12 @@ def source_again(generator: torch.Generator | None, device: torch.device) -> Sou
     """Return the source of a draw that a checkpoint makes anew; ``None``, and nothing taken, where there was none."""
     if not _remembered or device.type not in _random:
         return None
-    by_state = _remembered.get(_state_of(generator, device))
+    by_state = _recall(_state_of(generator, device))
     if by_state is not None:
         return replace(by_state, generator=generator)
     used = generator or default_generator(device)
     state = used.get_state()
-    found = _remembered.get(_take_key(generator, device))
+    found = _recall(_take_key(generator, device))
     if found is None:
         used.set_state(state)
     return found
