@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the tests of random numbers: each draws, in one of the ways of public scripts. All take [batch, 6, 8]."""
+"""The models of the tests of random numbers: each draws as some public script does. All take [batch, 6, 8]."""
 
 from __future__ import annotations
 

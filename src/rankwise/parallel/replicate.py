@@ -22,7 +22,7 @@ from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.gradient_sync import GradientSync
 from rankwise.parallel.loss.reading import subscribe
 from rankwise.parallel.own_hooks import OwnHook, leave_out_of_copies
-from rankwise.parallel.randomness.calls import draw_as_one_rank
+from rankwise.parallel.randomness.model import draw_as_one_rank
 from rankwise.parallel.randomness.scope import check_randomness
 from rankwise.parallel.same_model import broadcast_model, check_same_model
 from rankwise.parallel.trained import (

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+OWN_RANDOMNESS_OFF = "torch._inductor.config.fallback_random"
+"""The setting that has compiled code draw by torch's random operations, as users are told."""
+
 
 def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
     """Return ``fn`` as the compiler leaves it alone: it runs as it is, between two compiled graphs.

@@ -35,8 +35,15 @@ def agree_on_generators(exchange: Exchange, device: torch.device) -> None:
             continue
         if bool(on_ranks[:, 1].any()):
             warn(
-                f"torch's {kind} generator was seeded differently on the ranks, which now have the state of rank 0's: what "
-                "a replicated model draws then belongs to one batch; pass the same seed to torch.manual_seed() on "
-                'every rank, or randomness="per_rank" to replicate() for independent numbers'
+                f"torch's {kind} generator was seeded differently on the ranks, and now has the state of rank 0's on "
+                "all of them, so that what a replicated model draws belongs to one batch; pass the same seed to "
+                'torch.manual_seed() on every rank, or randomness="per_rank" to replicate() for independent numbers'
             )
         generator.set_state(exchange.broadcast(state, 0, what=f"state of torch's {kind} generator"))
+
+
+def take_rank_zeros(exchange: Exchange, device: torch.device) -> None:
+    """Give every rank the state of rank zero's generators. Called by: every rank of ``exchange``."""
+    for kind in dict.fromkeys(("cpu", device.type)):
+        generator = default_generator(device if kind == device.type else torch.device("cpu"))
+        generator.set_state(exchange.broadcast(generator.get_state(), 0, what=f"state of torch's {kind} generator"))

@@ -30,7 +30,7 @@ class _Philox(threading.local):
 
     def __init__(self) -> None:
         self.bits = np.random.Philox(key=0)
-        self.state: dict[str, Any] = self.bits.state
+        self.state: Any = self.bits.state
 
 
 _philox = _Philox()
@@ -111,8 +111,10 @@ _MANTISSA_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch
 
 
 def _integers(key: int, first: int, count: int, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
-    low, high = (0, *args) if len(args) == 1 else (*args, *(0, None)[len(args) :])
-    if high is None:
+    low = int(args[0]) if len(args) == 2 else 0  # noqa: PLR2004 - from and to
+    if args and args[-1] is not None:
+        high = int(args[-1])
+    else:
         high = 2 ** (_MANTISSA_BITS.get(dtype) or torch.iinfo(dtype).bits - (1 if dtype.is_signed else 0))
     if high <= low:
         raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")

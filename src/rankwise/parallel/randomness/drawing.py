@@ -107,9 +107,9 @@ def draw_dropout(
     layout, rows = source.layout, source.rows
     if source.key is None:
         if layout is None or rows is None or not source.is_part:
-            alone: tuple[torch.Tensor, torch.Tensor] = kernel(inputs, probability, True)  # noqa: FBT003 - of torch
+            alone: tuple[torch.Tensor, torch.Tensor] = kernel(inputs, probability, True)
             return alone
-        both = kernel(_widened(inputs, inputs.shape, source), probability, True)  # noqa: FBT003 - of torch
+        both = kernel(_widened(inputs, inputs.shape, source), probability, True)
         dropped, kept = (layout.part(one, rows.num_global, rows.start, rows.num).clone() for one in both)
         return dropped, kept
     noise = torch.empty_like(inputs)

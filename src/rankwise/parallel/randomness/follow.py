@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Following the samples through a forward pass: which dim of each tensor holds them, operation by operation.
 
-A guess by size would be wrong where the length of a sequence, or the number of heads, is that of the batch. So the first
-forward pass of a kind runs under a mode that sees each operation and asks torch's meta kernels, which compute shapes
-only, what would become of one sample more: the dim of the result that grows holds the samples. Later passes draw as
-that one did, and pay nothing.
+A guess by size would be wrong where the length of a sequence, or the number of heads, is that of the batch. So the
+first forward pass of a kind runs under a mode that sees each operation and asks torch's meta kernels, which compute
+shapes only, what would become of one sample more: the dim of the result that grows holds the samples. Later passes draw
+as that one did, and pay nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rankwise.parallel.randomness.scope import Scope
     from rankwise.torch_private.modes import Operator
 
-    Identity = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+    Identity = tuple[int, object, tuple[int, ...], tuple[int, ...]]
 
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 _SIZED = {"empty", "zeros", "ones", "full", "arange", "new_empty", "new_zeros", "new_ones", "new_full", "empty_strided"}
@@ -58,6 +58,29 @@ class Fact:
     """Whether it is the tensor itself of which the guess was made, nothing computed from it."""
 
 
+class Call:
+    """One operation, and what it is called with."""
+
+    def __init__(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        self.func = func
+        self.args = args
+        self.given = given
+        self.name: str = func.overloadpacket.__name__
+        self.tensors = [one for one in pytree.tree_leaves((args, given)) if type(one) in _FOLLOWED]
+        self.is_pointwise = torch.Tag.pointwise in func.tags
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags or self.name in _FILLING
+
+    def sizes(self) -> Sequence[int]:
+        """Return the sizes that it is given in numbers."""
+        lists = (one for one in (*self.args, *self.given.values()) if isinstance(one, list | tuple))
+        return next((one for one in lists if all(isinstance(size, int) for size in one)), ())
+
+    def dim(self, tensor: torch.Tensor) -> int:
+        """Return the dim that a slice is along."""
+        dim = self.args[1] if len(self.args) > 1 else self.given.get("dim", 0)
+        return int(dim) % max(tensor.dim(), 1)
+
+
 class Follower(DispatchMode):
     """Notes where the samples are in each tensor, and tells the scope of each draw."""
 
@@ -84,24 +107,22 @@ class Follower(DispatchMode):
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - whatever the operation returns
         """See one operation. Called by torch."""
-        given = dict(kwargs or {})
-        name = func.overloadpacket.__name__
-        tensors = [one for one in pytree.tree_leaves((args, given)) if type(one) in _FOLLOWED]
-        found = [(one, fact) for one in tensors if (fact := self._facts.get(_identity(one))) is not None]
-        if torch.Tag.nondeterministic_seeded in func.tags or name in _FILLING or name == "randperm":
-            return self._draw(func, name, args, given, found)
+        call = Call(func, args, dict(kwargs or {}))
+        found = [(one, fact) for one in call.tensors if (fact := self._facts.get(_identity(one))) is not None]
+        if call.is_random:
+            return self._draw(call, found)
         if not found:
-            out = func(*args, **given)
-            self._note_new(name, out)
+            out = func(*args, **call.given)
+            self._note_new(call, out)
             return out
-        facts = self._settle(func, args, given, found)
-        out = func(*args, **given)
-        self._note(func, name, args, given, facts, out)
+        layouts = self._settle(call, found)
+        out = func(*args, **call.given)
+        self._note(call, layouts, out)
         return out
 
     # -- draws -------------------------------------------------------------------------------------
 
-    def _draw(self, func: Operator, name: str, args: tuple[Any, ...], given: dict[str, Any], found: list[tuple[torch.Tensor, Fact]]) -> Any:  # noqa: ANN401
+    def _draw(self, call: Call, found: list[tuple[torch.Tensor, Fact]]) -> Any:  # noqa: ANN401 - as torch
         scope = self._scope
         guess = None
         if found:
@@ -110,15 +131,15 @@ class Follower(DispatchMode):
             if guess is not None and not guess.place:
                 guess = Guess([*(one for one in guess.layouts if one is not None), None])
                 layout = guess.layouts[0]
-        elif any(type(one) in _FOLLOWED for one in pytree.tree_leaves((args, given))):
+        elif call.tensors:
             layout = None
         else:
-            guess = Guess([*layouts_of(_sizes_of(args, given), self._num), None])
+            guess = Guess([*layouts_of(call.sizes(), self._num), None])
             layout = guess.layouts[0]
         before = len(scope.made)
         scope.told.append(layout)
         try:
-            out = func(*args, **given)
+            out = call.func(*call.args, **call.given)
         finally:
             scope.told.pop()
         if guess is not None and len(guess.layouts) > 1 and len(scope.made) > before:
@@ -133,30 +154,27 @@ class Follower(DispatchMode):
 
     # -- what was given in numbers -----------------------------------------------------------------
 
-    def _note_new(self, name: str, out: object) -> None:
+    def _note_new(self, call: Call, out: object) -> None:
         """Note what an operation on nothing that is followed gave: the same on every rank, unless it was sized so."""
         for one in _outputs(out):
-            layouts = layouts_of(one.shape, self._num) if name in _SIZED else []
+            layouts = layouts_of(one.shape, self._num) if call.name in _SIZED else []
             self._set(one, Fact(None, Guess([None, *layouts]), is_direct=True) if layouts else None)
 
-    def _settle(
-        self, func: Operator, args: tuple[Any, ...], given: dict[str, Any], found: list[tuple[torch.Tensor, Fact]]
-    ) -> dict[Identity, Layout | None]:
+    def _settle(self, call: Call, found: list[tuple[torch.Tensor, Fact]]) -> dict[Identity, Layout | None]:
         """Return the layouts of an operation's inputs, after deciding those that were assumed."""
         facts = {_identity(one): fact for one, fact in found}
         layouts = {key: fact.layout for key, fact in facts.items()}
-        tensors = [one for one in pytree.tree_leaves((args, given)) if type(one) in _FOLLOWED]
         certain = [(one, fact.layout) for one, fact in found if fact.guess is None and fact.layout is not None]
-        certain_alike = [one for one in tensors if type(one) is torch.nn.Parameter]
+        alike = [one for one in call.tensors if type(one) is torch.nn.Parameter]
         for tensor, fact in found:
             key, guess = _identity(tensor), fact.guess
-            if guess is None or not (certain or (certain_alike and torch.Tag.pointwise in func.tags)):
+            if guess is None or not (certain or (alike and call.is_pointwise)):
                 continue
             for option in guess.layouts if fact.is_direct else [fact.layout]:
-                if torch.Tag.pointwise in func.tags:
-                    agrees = _is_aligned(tensor, option, certain, certain_alike)
+                if call.is_pointwise:
+                    agrees = _is_aligned(tensor, option, certain, alike)
                 else:
-                    agrees = self._takes_more(func, args, given, layouts | {key: option})
+                    agrees = self._takes_more(call, layouts | {key: option})
                 if agrees:
                     self._decide(guess, option if fact.is_direct else guess.layouts[0])
                     layouts[key] = option
@@ -168,11 +186,9 @@ class Follower(DispatchMode):
                 layouts[key] = None
         return layouts
 
-    def _takes_more(
-        self, func: Operator, args: tuple[Any, ...], given: dict[str, Any], layouts: dict[Identity, Layout | None]
-    ) -> bool:
+    def _takes_more(self, call: Call, layouts: dict[Identity, Layout | None]) -> bool:
         """Return whether an operation can take one sample more, and grows in one dim by it at most."""
-        now, grown = self._grown(func, args, given, {}), self._grown(func, args, given, layouts)
+        now, grown = self._grown(call, {}), self._grown(call, layouts)
         if now is None or grown is None or len(now) != len(grown):
             return False
         return all(sum(a != b for a, b in zip(old, new, strict=True)) <= 1 for old, new in zip(now, grown, strict=True))
@@ -187,46 +203,47 @@ class Follower(DispatchMode):
 
     # -- operations --------------------------------------------------------------------------------
 
-    def _note(
-        self,
-        func: Operator,
-        name: str,
-        args: tuple[Any, ...],
-        given: dict[str, Any],
-        layouts: dict[Identity, Layout | None],
-        out: object,
-    ) -> None:
+    def _note(self, call: Call, layouts: dict[Identity, Layout | None], out: object) -> None:
         """Note where samples are in what an operation gave."""
-        outputs = _outputs(out)
-        known = [(one, layout) for one in pytree.tree_leaves((args, given)) if type(one) in _FOLLOWED and (layout := layouts.get(_identity(one))) is not None]
-        guesses = [fact.guess for key in layouts if (fact := self._facts.get(key)) is not None and fact.guess is not None]
-        guess = guesses[0] if guesses and not any(self._is_certain(one) for one, _ in known) else None
-        grown: list[torch.Size] | None = None
-        for number, one in enumerate(outputs):
-            if _identity(one) in layouts:
-                continue  # what was given, changed in place or not at all
-            if not known:
-                found = None
-            elif name in _VIEWS:
-                found = viewed(known[0][1], known[0][0].shape, one.shape, self._num)
-            elif name == "expand" or torch.Tag.pointwise in func.tags:
-                found = next((at for tensor, layout in known if (at := expanded(layout, tensor.shape, one.shape)) is not None), None)
-            elif name in _SLICES and _dim_of(args, given, known[0][0]) == known[0][1].dim:
-                found = known[0][1] if one.shape == known[0][0].shape else None
-            elif name in _SIZED:
-                found = layout_of(one.shape, self._num)
-            else:
-                grown = self._grown(func, args, given, layouts) or [] if grown is None else grown
-                found = _growing(one.shape, grown[number], known, name) if len(grown) == len(outputs) else None
-            self._set(one, Fact(found, guess) if found is not None or guess is not None else None)
+        outputs = [
+            one for one in _outputs(out) if _identity(one) not in layouts
+        ]  # others were changed in place at most
+        known = [(one, at) for one in call.tensors if (at := layouts.get(_identity(one))) is not None]
+        facts = [fact for key in layouts if (fact := self._facts.get(key)) is not None]
+        guess = next((fact.guess for fact in facts if fact.guess is not None), None)
+        if any(self._is_certain(one) for one, _ in known):
+            guess = None
+        found = self._found(call, layouts, known, outputs) if known else [None] * len(outputs)
+        for one, layout in zip(outputs, found, strict=True):
+            self._set(one, Fact(layout, guess) if layout is not None or guess is not None else None)
+
+    def _found(
+        self,
+        call: Call,
+        layouts: dict[Identity, Layout | None],
+        known: list[tuple[torch.Tensor, Layout]],
+        outputs: list[torch.Tensor],
+    ) -> list[Layout | None]:
+        """Return where samples are in the outputs of an operation, from where they are in its inputs."""
+        first, layout = known[0]
+        if call.name in _VIEWS:
+            return [viewed(layout, first.shape, one.shape, self._num) for one in outputs]
+        if call.name == "expand" or call.is_pointwise:
+            return [_broadcast(known, one) for one in outputs]
+        if call.name in _SLICES and call.dim(first) == layout.dim:
+            return [layout if one.shape == first.shape else None for one in outputs]
+        if call.name in _SIZED:
+            return [layout_of(one.shape, self._num) for one in outputs]
+        grown = self._grown(call, layouts)
+        if grown is None or len(grown) != len(outputs):
+            return [None] * len(outputs)
+        return [_growing(one.shape, more, known, call.name) for one, more in zip(outputs, grown, strict=True)]
 
     def _is_certain(self, tensor: torch.Tensor) -> bool:
         fact = self._facts.get(_identity(tensor))
         return fact is not None and fact.guess is None
 
-    def _grown(
-        self, func: Operator, args: tuple[Any, ...], given: dict[str, Any], layouts: dict[Identity, Layout | None]
-    ) -> list[torch.Size] | None:
+    def _grown(self, call: Call, layouts: dict[Identity, Layout | None]) -> list[torch.Size] | None:
         """Return the shapes that an operation would give of one sample more; ``None`` where it could not take it."""
 
         def as_meta(one: Any) -> Any:  # noqa: ANN401 - any argument
@@ -239,10 +256,10 @@ class Follower(DispatchMode):
             return meta.permute([order.index(dim) for dim in range(one.dim())])
 
         try:
-            meta_args, meta_given = pytree.tree_map(as_meta, (args, given))
-            if "device" in meta_given:
-                meta_given["device"] = torch.device("meta")
-            return [one.shape for one in _outputs(func(*meta_args, **meta_given))]
+            args, given = pytree.tree_map(as_meta, (call.args, call.given))
+            if "device" in given:
+                given["device"] = torch.device("meta")
+            return [one.shape for one in _outputs(call.func(*args, **given))]
         except Exception:  # noqa: BLE001 - it cannot take one sample more, or has no meta kernel
             return None
 
@@ -258,10 +275,10 @@ def _is_aligned(
     tensor: torch.Tensor,
     option: Layout | None,
     certain: Sequence[tuple[torch.Tensor, Layout]],
-    certain_alike: Sequence[torch.Tensor],
+    alike: Sequence[torch.Tensor],
 ) -> bool:
     """Return whether a tensor can be laid out in some way beside the others of an operation on each element."""
-    for one in certain_alike:
+    for one in alike:
         dim = -1 if option is None else option.dim - tensor.dim() + one.dim()
         if option is not None and dim >= 0 and one.shape[dim] == tensor.shape[option.dim] > 1:
             return False
@@ -289,13 +306,9 @@ def _outputs(out: object) -> list[torch.Tensor]:
     return [one for one in pytree.tree_leaves(out) if type(one) in _FOLLOWED]
 
 
-def _sizes_of(args: tuple[Any, ...], given: dict[str, Any]) -> Sequence[int]:
-    return next((one for one in (*args, *given.values()) if isinstance(one, list | tuple) and all(isinstance(size, int) for size in one)), ())
-
-
-def _dim_of(args: tuple[Any, ...], given: dict[str, Any], tensor: torch.Tensor) -> int:
-    dim = args[1] if len(args) > 1 else given.get("dim", 0)
-    return int(dim) % max(tensor.dim(), 1)
+def _broadcast(known: list[tuple[torch.Tensor, Layout]], out: torch.Tensor) -> Layout | None:
+    found = (expanded(layout, tensor.shape, out.shape) for tensor, layout in known)
+    return next((one for one in found if one is not None), None)
 
 
 def _growing(now: torch.Size, grown: torch.Size, known: list[tuple[torch.Tensor, Layout]], name: str) -> Layout | None:

@@ -29,7 +29,7 @@ from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.kernels import Replacements, dispatch_key, kernel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from rankwise.parallel.randomness.scope import Scope
     from rankwise.parallel.randomness.source import Source

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The dim that holds the samples: its size is ``outer * num_samples * inner``, and a sample has every ``outer``'th
-    run of ``inner`` indices.
+    """The dim that holds the samples, of size ``outer * num_samples * inner``: ``outer`` times all samples in order.
 
     ``[batch * heads, ...]`` has ``inner=heads``; two batches one after the other have ``outer=2``.
     """
@@ -75,7 +74,9 @@ def viewed(layout: Layout, old: Sequence[int], new: Sequence[int], num_samples: 
         if below and inner % below == 0 and (size * below) % (num_samples * inner) == 0:
             found.append(Layout(dim, size * below // (num_samples * inner), inner // below))
     # Of one sample it is not known which of the dims of size one it is.
-    return next((one for one in found if (one.outer, one.inner) == (layout.outer, layout.inner)), next(iter(found), None))
+    return next(
+        (one for one in found if (one.outer, one.inner) == (layout.outer, layout.inner)), next(iter(found), None)
+    )
 
 
 def expanded(layout: Layout, old: Sequence[int], new: Sequence[int]) -> Layout | None:

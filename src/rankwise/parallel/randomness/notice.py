@@ -30,9 +30,9 @@ def notice(operation: str, shape: Sequence[int]) -> None:
         return
     _noticed.add(place)
     warn(
-        f"{operation.split('.')[0].strip('_')} at {place} draws {rows.num} rows, as many as this rank has samples: each "
-        "rank draws its own (the same ones where the seeds are the same), and not its part of what one rank would draw; "
-        "put that line into `with rankwise.as_one_rank():`"
+        f"{operation.partition('.')[0].strip('_')} at {place} draws {rows.num} rows, as many as this rank has samples: "
+        "each rank draws its own (the same ones where the seeds are the same), and not its part of what one rank would "
+        "draw; put that line into `with rankwise.as_one_rank():`"
     )
 
 
@@ -42,8 +42,8 @@ def warn_of_rejection(operation: str) -> None:
     if place not in _noticed:
         _noticed.add(place)
         warn(
-            f"{operation.strip('_')} at {place} takes as many random numbers as its values need, which no rank knows of "
-            "the others' samples: its numbers are those of the position, not torch's"
+            f"{operation.strip('_')} at {place} takes as many random numbers as its values need, which no rank knows "
+            "of the others' samples: its numbers are those of the position, not torch's"
         )
 
 

@@ -136,7 +136,9 @@ def source_by_key(source: Source, device: torch.device) -> Source:
     return replace(source, key=_take_key(source.generator, device))
 
 
-def generator_before(scope: Scope | None, generator: torch.Generator | None, device: torch.device) -> torch.Tensor | None:
+def generator_before(
+    scope: Scope | None, generator: torch.Generator | None, device: torch.device
+) -> torch.Tensor | None:
     """Return the state of a generator, where a draw may have to be repeated with another layout."""
     if scope is None or not scope.told or scope.randomness != "torch":
         return None
@@ -180,6 +182,5 @@ def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that torch uses on a device where none is given."""
     if device.type == "cpu":
         return torch.default_generator
-    index = device.index if device.index is not None else torch.accelerator.current_device_index()
     generators: tuple[torch.Generator, ...] = getattr(torch, device.type).default_generators
-    return generators[index]
+    return generators[device.index]
