@@ -15,6 +15,7 @@ BENCHMARKS = (
     "launch_function.py",
     "recovery.py",
     "train_step.py",
+    "random_numbers.py",
     "exchange_step.py",
     "moved_step.py",
     "record.py",

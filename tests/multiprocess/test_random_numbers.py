@@ -304,6 +304,32 @@ def test_mixup_of_the_gathered_batch_is_that_of_one_rank() -> None:
         assert largest_difference(result.get(), expected) < TOLERANCE
 
 
+def _numpys_rows(world: World) -> list[list[object]]:
+    np.random.seed(0)  # noqa: NPY002 - public scripts use it
+    drawn: list[list[object]] = []
+    for x in rw.DataLoader(torch.ones(7, 1), global_batch_size=5):
+        n = len(x)
+        with rw.as_one_rank():
+            rows = [np.random.randn(n, 2), np.random.randint(0, 9, n), np.random.normal(1.0, 2.0, size=(n, 1))]  # noqa: NPY002
+            rows += [np.random.uniform(size=n), np.random.beta(0.5, 0.5, n), np.random.choice(9, n)]  # noqa: NPY002
+            drawn.append([one.tolist() for one in rows] + [[np.random.rand()]])  # noqa: NPY002
+            if n and world.world_size > 1:
+                with rw.as_one_rank(), pytest.raises(ConfigurationError, match="permutes this rank's samples"):
+                    np.random.permutation(n)  # noqa: NPY002
+                with rw.as_one_rank(), pytest.raises(ConfigurationError, match="draws from arrays of this rank's"):
+                    np.random.normal(np.zeros(n), 1.0)  # noqa: NPY002
+    return drawn
+
+
+def test_numpys_functions_draw_the_rows_of_one_rank() -> None:
+    (whole,) = (one.get() for one in testing.run_ranks(_numpys_rows, 1))
+    parts = [one.get() for one in testing.run_ranks(_numpys_rows, 3)]
+    for number, batch in enumerate(whole):
+        for index, rows in enumerate(batch[:-1]):
+            assert [row for part in parts for row in part[number][index]] == rows
+        assert all(part[number][-1] == batch[-1] for part in parts)
+
+
 def _seeded_apart(world: World, seed: int) -> tuple[list[str], int]:
     torch.manual_seed(seed + world.rank)
     with listening() as said:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankwise.parallel.randomness.counter import SAMPLERS, mixed
+from rankwise.parallel.randomness.counter import SAMPLERS, kept, mixed
 from rankwise.parallel.randomness.layout import Layout, layout_of, viewed
 
 FLOATING = {
@@ -31,16 +31,19 @@ MOMENTS = {
 @pytest.mark.parametrize("operation", FLOATING)
 def test_numbers_depend_on_their_position_alone(operation: str, dtype: torch.dtype) -> None:
     draw = SAMPLERS[operation]
-    whole = draw(77, 0, 41, dtype, FLOATING[operation])
+    whole = draw((77, 1), 0, 41, dtype, FLOATING[operation])
     for cut in range(42):
-        parts = [draw(77, 0, cut, dtype, FLOATING[operation]), draw(77, cut, 41 - cut, dtype, FLOATING[operation])]
+        parts = [
+            draw((77, 1), 0, cut, dtype, FLOATING[operation]),
+            draw((77, 1), cut, 41 - cut, dtype, FLOATING[operation]),
+        ]
         assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("operation", FLOATING)
 def test_numbers_have_the_moments_of_their_distribution(operation: str, dtype: torch.dtype) -> None:
-    drawn = SAMPLERS[operation](5, 3, 200_001, dtype, FLOATING[operation]).double()
+    drawn = SAMPLERS[operation]((5, 0), 3, 200_001, dtype, FLOATING[operation]).double()
     mean, variance = MOMENTS[operation]
     # Of a fixed key: five standard errors, and a hundredth.
     assert abs(drawn.mean() - mean) < 5 * (variance / len(drawn)) ** 0.5
@@ -50,7 +53,9 @@ def test_numbers_have_the_moments_of_their_distribution(operation: str, dtype: t
 
 
 def test_keys_that_follow_each_other_give_unlike_numbers() -> None:
-    rows = torch.stack([SAMPLERS["normal_"](key, 0, 1000, torch.float64, ()) for key in (0, 1, 2, mixed(0), 2**63)])
+    rows = torch.stack(
+        [SAMPLERS["normal_"]((key, 0), 0, 1000, torch.float64, ()) for key in (0, 1, 2, mixed(0), 2**63)]
+    )
     apart = torch.corrcoef(rows) - torch.eye(5, dtype=torch.float64)
     assert apart.abs().max() < 5 / 1000**0.5
 
@@ -67,13 +72,13 @@ def test_keys_that_follow_each_other_give_unlike_numbers() -> None:
 )
 def test_arguments_are_checked_as_torch_checks_them(operation: str, args: tuple[float, ...]) -> None:
     with pytest.raises(RuntimeError, match="expects"):
-        SAMPLERS[operation](0, 0, 1, torch.float32, args)
+        SAMPLERS[operation]((0, 0), 0, 1, torch.float32, args)
 
 
 def test_whole_ranges_of_integers() -> None:
-    assert SAMPLERS["random_"](0, 0, 1000, torch.uint8, ()).max() == 255
-    assert SAMPLERS["random_"](0, 0, 1000, torch.bool, ()).max() == 1
-    assert SAMPLERS["random_"](0, 0, 1000, torch.int64, ()).min() >= 0
+    assert SAMPLERS["random_"]((0, 0), 0, 1000, torch.uint8, ()).max() == 255
+    assert SAMPLERS["random_"]((0, 0), 0, 1000, torch.bool, ()).max() == 1
+    assert SAMPLERS["random_"]((0, 0), 0, 1000, torch.int64, ()).min() >= 0
 
 
 @pytest.mark.parametrize(
@@ -115,3 +120,10 @@ def test_shapes_are_batch_first_if_they_can_be() -> None:
     assert layout_of((4, 5), 5) == Layout(1)
     assert layout_of((10, 3), 5) == Layout(0, inner=2)
     assert layout_of((3, 7), 5) is None
+
+
+@pytest.mark.parametrize("probability", [0.0, 1e-6, 0.1, 0.5, 1 / 3, 0.9, 1 - 1e-6, 1.0])
+def test_what_is_kept_has_its_probability(probability: float) -> None:
+    count = 3_000_001
+    share = kept((1, 2), 5, count, probability).mean()
+    assert abs(share - probability) <= 5 * (probability * (1 - probability) / count) ** 0.5

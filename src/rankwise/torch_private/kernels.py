@@ -45,18 +45,18 @@ class Replacements:
     """Kernels that stand in the place of torch's, until they are put back."""
 
     def __init__(self) -> None:
-        self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
 
     def replace(self, operation: str, key: str, kernel: Kernel) -> None:
         """Compute an operation by another function."""
-        if self._library is None:
+        if self.library is None:
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it overrides a kernel, which is what is meant
-            self._library.impl(operation, kernel, key)
+            self.library.impl(operation, kernel, key)
 
     def put_back(self) -> None:
         """Have torch's own kernels again."""
-        if self._library is not None:
-            self._library._destroy()  # noqa: SLF001 - without it, when it is collected
-            self._library = None
+        if self.library is not None:
+            self.library._destroy()  # noqa: SLF001 - without it, when it is collected
+            self.library = None

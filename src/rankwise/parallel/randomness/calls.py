@@ -11,6 +11,7 @@ import torch
 from rankwise.batch_rows import BatchRows
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.randomness.kernels import install
+from rankwise.parallel.randomness.numpy_draws import drawn_by_row
 from rankwise.parallel.randomness.scope import Scope, check_randomness, enter, leave
 from rankwise.session import current
 
@@ -30,7 +31,8 @@ def as_one_rank(*, num_samples: int | None = None, randomness: Randomness = "cou
     For noise in a training loop: a GAN's latent vectors, negative labels, noise added to inputs. Inside the block, what
     torch draws with as many rows (the first dim) as this rank has samples are this rank's rows of the numbers that one
     rank would draw; what has another shape is the same on every rank. Models that went through
-    :func:`rankwise.replicate` need no block. Python's and NumPy's generators are not changed.
+    :func:`rankwise.replicate` need no block. Functions of ``numpy.random`` draw so too, by their ``size``; Python's
+    ``random``, and generators made with ``numpy.random.default_rng``, are not changed.
 
     Args:
         num_samples: of this rank, for batches that do not come from :class:`rankwise.DataLoader`.
@@ -58,9 +60,11 @@ def as_one_rank(*, num_samples: int | None = None, randomness: Randomness = "cou
     if randomness == "torch" and session.world.world_size == 1:
         yield
         return
-    enter(Scope(rows or BatchRows(0, 0, 0), randomness, session.world.rank))
+    rows = rows or BatchRows(0, 0, 0)
+    enter(Scope(rows, randomness, session.world.rank))
     try:
-        yield
+        with drawn_by_row(rows):
+            yield
     finally:
         leave()
 

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.randomness.drawing import draw_by_sample, draw_dropout, draw_from_tensors, fill, main_of
+from rankwise.parallel.randomness.drawing import (
+    draw_by_sample,
+    draw_dropout,
+    draw_from_tensors,
+    drop_on_plan,
+    fill,
+    main_of,
+)
 from rankwise.parallel.randomness.notice import forget_notices, notice, warn_of_rejection
 from rankwise.parallel.randomness.scope import current_scope, drawing, is_drawing
 from rankwise.parallel.randomness.source import (
@@ -70,7 +77,7 @@ def install(session: Session) -> None:
         if (integers := kernel_of("random_", key)) is not None:
             keep_kernel(device_type, integers)
         for name in IN_PLACE:
-            _replace(replacements, name, key, _in_place)
+            _replace(replacements, name, key, _bernoulli if (name, key) == ("bernoulli_.float", "CPU") else _in_place)
         for name in (*FROM_TENSORS, *BY_REJECTION):
             _replace(replacements, name, key, _from_tensors)
         _replace(replacements, "rrelu_with_noise", key, _rrelu)
@@ -78,10 +85,11 @@ def install(session: Session) -> None:
         if device_type != "cpu":  # whose dropout is made of bernoulli_
             _replace(replacements, "native_dropout", key, _dropout)
     _installed.append(replacements)
-    session.on_leave(_put_back)
+    session.on_leave(put_back)
 
 
-def _put_back() -> None:
+def put_back() -> None:
+    """Have torch draw as ever."""
     while _installed:
         _installed.pop().put_back()
     forget()
@@ -105,6 +113,19 @@ def _source(operation: str, like: torch.Tensor, generator: torch.Generator | Non
         return source_again(generator, like.device)
     notice(operation, like.shape)
     return None
+
+
+def _bernoulli(name: str, kernel: Kernel) -> Kernel:
+    """Return what dropout draws with: as other operations, but short where a forward pass draws as one before."""
+    usual = _in_place(name, kernel)
+
+    def draw(out: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:  # noqa: ANN401 - as torch
+        scope = current_scope()
+        if generator is None and scope is not None and scope.is_on_plan and drop_on_plan(name, out, args, scope):
+            return out
+        return usual(out, *args, generator=generator)
+
+    return draw
 
 
 def _in_place(name: str, kernel: Kernel) -> Kernel:

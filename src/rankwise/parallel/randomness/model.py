@@ -86,7 +86,8 @@ class DrawsOfModel:
         leaves = [one for one in pytree.tree_leaves((tuple(args), kwargs)) if type(one) is torch.Tensor and one.dim()]
         kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         rows = rows_in_hand(list(self._session.rows.values()), leaves)
-        scope = Scope(rows, self._randomness, self._session.world.rank, self._plans.get(kind, ()))
+        scope = Scope(rows, self._randomness, self._session.world.rank, self._plans.get(kind, ()), is_model=True)
+        scope.has_graph = torch.is_grad_enabled()
         if rows is None and self._randomness != "per_rank" and not self._is_told:
             scope.on_first_draw = self._tell
         follower = None

@@ -72,11 +72,22 @@ class Scope:
     redraw: Callable[[Layout | None], None] | None = None
     """Draws the latest numbers again, with another layout."""
     on_first_draw: Callable[[], None] | None = None
+    is_model: bool = False
+    """Whether this is a forward pass."""
+    has_graph: bool = False
+    """Whether gradients are enabled around it."""
+    key: int | None = None
+    """Of all draws of a forward pass."""
 
     @property
     def is_per_rank(self) -> bool:
         """Whether each rank draws numbers of its own."""
         return self.rows is None or self.randomness == "per_rank"
+
+    @property
+    def is_on_plan(self) -> bool:
+        """Whether draws are those of an earlier forward pass, by position."""
+        return self.randomness == "counter" and bool(self.plan) and not self.told
 
     def plan_draw(self, operation: str, shape: Sequence[int], stride: Sequence[int]) -> Planned:
         """Return where the samples lie in what is about to be drawn.

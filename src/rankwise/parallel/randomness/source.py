@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the numbers of one draw come from, in a forward pass and when a checkpoint draws them again in backward.
 
-Each draw takes one number from the generator, its key, whatever its shape: so generators agree on all ranks after it,
-also on a rank without samples. With ``randomness="torch"`` it takes what torch would take for the whole batch.
+A forward pass takes one number from the generator, the key of all its draws, and inside of a checkpoint or of a block
+each draw takes one, whatever its shape: so generators agree on all ranks afterwards, also on a rank without samples,
+and a checkpoint draws the same again. With ``randomness="torch"`` a draw takes what torch would take for the whole batch.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 
 from rankwise.parallel.randomness.counter import mixed
 from rankwise.parallel.randomness.scope import drawing
+from rankwise.torch_private.autograd import innermost_saved_tensors_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rankwise.batch_rows import BatchRows
+    from rankwise.parallel.randomness.counter import Key
     from rankwise.parallel.randomness.layout import Layout
     from rankwise.parallel.randomness.scope import Scope
     from rankwise.torch_private.kernels import Kernel
@@ -37,7 +40,7 @@ class Source:
     """Which samples this rank has, where there is a layout."""
     salt: int
     """What sets a rank's numbers apart from the others'; 0 where they belong to one batch."""
-    key: int | None
+    key: Key | None
     """What the numbers are a function of; ``None``: of the state of the generator."""
     generator: torch.Generator | None
     """That torch draws with, where it does."""
@@ -53,12 +56,14 @@ class Source:
         """Return the generator to draw the whole batch with."""
         if self.key is None and not self.salt:
             return self.generator
-        return torch.Generator(device).manual_seed(self.full_key & (2**63 - 1))
+        first, second = self.full_key
+        return torch.Generator(device).manual_seed((first ^ (mixed(second) if second else 0)) & (2**63 - 1))
 
     @property
-    def full_key(self) -> int:
+    def full_key(self) -> Key:
         """The key, with the salt in it."""
-        return 0 if self.key is None else self.key ^ self.salt
+        first, second = self.key or (0, 0)
+        return first ^ self.salt, second
 
 
 _random: dict[str, Kernel] = {}
@@ -109,11 +114,25 @@ def source_in(scope: Scope, operation: str, like: torch.Tensor, generator: torch
     if scope.randomness == "torch" and not scope.is_per_rank:
         known_by, source = _state_of(generator, device), Source(layout, rows, 0, None, generator, planned.order)
     else:
-        known_by = _take_key(generator, device)
         salt = mixed(scope.rank) if scope.is_per_rank else 0
-        source = Source(layout, rows, salt, known_by, None, planned.order)
+        if scope.is_model and generator is None and device.type == "cpu" and not is_checkpointing(scope):
+            return Source(layout, rows, salt, key_of_pass(scope), None, planned.order)
+        known_by = _take_key(generator, device)
+        source = Source(layout, rows, salt, (known_by, 0), None, planned.order)
     _remember(known_by, source)
     return source
+
+
+def key_of_pass(scope: Scope) -> Key:
+    """Return the key of the latest draw of a forward pass, which takes one number from the generator for all."""
+    if scope.key is None:
+        scope.key = _take_key(None, torch.device("cpu"))
+    return scope.key, len(scope.made)
+
+
+def is_checkpointing(scope: Scope) -> bool:
+    """Return whether what is drawn may be drawn again in backward: with hooks on what is saved, or without a graph."""
+    return innermost_saved_tensors_hooks() is not None or torch.is_grad_enabled() != scope.has_graph
 
 
 def source_again(generator: torch.Generator | None, device: torch.device) -> Source | None:
@@ -133,7 +152,7 @@ def source_again(generator: torch.Generator | None, device: torch.device) -> Sou
 
 def source_by_key(source: Source, device: torch.device) -> Source:
     """Return the source of a draw that cannot have torch's numbers: by key instead."""
-    return replace(source, key=_take_key(source.generator, device))
+    return replace(source, key=(_take_key(source.generator, device), 0))
 
 
 def generator_before(
