@@ -16,6 +16,7 @@ BENCHMARKS = (
     "recovery.py",
     "train_step.py",
     "loss_reading.py",
+    "random_numbers.py",
     "exchange_step.py",
     "moved_step.py",
     "record.py",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from rankwise.parallel.local_sgd.outer import DiLoCo
     from rankwise.parallel.pipeline.calls import pipeline
     from rankwise.parallel.place.calls import place, placement
+    from rankwise.parallel.randomness.calls import as_one_rank
     from rankwise.parallel.replicate import replicate
     from rankwise.parallel.server.calls import parameter_server
     from rankwise.parallel.shard.calls import shard
@@ -70,6 +71,7 @@ _ROOM_OF = {
     "all_gather_uneven": "collectives",
     "all_reduce": "collectives",
     "all_to_all": "collectives",
+    "as_one_rank": "parallel.randomness.calls",
     "barrier": "collectives",
     "broadcast": "collectives",
     "broadcast_object": "collectives",
@@ -119,6 +121,7 @@ __all__ = [
     "all_gather_uneven",
     "all_reduce",
     "all_to_all",
+    "as_one_rank",
     "barrier",
     "broadcast",
     "broadcast_object",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rankwise.errors import NotJoined, PeerFailed, PeerMissing
 from rankwise.stopping import Stopping
@@ -16,6 +16,7 @@ from rankwise.stopping import Stopping
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rankwise.batch_in_hand import BatchInHand
     from rankwise.exchange.protocol import Exchange
     from rankwise.mesh import Axes
     from rankwise.store import Store
@@ -56,18 +57,6 @@ class Loop(Protocol):
         ...
 
 
-class BatchInHand(NamedTuple):
-    """The global batch that a loop has taken last."""
-
-    loader: int
-    """Number of its loader, the same on every rank."""
-    epoch: int
-    number: int
-    """Of the batch, within the epoch."""
-    thread: int
-    """Which took it."""
-
-
 @dataclass(kw_only=True)
 class Session:
     """What ``join`` opened. In a world of one there is no store, no exchange and no watch."""
@@ -92,14 +81,14 @@ class Session:
     """What is done around a loop over a loader, where that is not the same on all ranks."""
     num_loaders: int = 0
     """How many loaders there have been: each has a number, the same on every rank."""
-    num_local_samples: int | None = None
-    """Samples of this rank's part of the batch that a loader gave last."""
+    batches: dict[int, BatchInHand] = field(default_factory=dict)
+    """What each loader has given last, by its number, until its loop ends; the latest one last."""
     failure_note: str | None = None
     """What an error that this rank raises now should say besides: of the batch it has in hand."""
     share_note: tuple[int, str] | None = None
     """What an error should say besides if it speaks of the samples of a global batch, and how many these are."""
     batch: BatchInHand | None = None
-    """What this rank trains on, where a loader gave it."""
+    """What this rank trains on, where a loader gave it whose loop is under way."""
     open_group: Callable[[], None] = lambda: None
     """Open torch's group where there is none yet: a world of one opens it for what cannot do without."""
     leaving: list[Callable[[], None]] = field(default_factory=list)
@@ -123,6 +112,17 @@ class Session:
             self.data_parts = divider
             return self.world.rank, self.world.world_size
         return self.axes.data_rank(self.world.rank), self.axes.data_world_size
+
+    @property
+    def latest_batch(self) -> BatchInHand | None:
+        """What a loader gave last, also where its loop was broken off."""
+        return next(reversed(self.batches.values()), None)
+
+    def take(self, batch: BatchInHand) -> None:
+        """Note what a loader is about to give."""
+        self.batch = batch
+        self.batches.pop(batch.loader, None)
+        self.batches[batch.loader] = batch
 
     def on_leave(self, action: Callable[[], None]) -> None:
         """Have ``action`` called, last one first, when the process leaves the world without an error."""

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
 
 def check_said(said: Sequence[str], expected: Sequence[str]) -> None:
@@ -14,3 +16,17 @@ def check_said(said: Sequence[str], expected: Sequence[str]) -> None:
     assert len(said) == len(expected), said
     for text, part in zip(said, expected, strict=True):
         assert part in text, f"{part!r} is not in {text!r}"
+
+
+@contextmanager
+def listening() -> Generator[list[str]]:
+    """Yield a list that holds what this rank logs inside the block."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("rankwise")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

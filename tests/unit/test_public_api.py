@@ -25,6 +25,7 @@ PUBLIC = [
     "all_gather_uneven",
     "all_reduce",
     "all_to_all",
+    "as_one_rank",
     "barrier",
     "broadcast",
     "broadcast_object",

@@ -36,6 +36,7 @@ from rankwise.torch_private import (
     foreach,
     graph,
     groups,
+    kernels,
     loader,
     modes,
     modules,
@@ -253,6 +254,37 @@ def check_module_within() -> None:
     module = nn.Linear(2, 2)
     assert compiler.module_within(torch.compile(module, backend="eager")) is module
     assert compiler.module_within(module) is None
+
+
+@canary("torch._inductor.config.fallback_random")
+def check_fallback_random() -> None:
+    from torch._inductor import config
+
+    assert config.fallback_random is False
+    assert f"{config.__name__}.fallback_random" == compiler.OWN_RANDOMNESS_OFF
+
+
+# -- kernels -------------------------------------------------------------------------------------------
+
+
+@canary(
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "torch._C.DispatchKeySet",
+    "torch._C.DispatchKey",
+    "torch.library.Library._destroy",
+)
+def check_kernels() -> None:
+    assert kernels.kernel_of("dropout", "CPU") is None
+    original = kernels.kernel_of("random_.to", "CPU")
+    assert original is not None
+    torch.manual_seed(0)
+    drawn = original(torch.empty(3), 100)
+    replacements = kernels.Replacements()
+    replacements.replace("random_.to", "CPU", lambda out, *_, generator=None: out.fill_(7))
+    assert torch.empty(3).random_(100).tolist() == [7.0, 7.0, 7.0]
+    replacements.put_back()
+    torch.manual_seed(0)
+    assert torch.equal(torch.empty(3).random_(100), drawn)
 
 
 # -- foreach -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from rankwise.agreement import all_ranks_succeed
+from rankwise.batch_in_hand import BatchInHand
 from rankwise.data.arguments import check_order, check_workers, refuse
 from rankwise.data.batches import Batch, pin, to_device
 from rankwise.data.given_order import GivenOrder
@@ -37,7 +38,7 @@ from rankwise.data.sources import (
 from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.device.streams import pins
 from rankwise.errors import DatasetError
-from rankwise.session import BatchInHand, current, current_or_none
+from rankwise.session import current, current_or_none
 from rankwise.stopping import StepSource
 
 if TYPE_CHECKING:
@@ -262,10 +263,8 @@ class DataLoader(StepSource):
             stop, batch = fetched
             if session is not None:
                 session.failure_note = words_of_batch(self._shards, position, stop)
-                first, end = self._shards.local_part(position, stop)
-                session.num_local_samples = end - first
                 session.share_note = share_note
-                session.batch = self._in_hand(position)
+                session.take(self._in_hand(position, stop, batch))
             position = stop
             self._cursor.take(iteration, stop)
             in_hand = None if session is None else session.batch
@@ -280,10 +279,15 @@ class DataLoader(StepSource):
             session.failure_note = None
             session.share_note = None
             session.batch = None
+            session.batches.pop(self._number, None)
         self._cursor.finish(iteration)
 
-    def _in_hand(self, position: int) -> BatchInHand:
-        return BatchInHand(self._number, self._cursor.epoch, position // self.global_batch_size, get_ident())
+    def _in_hand(self, start: int, stop: int, batch: Batch) -> BatchInHand:
+        low, high = self._shards.local_part(start, stop)
+        number = start // self.global_batch_size
+        return BatchInHand(
+            self._number, self._cursor.epoch, number, high - low, stop - start, low - start, batch, get_ident()
+        )
 
     def state_dict(self) -> State:
         """Return where the training loop stands, JSON-able, the same on every rank.

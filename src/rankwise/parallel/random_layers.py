@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that draw random numbers while they train: each rank draws its own. Used by replicate."""
+"""Layers that draw random numbers where nobody sees it: each rank draws its own. Used by randomness."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from rankwise.log import warn
+from rankwise.torch_private.compiler import OWN_RANDOMNESS_OFF
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -16,8 +17,9 @@ def warn_of_dropout(model: nn.Module) -> None:
     if names:
         draws = "draws its own mask" if len(names) == 1 else f"and {len(names) - 1} more layers draw their own masks"
         warn(
-            f"{names[0]} {draws} on each rank (dropout), so that a run on another number of ranks differs from this "
-            "one as a run with another seed does"
+            f"{names[0]} {draws} on each rank (dropout) in compiled code or fused kernels, so that a run on "
+            "another number of ranks differs from this one as a run with another seed does; compiled code draws as one "
+            f"rank does with {OWN_RANDOMNESS_OFF} = True"
         )
 
 

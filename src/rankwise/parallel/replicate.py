@@ -22,7 +22,8 @@ from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.gradient_sync import GradientSync
 from rankwise.parallel.loss.reading import subscribe
 from rankwise.parallel.own_hooks import OwnHook, leave_out_of_copies
-from rankwise.parallel.random_layers import warn_of_dropout
+from rankwise.parallel.randomness.model import draw_as_one_rank
+from rankwise.parallel.randomness.scope import check_randomness
 from rankwise.parallel.same_model import broadcast_model, check_same_model
 from rankwise.parallel.state_guard.guard import StateGuard, shared_statistics
 from rankwise.parallel.trained import check_callable, check_split, check_untrained, is_placed, note_trained
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
     from rankwise.mesh import Axes
     from rankwise.parallel.compress.methods import Method
+    from rankwise.parallel.randomness.scope import Randomness
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -48,6 +50,7 @@ def replicate(
     sync_batchnorm: bool = False,
     weight: Callable[..., float | torch.Tensor] | None = None,
     compress: str | Method | None = None,
+    randomness: Randomness = "counter",
 ) -> M:
     """Train ``model`` data parallel, in place: after ``loss.backward()`` gradients are global means.
 
@@ -79,6 +82,10 @@ def replicate(
             :class:`rankwise.PowerSGD`, :class:`rankwise.TopK`. Gradients are then the same on all ranks, and no longer
             what one rank would have: ``docs/slow-networks.md`` says how far from it. What a rank remembers of earlier
             steps is not in checkpoints. The same on every rank.
+        randomness: how dropout and other noise inside the model are drawn. ``"counter"``: the same numbers for every
+            number of ranks, each rank computing its rows alone; ``"torch"``: the numbers that torch draws for the whole
+            batch on one device, which every rank computes; ``"per_rank"``: independent ones on each rank, so that the
+            result depends on the number of ranks as on a seed.
 
     Returns:
         ``model`` itself.
@@ -97,6 +104,7 @@ def replicate(
     method = method_of(compress)
     check_untrained(model, "replicate")
     check_callable(weight, "replicate")
+    check_randomness(randomness, "replicate")
     names, parameters = _named_parameters(model)
     meta = next((name for name, p in zip(names, parameters, strict=True) if p.is_meta), None)
     if meta is not None:
@@ -123,6 +131,8 @@ def replicate(
         check_same_model(model)
         words = "pass the same compress= on every rank"
         same_on_all_ranks("compress", str(method), do=words, error=ConfigurationError)
+        words = "pass the same randomness= on every rank"
+        same_on_all_ranks("randomness", randomness, do=words, error=ConfigurationError)
         broadcast_model(model, exchange)
         group = exchange.twin()
     sync = GradientSync(names, parameters, group, type(model).__name__, method)
@@ -145,6 +155,7 @@ def replicate(
             type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model)
         )
     model.register_forward_hook(AfterForward(sync, weight), with_kwargs=True)
+    draw_as_one_rank(model, session, exchange, randomness)
     leave_out_of_copies(model)
     return model
 
@@ -173,12 +184,8 @@ class _BeforeForward(OwnHook):
 
     def __init__(self, buffers: BufferSync) -> None:
         self._buffers = buffers
-        self._is_first = True
 
     @uncompiled
     def __call__(self, module: nn.Module, _: object) -> None:
         if module.training and torch.is_grad_enabled():
-            if self._is_first:
-                self._is_first = False
-                warn_of_dropout(module)
             self._buffers.before_forward()

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+OWN_RANDOMNESS_OFF = "torch._inductor.config.fallback_random"
+"""The setting that has compiled code draw by torch's random operations, as users are told."""
+
 
 def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
     """Return ``fn`` as the compiler leaves it alone: it runs as it is, between two compiled graphs.
@@ -40,3 +43,10 @@ def import_compiler() -> None:
 def module_within(module: torch.nn.Module) -> torch.nn.Module | None:
     """Return the module that ``torch.compile(module)`` has wrapped, or ``None`` where it has not."""
     return dict(module.named_children()).get("_orig_mod")
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a module, or a part of it, is compiled when it is called."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return any(module_within(one) is not None or one._compiled_call_impl is not None for one in module.modules())  # noqa: SLF001

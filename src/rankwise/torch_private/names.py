@@ -46,6 +46,7 @@ NAMES = tuple(
         ("torch._disable_dynamo", "torch.compiler.disable without importing the compiler", _OLDEST),
         ("torch._dynamo", "whether the compiler is imported; importing it before ranks are forked", _OLDEST),
         ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "the module that torch.compile wrapped", _OLDEST),
+        ("torch._inductor.config.fallback_random", "named to users: random numbers of compiled code", _OLDEST),
         # foreach
         ("torch._foreach_copy_", "copy many tensors in one call", _OLDEST),
         ("torch._foreach_zero_", "fill many tensors with zeros in one call", _OLDEST),
@@ -71,6 +72,11 @@ NAMES = tuple(
         ),
         ("torch.distributed.distributed_c10d._world.group_count", "the same, from 2.14 on", _OLDEST),
         ("torch.distributed.distributed_c10d._hash_ranks_to_str", "which of the two goes into names", _OLDEST),
+        # kernels
+        ("torch._C._dispatch_has_kernel_for_dispatch_key", "whether a kind of device computes an operation", _OLDEST),
+        ("torch._C.DispatchKeySet", "call a kernel for a kind of device", _OLDEST),
+        ("torch._C.DispatchKey", "the same", _OLDEST),
+        ("torch.library.Library._destroy", "put torch's own kernels back at once", _OLDEST),
         # loader
         ("torch.utils.data.DataLoader._iterator", "have persistent workers start again", _OLDEST),
         (

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from rankwise.parallel.loss.nodes import ForwardCall
     from rankwise.parallel.loss.padding import Rows
     from rankwise.parallel.loss.verdict import GlobalLoss, GlobalTerm, Reading
-    from rankwise.places import Place
     from rankwise.parallel.state_guard.guard import StateGuard
+    from rankwise.places import Place
 
 _COUNTED_IN = {
     Mode.SAMPLES: "samples of the forward, or what rankwise.weight() was given",
@@ -186,7 +186,8 @@ class LossOnRanks:
         self._rows = None
         if verdict.mode in (Mode.MEAN, Mode.TERMS) and self._lane is not None:
             session = current_or_none()
-            self._rows = rows_of(verdict.terms, call, None if session is None else session.num_local_samples)
+            batch = None if session is None else session.latest_batch
+            self._rows = rows_of(verdict.terms, call, None if batch is None else batch.num)
         self._verdict = _SAMPLES if self.is_given else _NOTHING if self._expected_weight == 0 else verdict
         if self._verdict.mode in (Mode.TERMS, Mode.NOTHING):
             # Where its readings are looked up it may be too late: on a GPU another thread runs backward.

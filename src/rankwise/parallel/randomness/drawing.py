@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One draw: this rank's rows of what one rank would draw for the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.parallel.randomness.counter import SAMPLERS, kept, mixed
+from rankwise.parallel.randomness.scope import drawing
+from rankwise.parallel.randomness.source import is_checkpointing, key_of_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.batch_in_hand import BatchInHand
+    from rankwise.parallel.randomness.layout import Layout
+    from rankwise.parallel.randomness.scope import Scope
+    from rankwise.parallel.randomness.source import Source
+    from rankwise.torch_private.kernels import Kernel
+
+
+def drop_on_plan(operation: str, out: torch.Tensor, args: Sequence[Any], scope: Scope) -> bool:
+    """Fill a mask, if the forward pass before drew it at this place, as the samples' rows in order.
+
+    What :func:`fill` does, for the one draw that is made in every layer: in a third of the time.
+    """
+    number, rows = len(scope.made), scope.rows
+    if rows is None or number >= len(scope.plan) or not out.is_contiguous() or is_checkpointing(scope):
+        return False
+    planned = scope.plan[number]
+    layout = planned.layout
+    if layout is None or layout.dim or layout.outer != 1 or not planned.fits(operation, out.shape, rows.num):
+        return False
+    scope.made.append(planned)
+    count = out.numel()
+    if count:
+        key, first = key_of_pass(scope), rows.start * (count // rows.num)
+        kept(key, first, count, args[0] if args else 0.5, out.numpy().reshape(-1))
+    return True
+
+
+def fill(operation: str, kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: Source) -> None:
+    """Fill a tensor with random numbers.
+
+    Args:
+        operation: that does it.
+        kernel: of torch.
+        out: to fill.
+        args: of the operation.
+        source: of the numbers.
+    """
+    sampler = SAMPLERS.get(operation)
+    if source.key is None or sampler is None or out.device.type != "cpu" or out.is_complex():
+        with drawing():
+            _fill_whole(kernel, out, args, source)
+        return
+    count = out.numel()
+    if not count:
+        return
+    layout, rows = source.layout, source.rows
+    first = 0 if rows is None else rows.start * (count // rows.num)
+    numbers = sampler(source.full_key, first, count, out.dtype, args)
+    if layout is None or rows is None or (layout.dim == 0 and layout.outer == 1):
+        out.copy_(numbers.view(out.shape))
+    else:
+        out.copy_(layout.from_samples(numbers.view(layout.by_sample(out.shape, rows.num))))
+
+
+def _fill_whole(kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: Source) -> None:
+    """Draw for the whole batch, and keep this rank's rows."""
+    generator, layout, rows = source.own_generator(out.device), source.layout, source.rows
+    if layout is None or rows is None or not source.is_part:
+        kernel(out, *args, generator=generator)
+        return
+    whole = _like(out, layout.resized(out.shape, rows.num_global), source.order)
+    kernel(whole, *[_widened(one, out.shape, source) for one in args], generator=generator)
+    out.copy_(layout.part(whole, rows.num_global, rows.start, rows.num))
+
+
+def main_of(args: Sequence[Any]) -> torch.Tensor:
+    """Return the tensor of an operation's arguments that has the shape of what is drawn."""
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    return max(tensors, key=lambda one: one.dim())
+
+
+def draw_by_sample(kernel: Kernel, args: Sequence[Any], source: Source) -> torch.Tensor:
+    """Return what an operation draws that takes as many numbers as the values of its arguments happen to need.
+
+    Each sample has a generator of its own, since what other ranks' samples need is not known here.
+    """
+    main, layout, rows = main_of(args), source.layout, source.rows
+    if layout is None or rows is None:
+        drawn: torch.Tensor = kernel(*args, generator=source.own_generator(main.device))
+        return drawn
+    out = torch.empty_like(main)
+    places = layout.parts(out, rows.num, 0, rows.num)
+    parts = [_as_parts(one, main.shape, layout, rows) for one in args]
+    for number in range(rows.num):
+        own = [one.select(layout.dim + 1, number) if is_part else one for one, is_part in parts]
+        generator = replace(source, salt=source.salt ^ mixed(rows.start + number)).own_generator(main.device)
+        places.select(layout.dim + 1, number).copy_(kernel(*own, generator=generator))
+    return out
+
+
+def _as_parts(value: Any, shape: Sequence[int], layout: Layout, rows: BatchInHand) -> tuple[Any, bool]:  # noqa: ANN401 - any argument
+    if not isinstance(value, torch.Tensor) or value.shape != torch.Size(shape):
+        return value, False
+    return layout.parts(value, rows.num, 0, rows.num), True
+
+
+def draw_from_tensors(kernel: Kernel, args: Sequence[Any], source: Source) -> torch.Tensor:
+    """Return what an operation draws from tensors of probabilities, means or counts."""
+    main, layout, rows = main_of(args), source.layout, source.rows
+    generator = source.own_generator(main.device)
+    if layout is None or rows is None or not source.is_part:
+        alone: torch.Tensor = kernel(*args, generator=generator)
+        return alone
+    drawn: torch.Tensor = kernel(*[_widened(one, main.shape, source) for one in args], generator=generator)
+    return layout.part(drawn, rows.num_global, rows.start, rows.num).clone()
+
+
+def draw_dropout(
+    kernel: Kernel, inputs: torch.Tensor, probability: float, source: Source
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a fused dropout makes of its input, and what it kept."""
+    layout, rows = source.layout, source.rows
+    if source.key is None:
+        if layout is None or rows is None or not source.is_part:
+            alone: tuple[torch.Tensor, torch.Tensor] = kernel(inputs, probability, True)
+            return alone
+        both = kernel(_widened(inputs, inputs.shape, source), probability, True)
+        dropped, kept = (layout.part(one, rows.num_global, rows.start, rows.num).clone() for one in both)
+        return dropped, kept
+    noise = torch.empty_like(inputs)
+    fill("bernoulli_.float", _fill_bernoulli, noise, (1 - probability,), source)
+    return inputs * noise * (0.0 if probability == 1 else 1 / (1 - probability)), noise.to(torch.bool)
+
+
+def _fill_bernoulli(out: torch.Tensor, probability: float, *, generator: torch.Generator | None) -> torch.Tensor:
+    return out.bernoulli_(probability, generator=generator)
+
+
+def _widened(value: Any, shape: Sequence[int], source: Source) -> Any:  # noqa: ANN401 - any argument
+    """Return an argument for the whole batch: this rank's rows in their place, ones beside them."""
+    layout, rows = source.layout, source.rows
+    if not isinstance(value, torch.Tensor) or value.shape != torch.Size(shape) or layout is None or rows is None:
+        return value
+    whole = _like(value, layout.resized(value.shape, rows.num_global), source.order).fill_(1)
+    own = layout.parts(whole, rows.num_global, rows.start, rows.num)
+    own.copy_(value.unflatten(layout.dim, (layout.outer, rows.num, layout.inner)))
+    return whole
+
+
+def _like(tensor: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """Return a tensor of another shape whose dims lie in memory in some order, which torch fills it in."""
+    whole = torch.empty([shape[dim] for dim in order], dtype=tensor.dtype, device=tensor.device)
+    return whole.permute([order.index(dim) for dim in range(tensor.dim())])

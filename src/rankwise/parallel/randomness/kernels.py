@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random operations of torch, replaced while a model is replicated: inside a scope they draw as it says.
+
+Replaced are the kernels, below autograd and below what torch composes (dropout, recurrent layers, attention,
+distributions), so that nothing that draws passes by, and a model that draws nothing pays nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.randomness.drawing import (
+    draw_by_sample,
+    draw_dropout,
+    draw_from_tensors,
+    drop_on_plan,
+    fill,
+    main_of,
+)
+from rankwise.parallel.randomness.notice import forget_notices, notice, warn_of_rejection
+from rankwise.parallel.randomness.scope import current_scope, drawing, is_drawing
+from rankwise.parallel.randomness.source import (
+    forget,
+    generator_before,
+    keep_kernel,
+    redrawing,
+    source_again,
+    source_by_key,
+    source_in,
+)
+from rankwise.places import user_place, words
+from rankwise.torch_private.autograd import in_backward
+from rankwise.torch_private.kernels import Replacements, dispatch_key, kernel_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.parallel.randomness.scope import Scope
+    from rankwise.parallel.randomness.source import Source
+    from rankwise.session import Session
+    from rankwise.torch_private.kernels import Kernel
+
+IN_PLACE = (
+    "bernoulli_.float",
+    "bernoulli_.Tensor",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "random_.from",
+    "random_.to",
+    "uniform_",
+)
+"""Operations that fill a tensor."""
+
+FROM_TENSORS = ("multinomial", "normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor")
+"""Operations that draw from tensors of probabilities or means."""
+
+BY_REJECTION = ("_sample_dirichlet", "_standard_gamma", "binomial", "poisson")
+"""Operations that take as many numbers from a generator as the values in their tensors happen to need."""
+
+_installed: list[Replacements] = []
+
+
+def install(session: Session) -> None:
+    """Replace torch's random operations until the world is left."""
+    if _installed:
+        return
+    replacements = Replacements()
+    for device_type in dict.fromkeys(("cpu", torch.device(session.world.device).type)):
+        key = dispatch_key(device_type)
+        if (integers := kernel_of("random_", key)) is not None:
+            keep_kernel(device_type, integers)
+        for name in IN_PLACE:
+            _replace(replacements, name, key, _bernoulli if (name, key) == ("bernoulli_.float", "CPU") else _in_place)
+        for name in (*FROM_TENSORS, *BY_REJECTION):
+            _replace(replacements, name, key, _from_tensors)
+        _replace(replacements, "rrelu_with_noise", key, _rrelu)
+        _replace(replacements, "randperm.generator_out", key, _permutation)
+        if device_type != "cpu":  # whose dropout is made of bernoulli_
+            _replace(replacements, "native_dropout", key, _dropout)
+    _installed.append(replacements)
+    session.on_leave(put_back)
+
+
+def put_back() -> None:
+    """Have torch draw as ever."""
+    while _installed:
+        _installed.pop().put_back()
+    forget()
+    forget_notices()
+
+
+def _replace(replacements: Replacements, name: str, key: str, make: Callable[[str, Kernel], Kernel]) -> None:
+    kernel = kernel_of(name, key)
+    if kernel is not None:
+        replacements.replace(name, key, make(name, kernel))
+
+
+def _source(operation: str, like: torch.Tensor, generator: torch.Generator | None) -> Source | None:
+    """Return where the numbers of a draw come from; ``None``: from torch's generator, as ever."""
+    if is_drawing():
+        return None
+    scope = current_scope()
+    if scope is not None:
+        return source_in(scope, operation, like, generator)
+    if in_backward():
+        return source_again(generator, like.device)
+    notice(operation, like.shape)
+    return None
+
+
+def _bernoulli(name: str, kernel: Kernel) -> Kernel:
+    """Return what dropout draws with: as other operations, but short where a forward pass draws as one before."""
+    usual = _in_place(name, kernel)
+
+    def draw(out: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:  # noqa: ANN401 - as torch
+        scope = current_scope()
+        if generator is None and scope is not None and scope.is_on_plan and drop_on_plan(name, out, args, scope):
+            return out
+        return usual(out, *args, generator=generator)
+
+    return draw
+
+
+def _in_place(name: str, kernel: Kernel) -> Kernel:
+    def draw(out: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:  # noqa: ANN401 - as torch
+        scope = current_scope()
+        is_followed = scope is not None and bool(scope.told)
+        before = generator_before(scope, generator, out.device) if is_followed else None
+        source = _source(name, out, generator)
+        if source is None:
+            kernel(out, *args, generator=generator)
+            return out
+        fill(name, kernel, out, args, source)
+        if scope is not None and is_followed:
+            scope.redraw = redrawing(source, scope, before, lambda again: fill(name, kernel, out, args, again))
+        return out
+
+    return draw
+
+
+def _from_tensors(name: str, kernel: Kernel) -> Kernel:
+    draws = draw_from_tensors if name in FROM_TENSORS else draw_by_sample
+
+    def draw(*args: Any, generator: torch.Generator | None = None) -> torch.Tensor:  # noqa: ANN401 - as torch
+        given, generator = _split(args, generator)
+        main, scope = main_of(given), current_scope()
+        before = generator_before(scope, generator, main.device)
+        source = _source(name, main, generator)
+        if source is None:
+            drawn: torch.Tensor = kernel(*given, generator=generator)
+            return drawn
+        if source.key is None and name in BY_REJECTION:
+            warn_of_rejection(name)
+            source = source_by_key(source, main.device)
+        with drawing():
+            out = draws(kernel, given, source)
+        if scope is not None and scope.told:
+            scope.redraw = redrawing(source, scope, before, lambda again: out.copy_(draws(kernel, given, again)))
+        return out
+
+    return draw
+
+
+def _split(args: tuple[Any, ...], generator: torch.Generator | None) -> tuple[tuple[Any, ...], torch.Generator | None]:
+    """Return arguments without a generator among them, and the generator."""
+    if args and isinstance(args[-1], torch.Generator):
+        return args[:-1], args[-1]
+    return args, generator
+
+
+def _rrelu(name: str, kernel: Kernel) -> Kernel:
+    def activate(
+        inputs: torch.Tensor,
+        noise: torch.Tensor,
+        *args: Any,  # noqa: ANN401 - as torch
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        given, generator = _split(args, generator)
+        lower, upper, training = (*given, *(1 / 8, 1 / 3, False)[len(given) :])
+        source = _source(name, inputs, generator) if training else None
+        if source is None:
+            activated: torch.Tensor = kernel(inputs, noise, *given, generator=generator)
+            return activated
+        if source.key is None:
+            warn_of_rejection(name)
+            source = source_by_key(source, inputs.device)
+        fill("uniform_", _fill_uniform, noise, (lower, upper), source)
+        noise.masked_fill_(inputs > 0, 1)
+        return inputs * noise
+
+    return activate
+
+
+def _fill_uniform(out: torch.Tensor, *args: float, generator: torch.Generator | None) -> torch.Tensor:
+    return out.uniform_(*args, generator=generator)
+
+
+def _dropout(name: str, kernel: Kernel) -> Kernel:
+    def drop(inputs: torch.Tensor, probability: float, train: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+        source = None if train is False else _source(name, inputs, None)
+        if source is None:
+            dropped: tuple[torch.Tensor, torch.Tensor] = kernel(inputs, probability, train)
+            return dropped
+        with drawing():
+            return draw_dropout(kernel, inputs, probability, source)
+
+    return drop
+
+
+def _permutation(name: str, kernel: Kernel) -> Kernel:
+    def permute(length: int, *, generator: torch.Generator | None = None, out: torch.Tensor) -> torch.Tensor:
+        scope = current_scope()
+        if scope is None or is_drawing():
+            kernel(length, generator=generator, out=out)
+            return out
+        _check_not_samples(length, scope)
+        scope.told.append(None)
+        try:
+            source = source_in(scope, name, out, generator)
+        finally:
+            scope.told.pop()
+        with drawing():
+            kernel(length, generator=source.own_generator(out.device), out=out)
+        return out
+
+    return permute
+
+
+def _check_not_samples(length: int, scope: Scope) -> None:
+    rows = scope.rows
+    if rows is None or scope.is_per_rank or length != rows.num or rows.num == rows.num_global:
+        return
+    raise ConfigurationError(
+        f"torch.randperm({length}) at {words(user_place())} permutes this rank's samples among themselves.",
+        evidence=f"this rank has {rows.num} of {rows.num_global} samples; one rank would permute all of them",
+        do="mix samples in the dataset's __getitem__, or gather the batch (rankwise.all_gather), draw "
+        f"torch.randperm({rows.num_global}), and take this rank's rows; if it permutes something else, call it before "
+        "the loop",
+    )

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the numbers of one draw come from, in a forward pass and when a checkpoint draws them again in backward.
+
+A forward pass takes one number from the generator, the key of all its draws, and inside of a checkpoint or of a block
+each draw takes one, whatever its shape: so generators agree on all ranks afterwards, also on a rank without samples,
+and a checkpoint draws the same again. With ``randomness="torch"`` a draw takes what torch would take for the whole
+batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.parallel.randomness.counter import mixed
+from rankwise.parallel.randomness.scope import drawing
+from rankwise.torch_private.autograd import innermost_saved_tensors_hooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.batch_in_hand import BatchInHand
+    from rankwise.parallel.randomness.counter import Key
+    from rankwise.parallel.randomness.layout import Layout
+    from rankwise.parallel.randomness.scope import Scope
+    from rankwise.torch_private.kernels import Kernel
+
+MOST_REMEMBERED = 2**14
+"""Draws of forward passes that a recomputation in backward may ask for."""
+
+
+@dataclass(slots=True)
+class Source:
+    """The numbers of one draw."""
+
+    layout: Layout | None
+    """Where the samples lie; ``None`` if every rank draws the same."""
+    rows: BatchInHand | None
+    """Which samples this rank has, where there is a layout."""
+    salt: int
+    """What sets a rank's numbers apart from the others'; 0 where they belong to one batch."""
+    key: Key | None
+    """What the numbers are a function of; ``None``: of the state of the generator."""
+    generator: torch.Generator | None
+    """That torch draws with, where it does."""
+    order: tuple[int, ...] = ()
+    """The dims as they lie in memory, for torch to fill."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether there are numbers of samples that other ranks have."""
+        return self.rows is not None and self.rows.num != self.rows.num_global
+
+    def own_generator(self, device: torch.device) -> torch.Generator | None:
+        """Return the generator to draw the whole batch with."""
+        if self.key is None and not self.salt:
+            return self.generator
+        first, second = self.full_key
+        return torch.Generator(device).manual_seed((first ^ (mixed(second) if second else 0)) & (2**63 - 1))
+
+    @property
+    def full_key(self) -> Key:
+        """The key, with the salt in it."""
+        first, second = self.key or (0, 0)
+        return first ^ self.salt, second
+
+
+_random: dict[str, Kernel] = {}
+_remembered: dict[int, Source] = {}
+"""The sources of forward passes: by their keys, or by the state of the generator."""
+_remembered_longer: dict[int, Source] = {}
+"""Those before them."""
+
+
+def keep_kernel(device_type: str, kernel: Kernel) -> None:
+    """Note how torch fills tensors of a kind of device with random integers."""
+    _random[device_type] = kernel
+
+
+def forget() -> None:
+    """Forget all draws and kernels."""
+    _remembered.clear()
+    _remembered_longer.clear()
+    _random.clear()
+
+
+def _remember(known_by: int, source: Source) -> None:
+    if len(_remembered) >= MOST_REMEMBERED:
+        # To drop single ones, the oldest first, would take longer with each that was dropped.
+        _remembered_longer.clear()
+        _remembered_longer.update(_remembered)
+        _remembered.clear()
+    _remembered[known_by] = source
+
+
+def _recall(known_by: int) -> Source | None:
+    return _remembered.get(known_by) or _remembered_longer.get(known_by)
+
+
+def source_in(scope: Scope, operation: str, like: torch.Tensor, generator: torch.Generator | None) -> Source:
+    """Return the source of a draw in a scope, and remember it.
+
+    Args:
+        scope: that the draw is in.
+        operation: that draws.
+        like: the tensor to fill, or one of its shape.
+        generator: given by the user.
+    """
+    device = like.device
+    planned = scope.plan_draw(operation, like.shape, like.stride())
+    layout = planned.layout
+    rows = None if layout is None else scope.rows
+    if scope.randomness == "torch" and not scope.is_per_rank:
+        known_by, source = _state_of(generator, device), Source(layout, rows, 0, None, generator, planned.order)
+    else:
+        salt = mixed(scope.rank) if scope.is_per_rank else 0
+        if scope.is_model and generator is None and device.type == "cpu" and not is_checkpointing(scope):
+            return Source(layout, rows, salt, key_of_pass(scope), None, planned.order)
+        known_by = _take_key(generator, device)
+        source = Source(layout, rows, salt, (known_by, 0), None, planned.order)
+    _remember(known_by, source)
+    return source
+
+
+def key_of_pass(scope: Scope) -> Key:
+    """Return the key of the latest draw of a forward pass, which takes one number from the generator for all."""
+    if scope.key is None:
+        scope.key = _take_key(None, torch.device("cpu"))
+    return scope.key, len(scope.made)
+
+
+def is_checkpointing(scope: Scope) -> bool:
+    """Return whether what is drawn may be drawn again in backward: with hooks on what is saved, or without a graph."""
+    return innermost_saved_tensors_hooks() is not None or torch.is_grad_enabled() != scope.has_graph
+
+
+def source_again(generator: torch.Generator | None, device: torch.device) -> Source | None:
+    """Return the source of a draw that a checkpoint makes anew; ``None``, and nothing taken, where there was none."""
+    if not _remembered or device.type not in _random:
+        return None
+    by_state = _recall(_state_of(generator, device))
+    if by_state is not None:
+        return replace(by_state, generator=generator)
+    used = generator or default_generator(device)
+    state = used.get_state()
+    found = _recall(_take_key(generator, device))
+    if found is None:
+        used.set_state(state)
+    return found
+
+
+def source_by_key(source: Source, device: torch.device) -> Source:
+    """Return the source of a draw that cannot have torch's numbers: by key instead."""
+    return replace(source, key=(_take_key(source.generator, device), 0))
+
+
+def generator_before(
+    scope: Scope | None, generator: torch.Generator | None, device: torch.device
+) -> torch.Tensor | None:
+    """Return the state of a generator, where a draw may have to be repeated with another layout."""
+    if scope is None or not scope.told or scope.randomness != "torch":
+        return None
+    return (generator or default_generator(device)).get_state()
+
+
+def redrawing(
+    source: Source, scope: Scope, before: torch.Tensor | None, draw: Callable[[Source], object]
+) -> Callable[[Layout | None], None]:
+    """Return a function that repeats a draw with another layout.
+
+    Args:
+        source: of the draw.
+        scope: that it was made in.
+        before: state of the generator at that time, if the numbers depend on it.
+        draw: repeats it.
+    """
+
+    def redraw(layout: Layout | None) -> None:
+        again = replace(source, layout=layout, rows=None if layout is None else scope.rows)
+        with drawing():
+            if before is not None and source.key is None:
+                used = source.generator or torch.default_generator
+                used.set_state(before)
+            draw(again)
+
+    return redraw
+
+
+def _take_key(generator: torch.Generator | None, device: torch.device) -> int:
+    # On another device than the CPU this process waits for it.
+    return int(_random[device.type](torch.empty(1, dtype=torch.int64, device=device), generator=generator))
+
+
+def _state_of(generator: torch.Generator | None, device: torch.device) -> int:
+    # Never a key: those are not negative.
+    return -1 - (hash((generator or default_generator(device)).get_state().numpy().tobytes()) & (2**63 - 1))
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that torch uses on a device where none is given."""
+    if device.type == "cpu":
+        return torch.default_generator
+    generators: tuple[torch.Generator, ...] = getattr(torch, device.type).default_generators
+    return generators[device.index]

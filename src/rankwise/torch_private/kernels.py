@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of torch's operations: calling one, and putting another in its place for a while."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Kernel = Callable[..., Any]
+    """What computes an operation on one kind of device."""
+
+_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}
+
+
+def dispatch_key(device_type: str) -> str:
+    """Return torch's word for the kernels of a kind of device."""
+    return _DISPATCH_KEYS.get(device_type, "PrivateUse1")
+
+
+def kernel_of(operation: str, key: str) -> Kernel | None:
+    """Return the kernel of an operation of aten; ``None`` where it has none of its own for that key.
+
+    Args:
+        operation: with its overload: ``"bernoulli_.float"``.
+        key: of the kind of device.
+    """
+    name = f"aten::{operation}"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):  # noqa: SLF001
+        return None
+    kernel = torch.library.get_kernel(name, key)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # type: ignore[attr-defined] # noqa: SLF001
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the operation takes
+        return kernel.call_boxed(keys, *args, **kwargs)
+
+    return call
+
+
+class Replacements:
+    """Kernels that stand in the place of torch's, until they are put back."""
+
+    def __init__(self) -> None:
+        self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+
+    def replace(self, operation: str, key: str, kernel: Kernel) -> None:
+        """Compute an operation by another function."""
+        if self.library is None:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it overrides a kernel, which is what is meant
+            self.library.impl(operation, kernel, key)
+
+    def put_back(self) -> None:
+        """Have torch's own kernels again."""
+        if self.library is not None:
+            self.library._destroy()  # noqa: SLF001 - without it, when it is collected
+            self.library = None
