@@ -65,6 +65,7 @@ def test_a_batch_that_another_thread_took_is_not_in_hand() -> None:
         reader.start()
         reader.join()
         # A number may be used again when its thread has ended.
-        assert current().batch is not None
-        current().batch = current().batch._replace(thread=-1)  # type: ignore[union-attr]
+        batch = current().batch
+        assert batch is not None
+        current().batch = replace(batch, thread=-1)
         assert batch_in_hand() == 0

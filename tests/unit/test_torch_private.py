@@ -269,11 +269,13 @@ def check_fallback_random() -> None:
 
 @canary(
     "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "torch._C._dispatch_key_for_device",
     "torch._C.DispatchKeySet",
     "torch._C.DispatchKey",
     "torch.library.Library._destroy",
 )
 def check_kernels() -> None:
+    assert kernels.dispatch_key("cpu") == "CPU"
     assert kernels.kernel_of("dropout", "CPU") is None
     original = kernels.kernel_of("random_.to", "CPU")
     assert original is not None

@@ -4,22 +4,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Kernel = Callable[..., Any]
+"""What computes an operation on one kind of device."""
 
-    Kernel = Callable[..., Any]
-    """What computes an operation on one kind of device."""
-
-_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}
-
-
-def dispatch_key(device_type: str) -> str:
-    """Return torch's word for the kernels of a kind of device."""
-    return _DISPATCH_KEYS.get(device_type, "PrivateUse1")
+dispatch_key: Callable[[str], str] = torch._C._dispatch_key_for_device  # noqa: SLF001
+"""Return torch's word for the kernels of a type of device."""
 
 
 def kernel_of(operation: str, key: str) -> Kernel | None:

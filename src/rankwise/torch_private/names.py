@@ -74,6 +74,7 @@ NAMES = tuple(
         ("torch.distributed.distributed_c10d._hash_ranks_to_str", "which of the two goes into names", _OLDEST),
         # kernels
         ("torch._C._dispatch_has_kernel_for_dispatch_key", "whether a kind of device computes an operation", _OLDEST),
+        ("torch._C._dispatch_key_for_device", "whose kernels those of a type of device are", _OLDEST),
         ("torch._C.DispatchKeySet", "call a kernel for a kind of device", _OLDEST),
         ("torch._C.DispatchKey", "the same", _OLDEST),
         ("torch.library.Library._destroy", "put torch's own kernels back at once", _OLDEST),
