@@ -344,6 +344,27 @@ def test_generators_agree_after_replicate(seed: int, expected: list[str]) -> Non
     assert state == other
 
 
+def _pictures_on_rank_zero(world: World) -> tuple[list[str], int]:
+    """Draw noise for a picture on one rank, as scripts do under ``if world.rank == 0``."""
+    torch.manual_seed(0)
+    model = rw.replicate(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with listening() as said:
+        for number, x in enumerate(rw.DataLoader(torch.ones(40, 8), global_batch_size=8)):
+            if world.rank == 0 and number == 2:
+                torch.randn(3, 3)
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+    return [text for text in said if "stood elsewhere" in text], hash(torch.get_rng_state().numpy().tobytes())
+
+
+def test_a_generator_that_parts_takes_rank_zeros_state() -> None:
+    (said, state), (_, other) = (one.get() for one in testing.run_ranks(_pictures_on_rank_zero, 2))
+    check_said(said, ["torch's random number generator stood elsewhere on some ranks"])
+    assert state == other
+
+
 def _blocks(world: World) -> list[torch.Tensor]:
     with pytest.raises(ConfigurationError, match="does not know how many samples the ranks have"), rw.as_one_rank():
         pass

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Thread, get_ident
 
 import pytest

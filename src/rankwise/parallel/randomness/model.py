@@ -10,7 +10,7 @@ import torch
 from rankwise.log import warn
 from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.random_layers import warn_of_dropout
-from rankwise.parallel.randomness.agree import agree_on_generators, take_rank_zeros
+from rankwise.parallel.randomness.agree import GeneratorsInStep, agree_on_generators, take_rank_zeros
 from rankwise.parallel.randomness.follow import Follower
 from rankwise.parallel.randomness.inputs import input_layouts, rows_in_hand
 from rankwise.parallel.randomness.kernels import install
@@ -79,6 +79,9 @@ class DrawsOfModel:
         self._num_followed = 0
         self._is_told = False
         self._open: list[tuple[Kind, Scope, Follower | None]] = []
+        self._generators: GeneratorsInStep | None = None
+        if exchange is not None and randomness != "per_rank":
+            self._generators = GeneratorsInStep(exchange, torch.device(session.world.device))
         install(session)
 
     def before(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -104,6 +107,8 @@ class DrawsOfModel:
         if not self._open:
             return
         kind, scope, follower = self._open.pop()
+        if scope.made and self._generators is not None:
+            self._generators.has_drawn = True
         if not (self._is_told or scope.made or scope.is_per_rank) and module.training:
             # Nothing passed by here: if layers drop, they draw in compiled code or in fused kernels.
             self._is_told = True

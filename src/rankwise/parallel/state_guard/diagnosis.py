@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ class Parted:
     parameters: list[str]
     """Names, by number."""
     optimizers: OptimizersOf
-    facts: Mapping[str, int]
+    facts: Mapping[str, int | None]
     """What facts were when this rank reported, by name."""
     tensors: Mapping[str, torch.Tensor]
     """What is to be compared by value; empty in a step that compares none."""
@@ -51,8 +52,18 @@ class Parted:
         return self.steps[1]
 
 
-def diagnose(parted: Parted, exchange: Exchange) -> bool:
-    """Return whether the values of the replicas differ, though only by rounding; raise if it is more.
+class Harmless(Enum):
+    """What was found where replicas have not parted."""
+
+    ROUNDING = auto()
+    """Values differ by rounding."""
+    PUT_RIGHT = auto()
+    """A fact differed, and is the same again."""
+    NOTHING = auto()
+
+
+def diagnose(parted: Parted, exchange: Exchange) -> Harmless:
+    """Return what differs, where it is harmless or could be put right; raise if it is more.
 
     Called by: every rank of ``exchange``.
 
@@ -72,8 +83,10 @@ def diagnose(parted: Parted, exchange: Exchange) -> bool:
     reports = [json.loads(one) for one in found]
     _check_steps(parted, reports)
     _check_groups(parted, reports)
-    _check_facts(parted, reports)
-    return _check_values(parted, exchange, reports)
+    is_put_right = _check_facts(parted, exchange, reports)
+    if _check_values(parted, exchange, reports):
+        return Harmless.ROUNDING
+    return Harmless.PUT_RIGHT if is_put_right else Harmless.NOTHING
 
 
 def _check_steps(parted: Parted, reports: Sequence[dict[str, Any]]) -> None:
@@ -119,15 +132,25 @@ def _instead_of(key: str) -> str:
     return f"set {key} from what is the same on all ranks, and load the optimizer's state on all of them"
 
 
-def _check_facts(parted: Parted, reports: Sequence[dict[str, Any]]) -> None:
+def _check_facts(parted: Parted, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:
+    """Return whether facts differ that were put right, or that not every rank has yet; raise for others."""
+    is_put_right = False
     for fact in all_facts():
         held = [report["facts"].get(fact.name) for report in reports]
-        if None not in held and len(set(held)) > 1:
+        if len(set(held)) == 1:
+            continue
+        if None in held:
+            is_put_right = True
+            continue
+        if fact.put_right is None:
             raise _differ(
                 f"{fact.name} is not the same on all ranks in step {parted.num_steps} of {parted.model_name}.",
                 _folded(reports, [f"checksum {one:x}" for one in held]),
                 fact.do,
             )
+        fact.put_right(exchange)
+        is_put_right = True
+    return is_put_right
 
 
 def _check_values(parted: Parted, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:

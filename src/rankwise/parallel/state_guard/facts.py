@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rankwise.exchange.protocol import Exchange
+
 MASK = 2**63 - 1
 
 
@@ -22,31 +24,37 @@ class Fact:
 
     name: str
     """In words, as an error begins with it: ``The state of torch's random number generator``."""
-    read: Callable[[], int]
-    """Returns it; called in every step of every replicated model, so it takes a microsecond or so."""
+    read: Callable[[], int | None]
+    """Returns it; called in steps that compare settings, so it takes microseconds. ``None``: nothing to compare yet."""
     do: str
-    """What mends a difference."""
+    """What fixes a difference."""
+    put_right: Callable[[Exchange], None] | None = None
+    """Makes it the same on all ranks, where that is possible, and warns: a difference is then no error."""
 
     @property
-    def number(self) -> int:
+    def number(self) -> int | None:
         """What it is now, in 63 bits."""
-        return self.read() & MASK
+        value = self.read()
+        return None if value is None else value & MASK
 
 
 _facts: dict[str, Fact] = {}
 
 
-def add_fact(name: str, read: Callable[[], int], *, do: str) -> None:
-    """Have ranks compare an integer in every step, from the next one on, until :func:`forget_facts`.
+def add_fact(
+    name: str, read: Callable[[], int | None], *, do: str, put_right: Callable[[Exchange], None] | None = None
+) -> None:
+    """Have ranks compare an integer with their settings, from the next step on, until :func:`forget_facts`.
 
     Called by: every rank, between the same two steps. A fact of the same name is replaced.
 
     Args:
         name: of the fact, in words: the beginning of the sentence that says that ranks differ.
         read: returns it; cheap, without waiting for a device or for other ranks.
-        do: what mends a difference, for the error.
+        do: what fixes a difference, for the error.
+        put_right: makes it the same on all ranks instead, and warns; called by every rank that compares.
     """
-    _facts[name] = Fact(name, read, do)
+    _facts[name] = Fact(name, read, do, put_right)
 
 
 def forget_facts() -> None:

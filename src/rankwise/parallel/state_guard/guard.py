@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 
-from rankwise.parallel.state_guard.diagnosis import Parted, diagnose
+from rankwise.parallel.state_guard.diagnosis import Harmless, Parted, diagnose
 from rankwise.parallel.state_guard.facts import all_facts, forget_facts
 from rankwise.parallel.state_guard.hyperparameters import OptimizersOf, unfollow
 from rankwise.parallel.state_guard.schedule import Schedule
@@ -73,7 +73,7 @@ class StateGuard:
         self._compared_at = 0
         self._settings = Schedule(NUM_FIRST_STEPS, SETTINGS_EVERY)
         self._values = Schedule(0, VALUES_EVERY)
-        self._facts: dict[str, int] = {}
+        self._facts: dict[str, int | None] = {}
         self._sums = (0.0, 0.0)
         session.on_leave(unfollow)
         session.on_leave(forget_facts)
@@ -86,7 +86,11 @@ class StateGuard:
         numbers: list[int] = []
         if step >= self._settings.next:
             self._facts = {fact.name: fact.number for fact in all_facts()}
-            numbers = [*self._facts.values(), self._optimizers.num_steps, self._optimizers.checksum()]
+            numbers = [
+                *(one or 0 for one in self._facts.values()),
+                self._optimizers.num_steps,
+                self._optimizers.checksum(),
+            ]
         if step >= self._values.next:
             numbers.append(self._checksum(list(self._tensors().values())))
         code = float(short(combined(numbers)))
@@ -124,10 +128,11 @@ class StateGuard:
         tensors = self._tensors() if values else {}
         steps = (self._compared_at, step + 1)
         parted = Parted(self._model_name, self._names, self._optimizers, self._facts, tensors, steps=steps)
-        if diagnose(parted, self._exchange):
+        found = diagnose(parted, self._exchange)
+        if found is Harmless.ROUNDING:
             # Processors that round differently, or a kernel that was chosen by measuring.
             self._values.be_patient(PATIENT_EVERY)
-        else:
+        elif found is Harmless.NOTHING:
             # Settings that differ and mean the same, as 1 and 1.0 do.
             self._settings.be_patient(PATIENT_EVERY)
 
