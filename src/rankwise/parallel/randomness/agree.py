@@ -28,9 +28,8 @@ def agree_on_generators(exchange: Exchange, device: torch.device) -> None:
         exchange: the ranks.
         device: that models are on; its generator and the CPU's are compared.
     """
-    for kind in dict.fromkeys(("cpu", device.type)):
-        generator = default_generator(device if kind == device.type else torch.device("cpu"))
-        state = generator.get_state()
+    for generator in _generators(device):
+        kind, state = generator.device.type, generator.get_state()
         facts = torch.tensor([_digest(state), int(generator.initial_seed() < LARGEST_SEED)])
         on_ranks = exchange.all_gather(facts, what=f"state of torch's {kind} generator").view(-1, 2)
         if len(set(on_ranks[:, 0].tolist())) == 1:
@@ -42,6 +41,11 @@ def agree_on_generators(exchange: Exchange, device: torch.device) -> None:
                 'torch.manual_seed() on every rank, or randomness="per_rank" to replicate() for independent numbers'
             )
         generator.set_state(exchange.broadcast(state, 0, what=f"state of torch's {kind} generator"))
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    found = [default_generator(one) for one in dict.fromkeys((torch.device("cpu"), device))]
+    return [one for one in found if one is not None]
 
 
 class GeneratorsInStep:
@@ -85,6 +89,6 @@ def _digest(state: torch.Tensor) -> int:
 
 def take_rank_zeros(exchange: Exchange, device: torch.device) -> None:
     """Give every rank the state of rank zero's generators. Called by: every rank of ``exchange``."""
-    for kind in dict.fromkeys(("cpu", device.type)):
-        generator = default_generator(device if kind == device.type else torch.device("cpu"))
-        generator.set_state(exchange.broadcast(generator.get_state(), 0, what=f"state of torch's {kind} generator"))
+    for generator in _generators(device):
+        what = f"state of torch's {generator.device.type} generator"
+        generator.set_state(exchange.broadcast(generator.get_state(), 0, what=what))

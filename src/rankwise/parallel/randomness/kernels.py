@@ -139,7 +139,9 @@ def _in_place(name: str, kernel: Kernel) -> Kernel:
             return out
         fill(name, kernel, out, args, source)
         if scope is not None and is_followed:
-            scope.redraw = redrawing(source, scope, before, lambda again: fill(name, kernel, out, args, again))
+            scope.redraw = redrawing(
+                source, scope, before, lambda again: fill(name, kernel, out, args, again), out.device
+            )
         return out
 
     return draw
@@ -158,11 +160,13 @@ def _from_tensors(name: str, kernel: Kernel) -> Kernel:
             return drawn
         if source.key is None and name in BY_REJECTION:
             warn_of_rejection(name)
-            source = source_by_key(source, main.device)
+            source = source_by_key(source)
         with drawing():
             out = draws(kernel, given, source)
         if scope is not None and scope.told:
-            scope.redraw = redrawing(source, scope, before, lambda again: out.copy_(draws(kernel, given, again)))
+            scope.redraw = redrawing(
+                source, scope, before, lambda again: out.copy_(draws(kernel, given, again)), main.device
+            )
         return out
 
     return draw
@@ -190,7 +194,7 @@ def _rrelu(name: str, kernel: Kernel) -> Kernel:
             return activated
         if source.key is None:
             warn_of_rejection(name)
-            source = source_by_key(source, inputs.device)
+            source = source_by_key(source)
         fill("uniform_", _fill_uniform, noise, (lower, upper), source)
         noise.masked_fill_(inputs > 0, 1)
         return inputs * noise
@@ -240,7 +244,7 @@ def _check_not_samples(length: int, scope: Scope) -> None:
     raise ConfigurationError(
         f"torch.randperm({length}) at {words(user_place())} permutes this rank's samples among themselves.",
         evidence=f"this rank has {rows.num} of {rows.num_global} samples; one rank would permute all of them",
-        do="mix samples in the dataset's __getitem__, or gather the batch (rankwise.all_gather), draw "
+        do="mix samples in the dataset's __getitem__, or gather the batch (rankwise.all_gather_uneven), draw "
         f"torch.randperm({rows.num_global}), and take this rank's rows; if it permutes something else, call it before "
         "the loop",
     )

@@ -86,6 +86,8 @@ class DrawsOfModel:
 
     def before(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Draw as one rank would from here on."""
+        if not in_backward():
+            self._abandon()
         leaves = [one for one in pytree.tree_leaves((tuple(args), kwargs)) if type(one) is torch.Tensor and one.dim()]
         kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         rows = rows_in_hand(list(self._session.batches.values()), leaves)
@@ -94,7 +96,7 @@ class DrawsOfModel:
         if rows is None and self._randomness != "per_rank" and not self._is_told:
             scope.on_first_draw = self._tell
         follower = None
-        if self._must_follow(kind, rows, module) and rows is not None:
+        if rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
             self._num_followed += 1
             follower = Follower(scope, rows.num, [(one, input_layouts(one, rows)) for one in leaves])
         self._open.append((kind, scope, follower))
@@ -116,10 +118,11 @@ class DrawsOfModel:
                 warn_of_dropout(module)
         if follower is not None:
             follower.__exit__(None, None, None)
-            self._plans[kind] = tuple(scope.made)
-        elif scope.is_off_plan:
+        if follower is None and scope.is_off_plan and self._can_follow(module):
             # Other draws than in the pass that was followed: follow the next one.
             self._plans.pop(kind, None)
+        elif follower is not None or scope.is_off_plan:
+            self._plans[kind] = tuple(scope.made)
         leave()
         if module.training and torch.is_grad_enabled() and not in_backward():
             self._catch_up(scope.rows)
@@ -131,9 +134,16 @@ class DrawsOfModel:
         if rows.num_global < self._exchange.world_size:
             take_rank_zeros(self._exchange, torch.device(self._session.world.device))
 
-    def _must_follow(self, kind: Kind, rows: BatchInHand | None, module: nn.Module) -> bool:
-        is_new = rows is not None and rows.num > 0 and kind not in self._plans and self._num_followed < MOST_FOLLOWED
-        return is_new and self._randomness != "per_rank" and not is_compiled(module)
+    def _abandon(self) -> None:
+        """Leave a forward pass whose end was not reached: Ctrl-C calls no hook."""
+        while self._open:
+            _, _, follower = self._open.pop()
+            if follower is not None:
+                follower.__exit__(None, None, None)
+            leave()
+
+    def _can_follow(self, module: nn.Module) -> bool:
+        return self._randomness != "per_rank" and self._num_followed < MOST_FOLLOWED and not is_compiled(module)
 
     def _tell(self) -> None:
         self._is_told = True

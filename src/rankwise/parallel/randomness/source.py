@@ -116,9 +116,9 @@ def source_in(scope: Scope, operation: str, like: torch.Tensor, generator: torch
         known_by, source = _state_of(generator, device), Source(layout, rows, 0, None, generator, planned.order)
     else:
         salt = mixed(scope.rank) if scope.is_per_rank else 0
-        if scope.is_model and generator is None and device.type == "cpu" and not is_checkpointing(scope):
+        if scope.is_model and generator is None and not is_checkpointing(scope):
             return Source(layout, rows, salt, key_of_pass(scope), None, planned.order)
-        known_by = _take_key(generator, device)
+        known_by = _take_key(generator)
         source = Source(layout, rows, salt, (known_by, 0), None, planned.order)
     _remember(known_by, source)
     return source
@@ -127,7 +127,7 @@ def source_in(scope: Scope, operation: str, like: torch.Tensor, generator: torch
 def key_of_pass(scope: Scope) -> Key:
     """Return the key of the latest draw of a forward pass, which takes one number from the generator for all."""
     if scope.key is None:
-        scope.key = _take_key(None, torch.device("cpu"))
+        scope.key = _take_key(None)
     return scope.key, len(scope.made)
 
 
@@ -138,22 +138,22 @@ def is_checkpointing(scope: Scope) -> bool:
 
 def source_again(generator: torch.Generator | None, device: torch.device) -> Source | None:
     """Return the source of a draw that a checkpoint makes anew; ``None``, and nothing taken, where there was none."""
-    if not _remembered or device.type not in _random:
+    if not _remembered:
         return None
     by_state = _recall(_state_of(generator, device))
     if by_state is not None:
         return replace(by_state, generator=generator)
-    used = generator or default_generator(device)
+    used = generator or torch.default_generator
     state = used.get_state()
-    found = _recall(_take_key(generator, device))
+    found = _recall(_take_key(generator))
     if found is None:
         used.set_state(state)
     return found
 
 
-def source_by_key(source: Source, device: torch.device) -> Source:
+def source_by_key(source: Source) -> Source:
     """Return the source of a draw that cannot have torch's numbers: by key instead."""
-    return replace(source, key=(_take_key(source.generator, device), 0))
+    return replace(source, key=(_take_key(source.generator), 0))
 
 
 def generator_before(
@@ -162,11 +162,15 @@ def generator_before(
     """Return the state of a generator, where a draw may have to be repeated with another layout."""
     if scope is None or not scope.told or scope.randomness != "torch":
         return None
-    return (generator or default_generator(device)).get_state()
+    return (generator or default_generator(device) or torch.default_generator).get_state()
 
 
 def redrawing(
-    source: Source, scope: Scope, before: torch.Tensor | None, draw: Callable[[Source], object]
+    source: Source,
+    scope: Scope,
+    before: torch.Tensor | None,
+    draw: Callable[[Source], object],
+    device: torch.device,
 ) -> Callable[[Layout | None], None]:
     """Return a function that repeats a draw with another layout.
 
@@ -175,32 +179,35 @@ def redrawing(
         scope: that it was made in.
         before: state of the generator at that time, if the numbers depend on it.
         draw: repeats it.
+        device: of the numbers.
     """
 
     def redraw(layout: Layout | None) -> None:
         again = replace(source, layout=layout, rows=None if layout is None else scope.rows)
         with drawing():
             if before is not None and source.key is None:
-                used = source.generator or torch.default_generator
+                used = source.generator or default_generator(device) or torch.default_generator
                 used.set_state(before)
             draw(again)
 
     return redraw
 
 
-def _take_key(generator: torch.Generator | None, device: torch.device) -> int:
-    # On another device than the CPU this process waits for it.
+def _take_key(generator: torch.Generator | None) -> int:
+    # From the CPU's generator unless another is given: a key is needed in this process, which would wait for a device.
+    device = torch.device("cpu") if generator is None else generator.device
     return int(_random[device.type](torch.empty(1, dtype=torch.int64, device=device), generator=generator))
 
 
 def _state_of(generator: torch.Generator | None, device: torch.device) -> int:
+    used = generator or default_generator(device) or torch.default_generator
     # Never a key: those are not negative.
-    return -1 - (hash((generator or default_generator(device)).get_state().numpy().tobytes()) & (2**63 - 1))
+    return -1 - (hash(used.get_state().numpy().tobytes()) & (2**63 - 1))
 
 
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that torch uses on a device where none is given."""
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """Return the generator that torch uses on a device where none is given; ``None`` where it does not show it."""
     if device.type == "cpu":
         return torch.default_generator
-    generators: tuple[torch.Generator, ...] = getattr(torch, device.type).default_generators
-    return generators[device.index]
+    generators: tuple[torch.Generator, ...] = getattr(torch.get_device_module(device), "default_generators", ())
+    return next((one for one in generators if one.device == device), None)
