@@ -265,6 +265,24 @@ def test_noise_along_the_batch_without_a_block_is_named_once() -> None:
     assert other == []
 
 
+def _labels_one_by_one(_: World) -> list[str]:
+    with listening() as said:
+        rw.replicate(nn.Linear(2, 1))
+        for x in rw.DataLoader(torch.ones(16, 2), global_batch_size=8):
+            [torch.randint(9, (1,)).item() for _ in x]
+            torch.rand(1)  # once per batch
+        for x in rw.DataLoader(torch.ones(16, 2), global_batch_size=8):
+            with rw.as_one_rank():
+                [torch.randint(9, (1,)).item() for _ in x]
+    return [text for text in said if "one by one" in text]
+
+
+def test_numbers_that_are_drawn_one_by_one_are_named_once() -> None:
+    first, other = (one.get() for one in testing.run_ranks(_labels_one_by_one, 2))
+    check_said(first, ["has drawn 4 random numbers one by one", "has drawn 4 random numbers one by one"])
+    assert other == []
+
+
 def _mixup(_: World) -> None:
     for x in rw.DataLoader(torch.ones(16, 2), global_batch_size=8):
         with rw.as_one_rank():

@@ -11,6 +11,7 @@ import torch
 from rankwise.batch_in_hand import BatchInHand
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.randomness.kernels import install
+from rankwise.parallel.randomness.notice import notice_in_block
 from rankwise.parallel.randomness.numpy_draws import drawn_by_row
 from rankwise.parallel.randomness.scope import Scope, check_randomness, enter, leave
 from rankwise.session import current
@@ -61,12 +62,15 @@ def as_one_rank(*, num_samples: int | None = None, randomness: Randomness = "cou
         yield
         return
     rows = rows or BatchInHand(0, 0, 0, 0, 0, 0)
-    enter(Scope(rows, randomness, session.world.rank))
+    scope = Scope(rows, randomness, session.world.rank, has_graph=torch.is_grad_enabled())
+    enter(scope)
     try:
         with drawn_by_row(rows):
             yield
     finally:
         leave()
+    if rows.num < rows.num_global:
+        notice_in_block(scope.num_single, rows.num)
 
 
 def _rows_of(session: Session, num_samples: int) -> BatchInHand:

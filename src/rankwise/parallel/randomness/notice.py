@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rankwise.log import warn
@@ -12,7 +14,37 @@ from rankwise.session import current_or_none
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rankwise.batch_in_hand import BatchInHand
+
 _noticed: set[str] = set()
+
+
+class _OneByOne:
+    """How often each line has drawn a single row, since the loop took its batch."""
+
+    def __init__(self) -> None:
+        self._batch: BatchInHand | None = None
+        self._counts: Counter[str] = Counter()
+
+    def count(self, batch: BatchInHand, place: str) -> None:
+        """Count a draw; warn of the batch before, if a line has drawn once for each of its samples."""
+        before = self._batch
+        if batch is not before:
+            if before is not None and 1 < before.num < before.num_global:
+                for line, times in self._counts.items():
+                    if times == before.num:
+                        _warn_of_single_rows(line, times)
+            self._batch = batch
+            self._counts.clear()
+        self._counts[place] += 1
+
+    def forget(self) -> None:
+        """Count from here."""
+        self._batch = None
+        self._counts.clear()
+
+
+_one_by_one = _OneByOne()
 
 
 def notice(operation: str, shape: Sequence[int]) -> None:
@@ -23,7 +55,10 @@ def notice(operation: str, shape: Sequence[int]) -> None:
         shape: of what it draws.
     """
     session = current_or_none()
-    if session is None or session.batch is None or not shape:
+    if session is None or session.batch is None:
+        return
+    if math.prod(shape) == 1:
+        _one_by_one.count(session.batch, words(user_place()))
         return
     rows = next((one for one in session.batches.values() if one.num == shape[0] and 1 < one.num < one.num_global), None)
     if rows is None or (place := words(user_place())) in _noticed:
@@ -34,6 +69,27 @@ def notice(operation: str, shape: Sequence[int]) -> None:
         "each rank draws its own (the same ones where the seeds are the same), and not its part of what one rank would "
         "draw; put that line into `with rankwise.as_one_rank():`"
     )
+
+
+def notice_in_block(numbers_of_one: int, num_samples: int) -> None:
+    """Warn once per line where a block has drawn as many single numbers as there are samples.
+
+    Args:
+        numbers_of_one: how often the block has drawn one number.
+        num_samples: of this rank.
+    """
+    if numbers_of_one == num_samples > 1:
+        _warn_of_single_rows(words(user_place()), num_samples)
+
+
+def _warn_of_single_rows(place: str, times: int) -> None:
+    if place not in _noticed:
+        _noticed.add(place)
+        warn(
+            f"{place} has drawn {times} random numbers one by one, as many as this rank has samples: they are not "
+            "those that one rank would draw for these samples; draw them in one call, with as many rows as samples, "
+            "inside `with rankwise.as_one_rank():`"
+        )
 
 
 def warn_of_rejection(operation: str) -> None:
@@ -50,3 +106,4 @@ def warn_of_rejection(operation: str) -> None:
 def forget_notices() -> None:
     """Warn again."""
     _noticed.clear()
+    _one_by_one.forget()

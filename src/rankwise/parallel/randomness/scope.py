@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,7 +78,9 @@ class Scope:
     has_graph: bool = False
     """Whether gradients are enabled around it."""
     key: int | None = None
-    """Of all draws of a forward pass."""
+    """Of all draws."""
+    num_single: int = 0
+    """How often one number was drawn."""
 
     @property
     def is_per_rank(self) -> bool:
@@ -103,6 +106,7 @@ class Scope:
         if self.rows is None or self.randomness == "per_rank":
             return Planned(operation, len(shape), None, ())
         number, num_samples = len(self.made), self.rows.num
+        self.num_single += math.prod(shape) == 1
         if number < len(self.plan) and not self.told and self.plan[number].fits(operation, shape, num_samples):
             # Its order in memory, too: of a dim of size one the stride says nothing.
             planned = self.plan[number]

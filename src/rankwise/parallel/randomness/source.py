@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the numbers of one draw come from, in a forward pass and when a checkpoint draws them again in backward.
 
-A forward pass takes one number from the generator, the key of all its draws, and inside of a checkpoint or of a block
-each draw takes one, whatever its shape: so generators agree on all ranks afterwards, also on a rank without samples,
+A forward pass or a block takes one number from the generator, the key of all its draws, and inside of a checkpoint each
+draw takes one, whatever its shape: so generators agree on all ranks afterwards, also on a rank without samples,
 and a checkpoint draws the same again. With ``randomness="torch"`` a draw takes what torch would take for the whole
 batch.
 """
@@ -116,7 +116,7 @@ def source_in(scope: Scope, operation: str, like: torch.Tensor, generator: torch
         known_by, source = _state_of(generator, device), Source(layout, rows, 0, None, generator, planned.order)
     else:
         salt = mixed(scope.rank) if scope.is_per_rank else 0
-        if scope.is_model and generator is None and not is_checkpointing(scope):
+        if generator is None and not is_checkpointing(scope):
             return Source(layout, rows, salt, key_of_pass(scope), None, planned.order)
         known_by = _take_key(generator)
         source = Source(layout, rows, salt, (known_by, 0), None, planned.order)
@@ -125,7 +125,7 @@ def source_in(scope: Scope, operation: str, like: torch.Tensor, generator: torch
 
 
 def key_of_pass(scope: Scope) -> Key:
-    """Return the key of the latest draw of a forward pass, which takes one number from the generator for all."""
+    """Return the key of the latest draw of a scope, which takes one number from the generator for all."""
     if scope.key is None:
         scope.key = _take_key(None)
     return scope.key, len(scope.made)
