@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -412,6 +413,28 @@ def _after_leaving(_: World) -> bool:
 
 def test_torch_draws_as_ever_outside_and_afterwards() -> None:
     assert all(one.get() for one in testing.run_ranks(_after_leaving, 2))
+
+
+def _interrupted(_: World) -> bool:
+    """Break off a forward pass that is followed, and one that is not, as Ctrl-C does."""
+    torch.manual_seed(0)
+    model = rw.replicate(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 1)))
+    x = next(iter(rw.DataLoader(torch.ones(8, 8), global_batch_size=8)))
+    for _ in range(2):
+        handle = model[0].register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        handle.remove()
+        model(x).mean().backward()
+    torch.manual_seed(0)
+    drawn = torch.rand(8, 3)
+    torch.manual_seed(0)
+    rw.leave()
+    return torch.equal(torch.rand(8, 3), drawn)
+
+
+def test_a_forward_pass_that_is_broken_off_leaves_nothing_behind() -> None:
+    assert all(one.get() for one in testing.run_ranks(_interrupted, 2))
 
 
 class _ElsewhereDropout(nn.Dropout):
