@@ -96,7 +96,7 @@ def _statistics(training: Training, step: int) -> None:
 
 def _fact(training: Training, step: int) -> None:
     if step == 2:
-        add_fact("How often this was called", lambda: 7 + training.rank, do="call it equally often")
+        add_fact("How often this was called", lambda: 7 + training.rank, "call it equally often")
 
 
 def _scaled_gradients(training: Training, step: int) -> None:
@@ -310,7 +310,7 @@ def test_of_two_models_the_one_that_parts_is_named(run_ranks: RunRanks) -> None:
 def _hooks_after_leaving(world: World) -> tuple[int, int]:
     training = Training(world)
     training.run(lambda _training, _step: None, 2)
-    add_fact("A fact", lambda: 1, do="nothing")
+    add_fact("A fact", lambda: 1, "nothing")
     hooks = len(torch_optimizer._global_optimizer_post_hooks)
     rw.leave()
     return hooks, len(torch_optimizer._global_optimizer_post_hooks) + len(all_facts())

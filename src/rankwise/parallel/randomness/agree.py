@@ -10,7 +10,8 @@ import torch
 
 from rankwise.log import warn
 from rankwise.parallel.randomness.source import default_generator
-from rankwise.parallel.state_guard.facts import add_fact
+from rankwise.parallel.state_guard.facts import Repair, add_fact
+from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
@@ -48,38 +49,55 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     return [one for one in found if one is not None]
 
 
-class GeneratorsInStep:
-    """Has ranks compare torch's generator while they train, once a model has drawn from it."""
+class _Since:
+    """What has happened since the world was joined."""
 
-    def __init__(self, exchange: Exchange, device: torch.device) -> None:
-        """Add a fact to what ranks compare.
+    has_drawn = False
+    is_told = False
 
-        Called by: every rank of ``exchange``.
 
-        Args:
-            exchange: the ranks that hold copies of the model.
-            device: of the model.
-        """
-        self.has_drawn = False
-        """Whether a forward pass on this rank has drawn anything."""
-        self._device = device
-        self._is_told = False
-        if exchange.world_size > 1:
-            do = "draw what belongs to the samples inside `with rankwise.as_one_rank():`"
-            add_fact("The state of torch's random number generator", self._read, do=do, put_right=self._put_right)
+_since = _Since()
 
-    def _read(self) -> int | None:
-        return _digest(torch.get_rng_state()) if self.has_drawn else None
 
-    def _put_right(self, exchange: Exchange) -> None:
-        take_rank_zeros(exchange, self._device)
-        if not self._is_told:
-            self._is_told = True
+def compare_generators(exchange: Exchange, device: torch.device) -> None:
+    """Have ranks compare torch's generator while they train, from a model's first draw on.
+
+    Called by: every rank of ``exchange``.
+
+    Args:
+        exchange: the ranks that hold copies of the model.
+        device: of the model.
+    """
+
+    def read() -> int | None:
+        return _digest(torch.get_rng_state()) if _since.has_drawn and not is_short() else None
+
+    def is_short() -> bool:
+        """Return whether there are ranks without samples: dropout of nothing draws nothing."""
+        session = current_or_none()
+        return session is not None and session.batch is not None and session.batch.num_global < exchange.world_size
+
+    def put_right(ranks: Exchange, *, is_expected: bool) -> None:
+        take_rank_zeros(ranks, device)
+        if not (is_expected or _since.is_told):
+            _since.is_told = True
             warn(
                 "torch's random number generator stood elsewhere on some ranks than on rank 0, whose state all have "
                 "now: since they were last compared, models have drawn numbers on these ranks that do not belong to "
                 "one batch; draw on all ranks or on none, along the batch inside `with rankwise.as_one_rank():`"
             )
+
+    add_fact("The state of torch's random number generator", read, Repair(put_right, is_short))
+
+
+def note_draw() -> None:
+    """Note that a model has drawn."""
+    _since.has_drawn = True
+
+
+def forget_draws() -> None:
+    """Note that none has. Called when the world is left."""
+    _since.has_drawn = _since.is_told = False
 
 
 def _digest(state: torch.Tensor) -> int:

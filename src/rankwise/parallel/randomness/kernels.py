@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.randomness.agree import forget_draws
 from rankwise.parallel.randomness.drawing import (
     draw_by_sample,
     draw_dropout,
@@ -93,6 +94,7 @@ def put_back() -> None:
     while _installed:
         _installed.pop().put_back()
     forget()
+    forget_draws()
     forget_notices()
 
 

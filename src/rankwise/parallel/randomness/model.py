@@ -10,7 +10,7 @@ import torch
 from rankwise.log import warn
 from rankwise.parallel.own_hooks import OwnHook
 from rankwise.parallel.random_layers import warn_of_dropout
-from rankwise.parallel.randomness.agree import GeneratorsInStep, agree_on_generators, take_rank_zeros
+from rankwise.parallel.randomness.agree import agree_on_generators, compare_generators, note_draw
 from rankwise.parallel.randomness.follow import Follower
 from rankwise.parallel.randomness.inputs import input_layouts, rows_in_hand
 from rankwise.parallel.randomness.kernels import install
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.batch_in_hand import BatchInHand
     from rankwise.exchange.protocol import Exchange
     from rankwise.parallel.randomness.scope import Planned, Randomness
     from rankwise.session import Session
@@ -53,7 +52,8 @@ def draw_as_one_rank(model: nn.Module, session: Session, exchange: Exchange | No
         return  # ranks along tp have parts of one sample
     if exchange is not None and randomness != "per_rank":
         agree_on_generators(exchange, torch.device(session.world.device))
-    draws = DrawsOfModel(session, exchange, randomness, type(model).__name__)
+        compare_generators(exchange, torch.device(session.world.device))
+    draws = DrawsOfModel(session, randomness, type(model).__name__)
     # Next to forward: what other hooks draw or communicate is not the model's.
     model.register_forward_pre_hook(BeforeForward(draws), with_kwargs=True)
     model.register_forward_hook(AfterForward(draws), prepend=True, always_call=True)
@@ -62,26 +62,21 @@ def draw_as_one_rank(model: nn.Module, session: Session, exchange: Exchange | No
 class DrawsOfModel:
     """How the forward passes of one replicated model draw random numbers."""
 
-    def __init__(self, session: Session, exchange: Exchange | None, randomness: Randomness, name: str) -> None:
+    def __init__(self, session: Session, randomness: Randomness, name: str) -> None:
         """Replace torch's random operations.
 
         Args:
             session: that is open.
-            exchange: the ranks that hold copies; ``None`` for one alone.
             randomness: how to draw.
             name: of the model.
         """
         self._session = session
-        self._exchange = exchange
         self._randomness: Randomness = randomness
         self._name = name
         self._plans: dict[Kind, tuple[Planned, ...]] = {}
         self._num_followed = 0
         self._is_told = False
         self._open: list[tuple[Kind, Scope, Follower | None]] = []
-        self._generators: GeneratorsInStep | None = None
-        if exchange is not None and randomness != "per_rank":
-            self._generators = GeneratorsInStep(exchange, torch.device(session.world.device))
         install(session)
 
     def before(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -109,8 +104,8 @@ class DrawsOfModel:
         if not self._open:
             return
         kind, scope, follower = self._open.pop()
-        if scope.made and self._generators is not None:
-            self._generators.has_drawn = True
+        if scope.made:
+            note_draw()
         if not (self._is_told or scope.made or scope.is_per_rank) and module.training:
             # Nothing passed by here: if layers drop, they draw in compiled code or in fused kernels.
             self._is_told = True
@@ -124,15 +119,6 @@ class DrawsOfModel:
         elif follower is not None or scope.is_off_plan:
             self._plans[kind] = tuple(scope.made)
         leave()
-        if module.training and torch.is_grad_enabled() and not in_backward():
-            self._catch_up(scope.rows)
-
-    def _catch_up(self, rows: BatchInHand | None) -> None:
-        """Move the generators of ranks without samples on as the others': dropout of nothing draws nothing."""
-        if self._exchange is None or rows is None or self._randomness == "per_rank":
-            return
-        if rows.num_global < self._exchange.world_size:
-            take_rank_zeros(self._exchange, torch.device(self._session.world.device))
 
     def _abandon(self) -> None:
         """Leave a forward pass whose end was not reached: Ctrl-C calls no hook."""

@@ -142,13 +142,13 @@ def _check_facts(parted: Parted, exchange: Exchange, reports: Sequence[dict[str,
         if None in held:
             is_put_right = True
             continue
-        if fact.put_right is None:
+        if isinstance(fact.repair, str):
             raise _differ(
                 f"{fact.name} is not the same on all ranks in step {parted.num_steps} of {parted.model_name}.",
                 _folded(reports, [f"checksum {one:x}" for one in held]),
-                fact.do,
+                fact.repair,
             )
-        fact.put_right(exchange)
+        fact.repair.put_right(exchange, is_expected=False)
         is_put_right = True
     return is_put_right
 

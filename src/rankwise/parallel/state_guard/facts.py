@@ -8,7 +8,7 @@ guard then compares it with its checksums, in every step, at no message more. Us
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +16,23 @@ if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
 
 MASK = 2**63 - 1
+
+
+class PutRight(Protocol):
+    """Makes a fact the same on all ranks."""
+
+    def __call__(self, ranks: Exchange, *, is_expected: bool) -> None:
+        """Do it, with a warning unless it was expected. Called by: every rank that compares."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """How a fact is made the same again."""
+
+    put_right: PutRight
+    is_expected: Callable[[], bool]
+    """Whether ranks differ in the step under way, as all of them know without comparing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +43,8 @@ class Fact:
     """In words, as an error begins with it: ``The state of torch's random number generator``."""
     read: Callable[[], int | None]
     """Returns it; called in steps that compare settings, so it takes microseconds. ``None``: nothing to compare yet."""
-    do: str
-    """What fixes a difference."""
-    put_right: Callable[[Exchange], None] | None = None
-    """Makes it the same on all ranks, where that is possible, and warns: a difference is then no error."""
+    repair: Repair | str
+    """What makes it the same on all ranks again, so that a difference is no error; or what the user is to do."""
 
     @property
     def number(self) -> int | None:
@@ -41,20 +56,17 @@ class Fact:
 _facts: dict[str, Fact] = {}
 
 
-def add_fact(
-    name: str, read: Callable[[], int | None], *, do: str, put_right: Callable[[Exchange], None] | None = None
-) -> None:
+def add_fact(name: str, read: Callable[[], int | None], repair: Repair | str) -> None:
     """Have ranks compare an integer with their settings, from the next step on, until :func:`forget_facts`.
 
     Called by: every rank, between the same two steps. A fact of the same name is replaced.
 
     Args:
         name: of the fact, in words: the beginning of the sentence that says that ranks differ.
-        read: returns it; cheap, without waiting for a device or for other ranks.
-        do: what fixes a difference, for the error.
-        put_right: makes it the same on all ranks instead, and warns; called by every rank that compares.
+        read: returns it; cheap, without waiting for a device or for other ranks. ``None``: nothing to compare yet.
+        repair: what fixes a difference: what the user is to do, for the error; or how it is put right without one.
     """
-    _facts[name] = Fact(name, read, do, put_right)
+    _facts[name] = Fact(name, read, repair)
 
 
 def forget_facts() -> None:

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 
 from rankwise.parallel.state_guard.diagnosis import Harmless, Parted, diagnose
-from rankwise.parallel.state_guard.facts import all_facts, forget_facts
+from rankwise.parallel.state_guard.facts import Repair, all_facts, forget_facts
 from rankwise.parallel.state_guard.hyperparameters import OptimizersOf, unfollow
 from rankwise.parallel.state_guard.schedule import Schedule
 from rankwise.replicas.checksum import ChecksumOfAll, are_equal, combined, short
@@ -108,6 +108,9 @@ class StateGuard:
         Raises:
             ReplicasDiffer: names what differs, and what each rank has.
         """
+        for fact in all_facts():
+            if isinstance(fact.repair, Repair) and fact.repair.is_expected():
+                fact.repair.put_right(self._exchange, is_expected=True)
         step = self._num_steps
         self._num_steps += 1
         settings, values = step >= self._settings.next, step >= self._values.next
