@@ -86,7 +86,7 @@ def install(session: Session) -> None:
         if device_type != "cpu":  # whose dropout is made of bernoulli_
             _replace(replacements, "native_dropout", key, _dropout)
     _installed.append(replacements)
-    session.on_leave(put_back)
+    session.at_end(put_back)
 
 
 def put_back() -> None:

@@ -29,6 +29,7 @@ from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.from_meta import FromMeta, check_same_meta
 from rankwise.parallel.loss.reading import subscribe
+from rankwise.parallel.randomness.kernels import install
 from rankwise.parallel.same_forward import SameForward
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.self_check import check_torch
@@ -173,6 +174,7 @@ def shard(
     sync = ShardSync(model, name, None if session.exchange is None else _own_group(session, session.exchange, axes))
     sync.loss.is_given_by_forward = weight is not None
     subscribe(sync.loss, session)
+    install(session)
     note_trained(model, ref(sync))
     session.stopping.unless(WeakMethod(sync.is_mid_step))
     along = exchange_along("dp_shard")
