@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.parallel.randomness.ahead import masks_ahead
 from rankwise.parallel.randomness.counter import SAMPLERS, kept, mixed
 from rankwise.parallel.randomness.scope import drawing
 from rankwise.parallel.randomness.source import is_checkpointing, key_of_pass
@@ -37,8 +38,16 @@ def drop_on_plan(operation: str, out: torch.Tensor, args: Sequence[Any], scope: 
     scope.made.append(planned)
     count = out.numel()
     if count:
-        key, first = key_of_pass(scope), rows.start * (count // rows.num)
-        kept(key, first, count, args[0] if args else 0.5, out.numpy().reshape(-1))
+        key, size = key_of_pass(scope), count // rows.num
+        mask = (key[1], size, args[0] if args else 0.5)
+        if not scope.masks and mask in scope.expected[:1]:
+            scope.ahead = masks_ahead(key[0], scope.expected, rows)
+        scope.masks.append(mask)
+        ready = scope.ahead.pop(mask, None)
+        if ready is not None:
+            out.copy_(ready.view(out.shape))
+        else:
+            kept(key, rows.start * size, count, mask[2], out.numpy().reshape(-1))
     return True
 
 

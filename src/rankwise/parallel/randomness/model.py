@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.exchange.protocol import Exchange
+    from rankwise.parallel.randomness.ahead import Mask
     from rankwise.parallel.randomness.scope import Planned, Randomness
     from rankwise.session import Session
 
@@ -74,6 +75,7 @@ class DrawsOfModel:
         self._randomness: Randomness = randomness
         self._name = name
         self._plans: dict[Kind, tuple[Planned, ...]] = {}
+        self._masks: dict[Kind, Sequence[Mask]] = {}
         self._num_followed = 0
         self._is_told = False
         self._open: list[tuple[Kind, Scope, Follower | None]] = []
@@ -86,8 +88,15 @@ class DrawsOfModel:
         leaves = [one for one in pytree.tree_leaves((tuple(args), kwargs)) if type(one) is torch.Tensor and one.dim()]
         kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         rows = rows_in_hand(list(self._session.batches.values()), leaves)
-        scope = Scope(rows, self._randomness, self._session.world.rank, self._plans.get(kind, ()), is_model=True)
-        scope.has_graph = torch.is_grad_enabled()
+        scope = Scope(
+            rows,
+            self._randomness,
+            self._session.world.rank,
+            self._plans.get(kind, ()),
+            self._masks.get(kind, ()),
+            is_model=True,
+            has_graph=torch.is_grad_enabled(),
+        )
         if rows is None and self._randomness != "per_rank" and not self._is_told:
             scope.on_first_draw = self._tell
         follower = None
@@ -106,6 +115,7 @@ class DrawsOfModel:
         kind, scope, follower = self._open.pop()
         if scope.made:
             note_draw()
+            self._masks[kind] = scope.masks
         if not (self._is_told or scope.made or scope.is_per_rank) and module.training:
             # Nothing passed by here: if layers drop, they draw in compiled code or in fused kernels.
             self._is_told = True

@@ -15,7 +15,10 @@ from rankwise.parallel.randomness.layout import Layout, layout_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    import torch
+
     from rankwise.batch_in_hand import BatchInHand
+    from rankwise.parallel.randomness.ahead import Mask
 
 Randomness = Literal["counter", "torch", "per_rank"]
 """``counter``: by position, the same for any number of ranks; ``torch``: the numbers of torch's own generators for the
@@ -64,6 +67,12 @@ class Scope:
     rank: int
     plan: Sequence[Planned] = ()
     """The draws of an earlier forward pass of the same kind, in order."""
+    expected: Sequence[Mask] = ()
+    """The dropout masks of that pass."""
+    masks: list[Mask] = field(default_factory=list)
+    """Those of this one so far."""
+    ahead: dict[Mask, torch.Tensor] = field(default_factory=dict)
+    """Masks that are drawn already."""
     made: list[Planned] = field(default_factory=list)
     """The draws so far."""
     is_off_plan: bool = False
