@@ -30,8 +30,8 @@ NUM_RANKS = 2
 NAMES = ("60 small layers", "transformer")
 STEPS = {"60 small layers": 64, "transformer": 16}
 """Of one turn: a multiple of how many steps apart parameters are compared."""
-REPETITIONS = {"60 small layers": 30, "transformer": 10}
-RUNS = 4
+REPETITIONS = {"60 small layers": 12, "transformer": 3}
+RUNS = 3
 REACH = 1.005
 
 

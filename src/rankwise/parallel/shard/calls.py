@@ -171,7 +171,8 @@ def shard(
     if session.exchange is not None and not is_accelerator(session.world.device):
         _watch_waits(model, session.exchange.watch, axes.ranks_along(session.world.rank, "dp_shard"))
     was_meta = FromMeta("shard", model, session.world.device)
-    sync = ShardSync(model, name, None if session.exchange is None else _own_group(session, session.exchange, axes))
+    own = None if session.exchange is None else _own_group(session, session.exchange, axes)
+    sync = ShardSync(model, name, own, session)
     sync.loss.is_given_by_forward = weight is not None
     subscribe(sync.loss, session)
     install(session)

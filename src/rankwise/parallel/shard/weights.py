@@ -19,6 +19,7 @@ from rankwise.parallel.loss.nodes import ForwardCall
 from rankwise.parallel.loss.on_ranks import LossOnRanks, model_numbers
 from rankwise.parallel.loss.reading import mark_output
 from rankwise.parallel.shard.accumulation import ShardedAccumulation
+from rankwise.parallel.state_guard.guard import StateGuard
 from rankwise.parallel.trained import samples_of, sizes_of_first, tensors_with_grad
 from rankwise.torch_private.autograd import in_backward, run_after_backward
 from rankwise.torch_private.compiler import uncompiled
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from rankwise.exchange.protocol import Lane
     from rankwise.exchange.torch_group import TorchGroup
     from rankwise.parallel.same_forward import SameForward
+    from rankwise.session import Session
     from rankwise.torch_private.fsdp import FSDPParamGroup
 
 
@@ -49,13 +51,14 @@ class ShardSync:
 
     strategy = "shard"
 
-    def __init__(self, model: nn.Module, name: str, exchange: TorchGroup | None) -> None:
+    def __init__(self, model: nn.Module, name: str, exchange: TorchGroup | None, session: Session) -> None:
         """Note the blocks of ``model``.
 
         Args:
             model: sharded already.
             name: of the model, before torch named it again.
             exchange: of its own. torch's: it moves on while this rank calculates, or waits in torch.
+            session: the open one.
         """
         self.on_mean: Callable[[float], None] | None = None
         """Called at the end of backward with what the gradients are the mean over, on all ranks together."""
@@ -70,6 +73,10 @@ class ShardSync:
         own, number = list(model.parameters()), next(model_numbers)
         self.loss = LossOnRanks(number, own, exchange, name, self._accumulation, reports_at_start=True)
         """What the loss of each backward is a mean over."""
+        if exchange is not None:
+            named = dict(model.named_parameters())
+            # Ranks hold other parts of each, but step them alike.
+            self.loss.guard = StateGuard(name, named, {}, exchange, session, reads_values=False, reads_facts=False)
         self._uses: Lane | None = None
         if exchange is not None:
             # The host asks for it, and need not wait for a device.
@@ -245,6 +252,8 @@ class ShardSync:
         try:
             self._weigh()
             self._forget_unused()
+            if self.loss.guard is not None:
+                self.loss.guard.check()
             if self.on_mean is not None:
                 self.on_mean(self.loss.counted(self._total))
         finally:

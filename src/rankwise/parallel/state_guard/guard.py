@@ -3,7 +3,7 @@
 
 Some steps compare settings (hyperparameters, how often optimizers have stepped, facts), fewer compare values (the bits
 of parameters and of statistics that ranks share). Where numbers differ, the ranks exchange the details (diagnosis).
-Used by replicate, which makes one per model, and by gradient_sync.
+Used by replicate and shard, which make one per model, and by gradient_sync.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 
 from rankwise.parallel.state_guard.diagnosis import Harmless, Parted, diagnose
-from rankwise.parallel.state_guard.facts import Repair, all_facts, forget_facts
+from rankwise.parallel.state_guard.facts import Fact, Repair, all_facts, forget_facts
 from rankwise.parallel.state_guard.hyperparameters import OptimizersOf, unfollow
 from rankwise.parallel.state_guard.schedule import Schedule
 from rankwise.replicas.checksum import ChecksumOfAll, are_equal, combined, short
@@ -51,6 +51,7 @@ class StateGuard:
         session: Session,
         *,
         reads_values: bool = True,
+        reads_facts: bool = True,
     ) -> None:
         """Begin to follow optimizers.
 
@@ -61,11 +62,13 @@ class StateGuard:
             exchange: of the ranks that hold replicas.
             session: ends what follows optimizers.
             reads_values: whether the values of parameters are where the parameters are.
+            reads_facts: whether what else must be the same on all ranks must be so on these.
         """
         self._model_name = model_name
         self._parameters = dict(parameters) if reads_values else {}
         self._buffers = dict(buffers) if reads_values else {}
         self._exchange = exchange
+        self._reads_facts = reads_facts
         self._optimizers = OptimizersOf(list(parameters.values()))
         self._names = list(parameters)
         self._checksum = ChecksumOfAll()
@@ -85,7 +88,7 @@ class StateGuard:
             return None
         numbers: list[int] = []
         if step >= self._settings.next:
-            self._facts = {fact.name: fact.number for fact in all_facts()}
+            self._facts = {fact.name: fact.number for fact in self._all_facts()}
             numbers = [
                 *(one or 0 for one in self._facts.values()),
                 self._optimizers.num_steps,
@@ -108,7 +111,7 @@ class StateGuard:
         Raises:
             ReplicasDiffer: names what differs, and what each rank has.
         """
-        for fact in all_facts():
+        for fact in self._all_facts():
             if isinstance(fact.repair, Repair) and fact.repair.is_expected():
                 fact.repair.put_right(self._exchange, is_expected=True)
         step = self._num_steps
@@ -138,6 +141,9 @@ class StateGuard:
         elif found is Harmless.NOTHING:
             # Settings that differ and mean the same, as 1 and 1.0 do.
             self._settings.be_patient(PATIENT_EVERY)
+
+    def _all_facts(self) -> list[Fact]:
+        return all_facts() if self._reads_facts else []
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return the values that ranks compare, by name; the same on every rank."""
