@@ -163,6 +163,18 @@ class LossInside(nn.Module):
         return functional.mse_loss(self.inner(x), y, reduction="sum")
 
 
+class LossAlone(nn.Module):
+    """Returns nothing but its loss, which lies behind statistics over all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = plain_model()
+        self.norm = nn.BatchNorm1d(4).double()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.norm(self.inner(x)), labels(y), weight=CLASS_WEIGHTS)
+
+
 STEPS: dict[str, Step] = {
     "weight_decay": _weight_decay,
     "weight_decay_and_sum": _weight_decay_and_sum,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from loss_steps import STEPS, LossInside, data, plain_model, said, step_of, train, two_steps_of
+from loss_steps import STEPS, LossAlone, LossInside, data, plain_model, said, step_of, train, two_steps_of
 from losses import COUPLED, EXACT
 from replicas import TOLERANCE, Parameters, largest_difference, part
 from torch import nn
@@ -80,6 +80,25 @@ def test_a_loss_computed_inside_the_model_is_exact(run_ranks: RunRanks) -> None:
     for result in run_ranks(_inside_on_ranks, 3):
         for got, expected in zip(result.get(), plain, strict=True):
             assert largest_difference(got, expected) < TOLERANCE
+
+
+def _alone(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    model(x, y).backward()
+
+
+def _alone_on_ranks(world: World) -> tuple[Parameters, list[str]]:
+    with said() as lines:
+        model = rw.replicate(LossAlone(), sync_batchnorm=True)
+        return train(model, _alone, world.rank, world.world_size), lines
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_loss_behind_synchronized_statistics_is_exact(run_ranks: RunRanks, num_ranks: int) -> None:
+    plain = train(LossAlone(), _alone, 0, 1)
+    for result in run_ranks(_alone_on_ranks, num_ranks):
+        got, lines = result.get()
+        assert largest_difference(got, plain) < TOLERANCE
+        assert not [line for line in lines if "neither a mean nor a sum" in line]
 
 
 def _accumulate(model: nn.Module, loss: Loss, rank: int, of: int, *, microsteps: int) -> Parameters:

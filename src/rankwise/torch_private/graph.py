@@ -62,6 +62,12 @@ OF_BLOCK = f"{_FUNCTION}Backward"
 """The node by which ``fully_shard`` notices that backward has left a block. It changes nothing."""
 
 
+def is_of_strategy(node: Node) -> bool:
+    """Return whether a node is of a function by which rankwise spreads a model: one rank computes the same."""
+    function = getattr(node, "_forward_cls", None)
+    return function is not None and function.__module__.startswith("rankwise.parallel.")
+
+
 def is_of_python(node: Node) -> bool:
     """Return whether the backward of a node is written in Python: its forward can be anything."""
     return hasattr(node, "_forward_cls") and node.name() != OF_BLOCK

@@ -24,7 +24,7 @@ from rankwise.parallel.loss.nodes import (
     is_python_number,
 )
 from rankwise.parallel.loss.operations import ADDING, COUPLING, PASSING, PRODUCTS, REDUCING, SCALING, operation_of
-from rankwise.torch_private.graph import is_of_python, metadata_of, saved, shape_of
+from rankwise.torch_private.graph import is_of_python, is_of_strategy, metadata_of, saved, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -218,7 +218,7 @@ class Reader:
         if not inputs or name == "AccumulateGrad":
             return None
         if is_of_python(node) or name == "CompiledFunction":
-            return name
+            return None if is_of_strategy(node) else name
         shape = shape_of(inputs[0])
         # What a model, or a criterion, does with its parameters alone does not look at samples.
         if self._lead(node) is not Lead.OUTPUT:
