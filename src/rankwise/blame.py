@@ -221,6 +221,15 @@ def world_left() -> NotJoined:
     )
 
 
+def forked_from(world: World) -> NotJoined:
+    """Return the error of who needs the ranks of a world in a process that was forked from one of them."""
+    return NotJoined(
+        f"This process was forked from rank {world.rank}, and is not a rank itself.",
+        where=f"a child of {world}",
+        do="call what needs other ranks in the rank's own process, and let children compute alone",
+    )
+
+
 def is_of_a_connection(error: BaseException) -> bool:
     """Return whether these are torch's words for a rank that cannot be reached."""
     words = str(error)
