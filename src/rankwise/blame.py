@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said when a wait cannot end: which rank is to blame, and what every rank was doing.
 
-Values in, errors and text out. Imported by watch.
+Values in, errors and text out. Imported by watch and exchange.
 """
 
 from __future__ import annotations
 
+import signal
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import (
@@ -237,6 +239,19 @@ def is_of_a_connection(error: BaseException) -> bool:
         sign in words
         for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
     )
+
+
+def is_of_a_signal_handler(error: BaseException) -> bool:
+    """Return whether a signal's handler raised an error, which may come out of whatever the rank was doing.
+
+    torch's raises a RuntimeError in a rank whose loader worker was killed.
+    """
+    handlers = {
+        getattr(getattr(handler, "__func__", handler), "__code__", None)
+        for handler in map(signal.getsignal, signal.valid_signals())
+    } - {None}
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in handlers for frame, _ in frames)
 
 
 def missing_ranks(answers: Answers, sequence: int, members: Sequence[int]) -> list[int]:
