@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said when a wait cannot end: which rank is to blame, and what every rank was doing.
 
-Values in, errors and text out. Imported by watch.
+Values in, errors and text out. Imported by watch and exchange.
 """
 
 from __future__ import annotations
 
+import signal
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import (
@@ -221,6 +223,15 @@ def world_left() -> NotJoined:
     )
 
 
+def forked_from(world: World) -> NotJoined:
+    """Return the error of who needs the ranks of a world in a process that was forked from one of them."""
+    return NotJoined(
+        f"This process was forked from rank {world.rank}, and is not a rank itself.",
+        where=f"a child of {world}",
+        do="call what needs other ranks in the rank's own process, and let children compute alone",
+    )
+
+
 def is_of_a_connection(error: BaseException) -> bool:
     """Return whether these are torch's words for a rank that cannot be reached."""
     words = str(error)
@@ -228,6 +239,19 @@ def is_of_a_connection(error: BaseException) -> bool:
         sign in words
         for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
     )
+
+
+def is_of_a_signal_handler(error: BaseException) -> bool:
+    """Return whether a signal's handler raised an error, which may come out of whatever the rank was doing.
+
+    torch's raises a RuntimeError in a rank whose loader worker was killed.
+    """
+    handlers = {
+        getattr(getattr(handler, "__func__", handler), "__code__", None)
+        for handler in map(signal.getsignal, signal.valid_signals())
+    } - {None}
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in handlers for frame, _ in frames)
 
 
 def missing_ranks(answers: Answers, sequence: int, members: Sequence[int]) -> list[int]:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise import environments, interface, rendezvous, steps, store
-from rankwise.blame import world_left
+from rankwise.blame import forked_from, world_left
 from rankwise.device import accelerator
 from rankwise.device.choice import choose_backend, choose_device, torch_backends
 from rankwise.environments.process import asked_device, in_kubernetes
@@ -154,11 +154,14 @@ def leave() -> None:
     """Leave the world: finish what is under way, close the process group.
 
     Called by: every rank. Does nothing when no world is joined. The end of ``with join()`` and a normal end
-    of the process call it. A model that was spread over the ranks trains no more afterwards: its exchanges raise
-    :class:`rankwise.errors.NotJoined`.
+    of the process call it; processes that were forked from a rank leave nothing. A model that was spread over the
+    ranks trains no more afterwards: its exchanges raise :class:`rankwise.errors.NotJoined`.
     """
     session = current_or_none()
     if session is None:
+        return
+    if session.process != os.getpid():
+        keep_groups_forever()  # The threads that would close them are the parent's.
         return
     try:
         for action in reversed(session.leaving):
@@ -180,7 +183,7 @@ def fail(error: BaseException) -> RankwiseError | None:
         What another rank's failure is told by, where ``error`` is only what it looks like from here.
     """
     session = current_or_none()
-    if session is None:
+    if session is None or session.process != os.getpid():
         return None
     reason = None
     if session.watch is not None:
@@ -356,6 +359,7 @@ def _follow_exit() -> None:
         return
     _following_exit.append(True)
     atexit.register(_leave_at_exit)
+    os.register_at_fork(after_in_child=_part_from_rank)
     previous = sys.excepthook
 
     def tell_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -368,6 +372,13 @@ def _follow_exit() -> None:
             previous(type(reason), reason.with_traceback(trace), trace)
 
     sys.excepthook = tell_and_show
+
+
+def _part_from_rank() -> None:
+    """Keep a forked process from using what its parent goes on using. Called in the child."""
+    session = current_or_none()
+    if session is not None and session.watch is not None:
+        session.watch.error = forked_from(session.world)
 
 
 def _leave_at_exit() -> None:

@@ -6,6 +6,7 @@ A value, set by ``process_group`` only and read by everyone above. Opens and clo
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -62,6 +63,8 @@ class Session:
     """What ``join`` opened. In a world of one there is no store, no exchange and no watch."""
 
     world: World
+    process: int = field(default_factory=os.getpid)
+    """The process that has joined: those that are forked from it are no ranks."""
     store: Store | None = None
     exchange: Exchange | None = None
     watch: Watch | None = None

@@ -135,7 +135,7 @@ class Watch:
             self._store.close()  # to say that this rank fails would take as long again
             raise self.error or blame.store_lost(self._world) from None
         except RuntimeError as error:
-            if isinstance(error, RankwiseError):
+            if isinstance(error, RankwiseError) or blame.is_of_a_signal_handler(error):
                 raise
             reason = self._explain(ticket, error)
             # What a peer did explains the broken connection; torch's words on it would only stand in the way.

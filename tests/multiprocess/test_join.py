@@ -34,6 +34,33 @@ if what == "exit" and rank == 1:
 print(f"{world.rank} of {world.world_size}: {rw.all_reduce(rank)}", flush=True)
 """
 
+# What outlives a world holds on to the store that rank 0 served in it.
+SEVERAL_WORLDS = {
+    "rankwise": """
+import sys, torch, rankwise as rw
+torch.set_num_threads(1)
+kept = []
+for number in range(3):
+    world = rw.join(init_method=sys.argv[3], rank=int(sys.argv[1]), world_size=int(sys.argv[2]), timeout_seconds=30)
+    model = rw.replicate(torch.nn.Linear(3, 2))
+    kept.append(model)
+    model(torch.ones(2, 3)).mean().backward()
+    rw.leave()
+    print(number, flush=True)
+""",
+    "horovod": """
+import os, sys, torch, rankwise.compat.horovod as hvd
+torch.set_num_threads(1)
+host, port = sys.argv[3].removeprefix("tcp://").split(":")
+os.environ |= {"RANK": sys.argv[1], "WORLD_SIZE": sys.argv[2], "MASTER_ADDR": host, "MASTER_PORT": port}
+for number in range(3):
+    hvd.init()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2, 2]
+    hvd.shutdown()
+    print(number, flush=True)
+""",
+}
+
 
 def start(folder: Path, rank: int, world_size: int, url: str, what: str = "run") -> subprocess.Popen[str]:
     """Start one rank as its own process, as a person would in another terminal."""
@@ -72,6 +99,14 @@ def test_explicit_init_method(tmp_path: Path, scheme: str) -> None:
     for rank, (code, out, err) in enumerate(run_by_hand(tmp_path, 3, url)):
         assert code == 0, err
         assert out == f"{rank} of 3: 3\n"
+
+
+@pytest.mark.parametrize("words", SEVERAL_WORLDS)
+def test_worlds_follow_each_other_on_one_port(tmp_path: Path, words: str) -> None:
+    (tmp_path / "script.py").write_text(SEVERAL_WORLDS[words])
+    for code, out, err in run_by_hand(tmp_path, 2, f"tcp://127.0.0.1:{free_port()}"):
+        assert code == 0, err
+        assert out == "0\n1\n2\n"
 
 
 def test_an_uncaught_error_after_a_plain_join_reaches_the_others(tmp_path: Path) -> None:

@@ -18,7 +18,13 @@ def test_the_secret_is_read_beside_every_launcher_that_leaves_the_store_to_us(ar
     around = {"MASTER_ADDR": "gpu-07", "MASTER_PORT": "29500", **around}
     assert read({**around, "RANKWISE_SECRET": SECRET}).secret == SECRET
     assert read(around).secret is None
-    assert read({**around, "RANKWISE_SECRET": ""}).secret is None
+
+
+@pytest.mark.parametrize("empty", ["", " \n"])
+def test_an_empty_secret_is_refused(empty: str) -> None:
+    # As where a command that was to print it has failed: the job would run without one.
+    with pytest.raises(ConfigurationError, match="RANKWISE_SECRET is set, and empty"):
+        read({**PLAIN, "RANKWISE_SECRET": empty})
 
 
 def test_torchruns_own_store_has_no_secret() -> None:

@@ -40,6 +40,9 @@ def test_the_file_is_made_once_and_for_its_owner_alone(file: Path) -> None:
 def test_the_variable_goes_before_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(secret.VARIABLE, "given")
     assert secret.shared_by_machines() == "given"
+    monkeypatch.setenv(secret.VARIABLE, "")
+    with pytest.raises(ConfigurationError, match="RANKWISE_SECRET is set, and empty"):
+        secret.shared_by_machines()
     assert not file.exists()
 
 

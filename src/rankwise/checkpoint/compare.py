@@ -110,6 +110,8 @@ def _compare_groups(name: str, saved: object, optimizer: torch.optim.Optimizer) 
     tree = cast("dict[str, Any]", saved) if isinstance(saved, dict) else {}
     groups: list[dict[str, Any]] = tree.get("param_groups", [])
     path = f"{name}.param_groups"
+    if not (isinstance(cast("object", groups), list) and all(map(_is_group, groups))):
+        return Difference(path, "something else", "groups of parameters")
     if len(groups) != len(optimizer.param_groups):
         return Difference(path, f"{len(groups)} groups", f"{len(optimizer.param_groups)} groups")
     for index, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
@@ -119,18 +121,26 @@ def _compare_groups(name: str, saved: object, optimizer: torch.optim.Optimizer) 
     return None
 
 
+def _is_group(group: object) -> bool:
+    numbers: object = cast("dict[str, Any]", group).get("params") if isinstance(group, dict) else None
+    return isinstance(numbers, list) and all(isinstance(one, int) for one in cast("list[object]", numbers))
+
+
 def _compare_shapes(name: str, saved: object, optimizer: torch.optim.Optimizer) -> Difference | None:
     """Compare state with the parameters that it will be of. A fresh optimizer has no state to compare it with."""
     # Other optimizers may keep matrices of other shapes, as LBFGS keeps all parameters in one vector.
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
         return None
     tree = cast("dict[str, Any]", saved)
+    entries: dict[int, dict[str, Any]] = tree.get("state", {})
+    if not (isinstance(cast("object", entries), dict) and all(isinstance(one, dict) for one in entries.values())):
+        return Difference(f"{name}.state", "something else", "entries of parameters")
     numbers = [number for group in tree["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         if torch.nn.parameter.is_lazy(parameter):
             continue
-        for key, value in tree["state"].get(number, {}).items():
+        for key, value in entries.get(number, {}).items():
             if not isinstance(value, torch.Tensor) or value.ndim != parameter.ndim:
                 continue
             # Adafactor keeps the means of rows and of columns.

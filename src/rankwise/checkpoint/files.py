@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+import stat
 import struct
 import zlib
 from typing import TYPE_CHECKING, Any, cast
@@ -200,6 +201,17 @@ def _cut(parts: Iterable[Bytes]) -> Iterator[memoryview]:
             position += len(piece)
 
 
+def plain(path: Path) -> Path:
+    """Return a path unless a pipe or a device lies there, which opening may wait for.
+
+    Raises:
+        OSError: one does, or nothing does.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is not a plain file")
+    return path
+
+
 def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
     """Return what is wrong with a file, or ``None``.
 
@@ -210,7 +222,7 @@ def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | No
             case.
     """
     try:
-        found = path.stat().st_size
+        found = plain(path).stat().st_size
         if found < entry.size_bytes:
             return f"{path.name} is truncated: {entry.size_bytes} bytes expected, {found} found"
         if found > entry.size_bytes:

@@ -84,6 +84,7 @@ def verify(ranks: Ranks, path: Path) -> tuple[Manifest | None, str | None]:
         try:
             data = read_manifest_bytes(path)
             own.append(manifest.decode(data))
+            reading.check(own[0])
         except CheckpointError as error:
             return [error.what.rstrip("."), None]
         return [_find_damage(ranks, path, own[0]), hashlib.sha256(data).hexdigest()]
@@ -107,7 +108,7 @@ def read_manifest_bytes(path: Path) -> bytes:
         CheckpointError: there is none; says what is there.
     """
     try:
-        return (path / manifest.MANIFEST_NAME).read_bytes()
+        return files.plain(path / manifest.MANIFEST_NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         if not path.exists():
             what = "there is no such directory"

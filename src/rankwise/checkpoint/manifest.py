@@ -12,13 +12,12 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Mapping
 
 K = TypeVar("K", bound="tuple[str, tuple[int, ...]]")
 
@@ -305,19 +304,23 @@ def tiles(regions: Collection[Region], shape: tuple[int, ...]) -> bool:
     if not inside or sum(region.num_elements for region in regions) != everything.num_elements:
         return False
     # Of as many elements as the whole, they cover it unless two of them overlap.
-    ordered = sorted(regions, key=lambda region: region.offsets)
-    return bool(ordered) and not any(
-        one.common(other) for number, one in enumerate(ordered) for other in _may_overlap(one, ordered, number + 1)
-    )
+    return bool(regions) and not _overlap(regions, len(shape))
 
 
-def _may_overlap(region: Region, ordered: list[Region], start: int) -> Iterator[Region]:
-    """Return those from ``start`` on that begin, in the first dimension, before ``region`` ends."""
-    later = islice(ordered, start, None)
-    if not region.shape:
-        return later
-    end = region.offsets[0] + region.shape[0]
-    return takewhile(lambda other: other.offsets[0] < end, later)
+def _overlap(regions: Collection[Region], num_dims: int) -> bool:
+    """Return whether two regions have an element in common."""
+    if not num_dims:
+        return len(regions) > 1
+    # Along the dim that most of them begin elsewhere in, few lie beside one another.
+    dim = max(range(num_dims), key=lambda dim: len({region.offsets[dim] for region in regions}))
+    under_way: list[Region] = []
+    for region in sorted(regions, key=lambda region: region.offsets[dim]):
+        start = region.offsets[dim]
+        under_way = [one for one in under_way if one.offsets[dim] + one.shape[dim] > start]
+        if any(region.common(one) for one in under_way):
+            return True
+        under_way.append(region)
+    return False
 
 
 def _known_file(entry: dict[str, Any], files: Mapping[str, FileEntry]) -> str:

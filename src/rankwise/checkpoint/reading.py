@@ -15,8 +15,9 @@ import torch
 
 from rankwise.checkpoint import files, spread, state
 from rankwise.checkpoint.content import parameters_elsewhere, unwrapped
-from rankwise.checkpoint.manifest import Region, whole
+from rankwise.checkpoint.manifest import MANIFEST_NAME, Region, whole
 from rankwise.checkpoint.state import child
+from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,6 +144,23 @@ class SavedTree:
         self.tree = state.unflatten(self._skeleton, value)
         for number in self._dropped:
             del self.tree["state"][number]
+
+
+def check(saved: Manifest) -> None:
+    """Raise unless the state of every object can be built from what the manifest says of it.
+
+    Raises:
+        CheckpointError: it cannot be.
+    """
+    for name in saved.objects:
+        try:
+            SavedTree(name, saved)
+        except CheckpointError:
+            pass  # whoever loads that object is told
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{MANIFEST_NAME} cannot be read: the state of {name} makes no sense: {type(error).__name__}: {error}"
+            ) from error
 
 
 def read(folder: Path, trees: Sequence[SavedTree]) -> None:

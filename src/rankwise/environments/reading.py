@@ -160,8 +160,18 @@ def address(variables: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def job_secret(variables: Mapping[str, str]) -> str | None:
-    """Return the secret of the job, or ``None`` where nobody set one."""
-    return variables.get(SECRET_NAME) or None
+    """Return the secret of the job, or ``None`` where nobody set one.
+
+    Raises:
+        ConfigurationError: it is set, and empty.
+    """
+    secret = variables.get(SECRET_NAME)
+    if secret is not None and not secret.strip():
+        raise ConfigurationError(
+            f"{SECRET_NAME} is set, and empty: the job would run without a secret.",
+            do=f"set {SECRET_NAME} to a long random text for every process of the job, or unset it",
+        )
+    return secret
 
 
 def parse_address(text: str, name: str) -> tuple[str, int]:

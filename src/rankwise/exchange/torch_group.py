@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from rankwise.blame import is_of_a_signal_handler
 from rankwise.exchange.agreeing import WHAT_EACH_CALLED, calls_differ
 from rankwise.exchange.bytes_of import bytes_of
 from rankwise.exchange.protocol import words_of_lanes
@@ -58,7 +59,9 @@ class Pending:
         """Wait for at most ``seconds``, and return whether the result is there."""
         try:
             self._work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
+        except RuntimeError as error:
+            if is_of_a_signal_handler(error):
+                raise
             if not self._work.is_completed():
                 return False
             # It failed, or it has completed since the time was up: this tells, and does not wait.

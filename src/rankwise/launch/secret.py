@@ -10,9 +10,10 @@ import os
 import secrets
 from pathlib import Path
 
+from rankwise.environments.reading import SECRET_NAME as VARIABLE
+from rankwise.environments.reading import job_secret
 from rankwise.errors import ConfigurationError
 
-VARIABLE = "RANKWISE_SECRET"
 NUM_BYTES = 32
 OTHERS = 0o077
 
@@ -29,10 +30,10 @@ def shared_by_machines() -> str:
     there. Machines with one home folder share the file by themselves.
 
     Raises:
-        ConfigurationError: the file cannot be read or made, or others can read it.
+        ConfigurationError: the variable is set, and empty; the file cannot be read or made, or others can read it.
     """
-    given = os.environ.get(VARIABLE)
-    if given:
+    given = job_secret(os.environ)
+    if given is not None:
         return given
     path = _file()
     try:

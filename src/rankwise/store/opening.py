@@ -24,10 +24,15 @@ OWN_TIMEOUT_SECONDS = 60.0
 """How long the server's own process waits for its thread."""
 
 
-def serve(host: str = "127.0.0.1", port: int = 0, *, secret: bytes | None = None) -> tuple[Store, int]:
-    """Serve a new store on one address and return it with its port.
+_kept: dict[tuple[str, int], dist.TCPStore] = {}
+"""Stores of torch's that this process serves on a port that it was told, until it ends: torch's cannot be closed."""
 
-    It is served until the last Store value of it in this process is gone, or closed.
+
+def serve(host: str = "127.0.0.1", port: int = 0, *, secret: bytes | None = None) -> tuple[Store, int]:
+    """Serve a store on one address and return it with its port.
+
+    It is new, and served until the last Store value of it in this process is gone, or closed. Only torch's on a given
+    port is served until the process ends, and returned again: models of a world that was left may keep it alive.
 
     Args:
         host: the address to listen on; only this one, unless it is ``"0.0.0.0"``.
@@ -41,9 +46,13 @@ def serve(host: str = "127.0.0.1", port: int = 0, *, secret: bytes | None = None
     """
     if secret is not None:
         return _serve_own(host, port, checked_secret(secret))
+    if (host, port) in _kept:
+        return Store(_kept[host, port]).clone(), port
     listener = listen(host, port)
-    port = listener.getsockname()[1]
+    given, port = port, listener.getsockname()[1]
     torch_store = dist.TCPStore(host, port, None, True, master_listen_fd=listener.detach(), wait_for_workers=False)
+    if given:
+        _kept[host, port] = torch_store
     return Store(torch_store), port
 
 
