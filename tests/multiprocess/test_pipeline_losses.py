@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
     OfTarget = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-LOSSES: dict[str, Loss] = EXACT | {name: loss for name, (loss, _) in COUPLED.items()}
+LOSSES: dict[str, Loss] = (
+    EXACT
+    | {name: loss for name, (loss, _) in COUPLED.items()}
+    | {"four_times": lambda o, t, _: 4 * functional.mse_loss(o, t)}
+)
 ALL = (*MEANS, *SUMS, "two_means")
 SOME = ("mse", "class_weights", "ignore_index", "masked", "masked_by_index", "mse_sum", "sum_over_a_constant", "vae")
 WARNED = {
@@ -174,23 +178,36 @@ def test_what_is_neither_is_warned_of_once_by_the_last_stage(name: str) -> None:
     assert results[0][0] > 1e-6
 
 
-def _first_warning(_: World, name: str, micro_batches: int) -> list[str]:
-    rw.mesh(pp=2)
+def _warnings(world: World, name: str, micro_batches: int, mesh: dict[str, int], size: int = 8) -> list[str]:
+    rw.mesh(**mesh)
+    seed = world.rank if "dp_replicate" in mesh else 0
     with said() as lines:
         step = rw.pipeline(_deep(), _of(LOSSES[name]), example=drawn(8, 4), micro_batches=micro_batches)
-        step(drawn(8, 4), drawn(8, 4, seed=2))
+        step(drawn(size, 4, seed=seed), drawn(size, 4, seed=seed + 2))
     return [line for line in lines if "the loss of the pipeline" in line]
 
 
 @pytest.mark.parametrize("name", WARNED)
 def test_a_warning_names_the_operation_and_the_line(name: str) -> None:
-    (line,) = testing.run_ranks(_first_warning, 2, name, 3)[1].get()
+    (line,) = testing.run_ranks(_warnings, 2, name, 3, {"pp": 2})[1].get()
     assert WARNED[name] in line
     assert "test_pipeline_losses.py:" in line
 
 
 def test_a_batch_in_one_micro_batch_is_exact_whatever_its_loss() -> None:
-    assert testing.run_ranks(_first_warning, 2, "rmse", 1)[1].get() == []
+    assert testing.run_ranks(_warnings, 2, "rmse", 1, {"pp": 2})[1].get() == []
+
+
+def test_terms_over_unlike_numbers_in_two_copies_are_warned_of() -> None:
+    name = "means_over_unlike_numbers"
+    (line,) = testing.run_ranks(_warnings, 2, name, 1, {"pp": 1, "dp_replicate": 2})[0].get()
+    assert WARNED[name] in line
+
+
+@pytest.mark.parametrize(("size", "num_lines"), [(8, 1), (7, 0)])
+def test_a_mean_times_the_size_of_every_micro_batch_is_warned_of(size: int, num_lines: int) -> None:
+    result = testing.run_ranks(_warnings, 1, "four_times", 2, {"pp": 1}, size)[0].get()
+    assert ["is multiplied by 4, which is also" in line for line in result] == [True] * num_lines
 
 
 def test_one_copy_of_a_pipeline_speaks_for_all() -> None:
