@@ -118,3 +118,18 @@ def test_a_mean_over_unequal_padding_is_warned_of_once(loss: Loss, strategy: str
 )
 def test_what_does_not_count_padding_is_not_warned_of(loss: Loss, collate: Collate, lengths: tuple[int, ...]) -> None:
     assert [result.get() for result in testing.run_ranks(_train, 2, "replicate", loss, collate, lengths)] == [0, 0]
+
+
+def _train_pipeline(_: World, loss: Loss) -> int:
+    rw.mesh(pp=1, dp_replicate=2)
+    model = nn.Sequential(nn.Linear(3, 3)).double()
+    with said() as lines:
+        step = rw.pipeline(model, loss, example=torch.ones(2, 4, 3, dtype=torch.float64), micro_batches=2)
+        for x, num in rw.DataLoader(_sequences(LENGTHS), global_batch_size=5, collate_fn=_padded):
+            step(x, num)
+    return sum("is over other numbers of elements per sample in other copies" in line for line in lines)
+
+
+@pytest.mark.parametrize(("loss", "num_lines"), [(_mean, [1, 0]), (_without_padding, [0, 0])])
+def test_copies_of_a_pipeline_warn_of_unequal_padding_where_it_counts(loss: Loss, num_lines: list[int]) -> None:
+    assert [result.get() for result in testing.run_ranks(_train_pipeline, 2, loss)] == num_lines

@@ -65,19 +65,20 @@ class GradientMean:
             parameter.grad = earlier
         self._earlier.clear()
 
-    def average(self, weight: float) -> float:
-        """Replace each gradient by sum_r weight_r g_r / sum_r weight_r, and add what was set aside.
+    def average(self, share: float, weight: float) -> float:
+        """Replace each gradient by sum_r share_r g_r / sum_r weight_r, and add what was set aside.
 
         Called by: every rank of the exchange, once per step.
 
         Args:
-            weight: what this rank's gradients count; with 0 it need not have any.
+            share: what this rank's gradients count; with 0 it need not have any.
+            weight: this rank's part of what the sum is divided by.
 
         Returns:
             The sum of the weights; this rank's own where there is nothing to average.
         """
         for bucket in self._buckets:
-            bucket.send(weight, weight)
+            bucket.send(share, weight)
         for bucket in self._buckets:
             bucket.take_back()
         with torch.no_grad():

@@ -25,6 +25,7 @@ from rankwise.parallel.local_sgd.rounds import LocalSGD, exchanged
 from rankwise.parallel.loss.on_ranks import LossOnRanks
 from rankwise.parallel.loss.reading import subscribe
 from rankwise.parallel.loss.verdict import Mode
+from rankwise.parallel.pipeline.plan import Piped
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.trained import check_split, check_untrained, is_placed, note_trained, trained_as
 from rankwise.session import current
@@ -116,9 +117,9 @@ def local_sgd(
         check_same_model(model)
     if trained is None:
         trained = _follow_alone(model, session)
-    loss = getattr(trained, "loss", None)
-    if isinstance(loss, LossOnRanks) and axes.islands > 1:
-        loss.cautions[Mode.SUM] = _of_a_sum(axes.islands)
+    reads_loss = trained if isinstance(trained, Piped) else getattr(trained, "loss", None)
+    if isinstance(reads_loss, LossOnRanks | Piped) and axes.islands > 1:
+        reads_loss.cautions[Mode.SUM] = _of_a_sum(axes.islands)
     islands, copies = exchange_along("islands"), exchange_along("dp_replicate")
     changes = buffers = meet = None
     if islands is not None:

@@ -16,6 +16,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
 from rankwise.parallel.loss.once import warn_once
 from rankwise.parallel.loss.padding import rows_of
+from rankwise.parallel.loss.readings import Readings
 from rankwise.parallel.loss.same_batch import batch_in_hand, check_same_batch
 from rankwise.parallel.loss.verdict import REPORT_LENGTH, Mode, Verdict, combine, report_of
 from rankwise.parallel.state_guard.guard import NUM_NUMBERS
@@ -131,8 +132,7 @@ class LossOnRanks:
         self._num_ranks = 1 if group is None else group.world_size
         self._model_name = model_name
         self._combined: GlobalLoss | None = None
-        self._readings: dict[tuple[int, Place | None, int, bool], Reading] = {}
-        """How sums were read in earlier steps: by the loss, its line, the number of the term and if it is divided."""
+        self._readings = Readings(_ambiguous)
         self._place: Place | None = None
         """The line of the backward under way, where it may be asked for."""
         self._rows: Rows | None = None
@@ -291,7 +291,7 @@ class LossOnRanks:
             self._combined = combine(sums[:REPORT_LENGTH])
             if not self._combined.is_alike:
                 raise self._unlike()
-            self._check_readings(self._combined)
+            self._readings.check(self._combined, self._place)
             if self._combined.counts_padding and self._rows is not None:
                 warn_once("padding", _of_padding(self._rows.loss))
         return self._combined
@@ -317,30 +317,12 @@ class LossOnRanks:
         self._combined = None
         self._is_reported = False
 
-    def _check_readings(self, combined: GlobalLoss) -> None:
-        """Raise if a sum over a number was read otherwise in an earlier step, or cannot be read at all."""
-        for number, term in enumerate(combined.terms):
-            if term.reading == "mean":
-                continue
-            key = self._key(combined, number)
-            known = self._readings.get(key)
-            # A constant may happen to be the number of samples of every rank.
-            fitting = {"both", known} | ({"share"} if known == "constant" and term.has_one_divisor else set())
-            is_contradicted = known is not None and term.reading not in fitting
-            if is_contradicted or (known is None and term.reading == "both"):
-                raise _ambiguous(term, self._place)
-            if known is None:
-                self._readings[key] = term.reading
-
     def reading(self, number: int) -> Reading:
         """Return how a term of the loss under way is read, by this step or by the ones before."""
         combined = self._combined
         if combined is None:
             return "mean"
-        return self._readings.get(self._key(combined, number), combined.terms[number].reading)
-
-    def _key(self, combined: GlobalLoss, number: int) -> tuple[int, Place | None, int, bool]:
-        return combined.code, self._place, number, combined.terms[number].divisor > 0
+        return self._readings.of(combined, number, self._place)
 
     def _unlike(self) -> ConfigurationError:
         own = (

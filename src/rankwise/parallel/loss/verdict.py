@@ -129,6 +129,8 @@ class GlobalTerm:
     """The Python number it is divided by, where that is the same on all ranks."""
     has_one_divisor: bool
     """Whether it is."""
+    is_odd: bool = False
+    """Whether some rank scales it by a number that may make a sum a mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ class GlobalLoss:
     terms: tuple[GlobalTerm, ...]
     counts_padding: bool = False
     """Whether samples have unequal lengths on the ranks, and their losses are means over all of it."""
+    num_rows: float = 0.0
+    """The first dim of what is reduced, on all ranks together."""
 
 
 def combine(sums: Sequence[float]) -> GlobalLoss:
@@ -167,14 +171,16 @@ def combine(sums: Sequence[float]) -> GlobalLoss:
     for number in range(round(num_terms / active)):
         part = sums[_HEADER + _PER_TERM * number : _HEADER + _PER_TERM * (number + 1)]
         terms.append(
-            GlobalTerm(_reading(active, rows, part), part[0], part[1] / active, _are_equal(active, *part[1:3]))
+            GlobalTerm(
+                _reading(active, rows, part), part[0], part[1] / active, _are_equal(active, *part[1:3]), part[4] > 0
+            )
         )
     mode, code = Mode(round(modes / active)), round(codes / active)
     with_rows, losses, squares_of_losses, given, squares_of_given = sums[9:_HEADER]
     counts_padding = round(with_rows) == active and not (
         _are_equal(active, losses, squares_of_losses) or _are_equal(active, given, squares_of_given)
     )
-    return GlobalLoss(weight, num_samples, active, is_alike, mode, code, tuple(terms), counts_padding)
+    return GlobalLoss(weight, num_samples, active, is_alike, mode, code, tuple(terms), counts_padding, rows)
 
 
 def _reading(active: int, num_rows: float, part: Sequence[float]) -> Reading:

@@ -61,7 +61,7 @@ def pipeline(
     micro-batches. Every rank starts from rank zero's parameters and keeps those of its stages; the others become
     meta tensors, without memory, so that names, order and ``state_dict`` keys stay, and an optimizer built afterwards
     numbers parameters alike on every rank. The ranks lie along ``pp``; where :func:`rankwise.mesh` has
-    ``dp_replicate`` too, gradients are means over all samples of all pipelines.
+    ``dp_replicate`` too, gradients are those of all pipelines' batches together.
 
     The model is cut between blocks: layers, and what repeats (a residual block, a decoder layer) as a whole. What
     ``forward`` does between blocks may be anything whose shapes follow from the shapes of the inputs; values that skip
@@ -75,8 +75,8 @@ def pipeline(
         model: whole on every rank, on its device already; or on the CPU or the meta device, of which each rank then
             takes its own stages to its device. What was on meta is filled with NaN there, and to be loaded with
             :func:`rankwise.load_weights` or a checkpoint before the first step. Change layers and dtype before.
-        loss_fn: called with the model's output and the target of a micro-batch; returns the mean over its samples. One
-            whose graph shows that it is something else is warned of.
+        loss_fn: called with the model's output and the target of a micro-batch; returns a mean or a sum over what is in
+            it: samples, tokens, what a mask leaves. Its graph shows which; what is neither is warned of.
         example: a batch as ``model`` would be called with: a tensor, a tuple of arguments or a dict of them by name.
             Of any size; the closer to the training's, the better the balance.
         micro_batches: how many parts a batch is run in. Default: the number of stages.
@@ -85,8 +85,8 @@ def pipeline(
         split: names of the modules that each stage but the first begins with. Default: so that the measured forward
             and backward of the most expensive stage is shortest; by numbers of parameters where the model is not on
             its device yet.
-        weight: called with the target of a micro-batch; returns what its loss is a mean over, where that is not its
-            samples (tokens): at least zero.
+        weight: called with the target of a micro-batch; returns what its loss is a mean over, at least zero. The loss
+            is not read then.
 
     Raises:
         NotJoined: before :func:`rankwise.join`.

@@ -25,7 +25,8 @@ def check_functions(loss_fn: object, weight: object) -> None:
     """
     if not callable(loss_fn):
         raise ConfigurationError(
-            f"loss_fn must be a function, not {loss_fn!r}.", do="pass loss_fn(output, target), which returns a mean"
+            f"loss_fn must be a function, not {loss_fn!r}.",
+            do="pass loss_fn(output, target), which returns a mean or a sum",
         )
     if weight is not None and not callable(weight):
         raise ConfigurationError(

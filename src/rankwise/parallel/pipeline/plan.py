@@ -28,6 +28,7 @@ from rankwise.torch_private.modules import own_parameters
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rankwise.parallel.loss.verdict import Mode
     from rankwise.parallel.pipeline.program import Program
     from rankwise.parallel.pipeline.schedule import Schedule
 
@@ -57,6 +58,8 @@ class Piped:
         self.parameters = parameters
         self.on_mean: Callable[[float], None] | None = None
         """Called at the end of a step with what its gradients are the mean over, on all ranks together."""
+        self.cautions: dict[Mode, str] = {}
+        """What to warn of where a loss is of a mode, since the result is then not that of one rank."""
 
     def note_weight(self, total: float) -> None:
         """Note what the gradients of a step are a mean of."""

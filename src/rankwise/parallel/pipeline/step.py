@@ -49,7 +49,7 @@ class MicroBatch:
     """Of the model's arguments."""
     target: Any
     share: float
-    """What its loss counts of the whole."""
+    """What its loss counts of the whole, as far as that is known before it is computed."""
     num_samples: int
     stages: dict[int, BoundStage]
     """Those of this rank, for its number of samples."""
@@ -149,8 +149,9 @@ class StepRun:
     """The place along the pipeline of each stage."""
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     """Without one there is no backward."""
-    check_loss: Callable[[torch.Tensor, Any, int], None] | None = None
-    """Called with each micro-batch's loss, output and number of samples."""
+    scale_of: Callable[[torch.Tensor, Any, MicroBatch], float] | None = None
+    """Returns what to multiply a micro-batch's loss with, given the loss, the output and the micro-batch; without it,
+    its share."""
     spans: list[tuple[str, int, int, float, float]] | None = None
     """Filled with (kind, stage, micro-batch, start, end) when there is a list."""
     losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -209,16 +210,15 @@ class StepRun:
             raise ConfigurationError(
                 "loss_fn returned something else than one number.",
                 evidence=f"it returned {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}",
-                do="return the mean over the samples of the micro-batch, as a tensor",
+                do="return a mean or a sum over the micro-batch, as a tensor",
             )
-        if self.check_loss is not None:
-            self.check_loss(loss, held.output, micro_batch.num_samples)
+        scale = micro_batch.share if self.scale_of is None else self.scale_of(loss, held.output, micro_batch)
         held.output = None
-        if micro_batch.share == 0.0:
+        if scale == 0.0:
             # A mean over nothing is NaN, and so would be all its gradients: without a loss there are none.
             self.losses.append(loss.detach().new_zeros(()))
             return
-        held.loss = loss.reshape(()) * micro_batch.share
+        held.loss = loss.reshape(()) * scale
         self.losses.append(held.loss.detach().clone())
 
     def _backward(self, stage: int, number: int) -> None:

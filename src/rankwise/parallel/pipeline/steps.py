@@ -17,13 +17,16 @@ from rankwise.events import post_failure
 from rankwise.log import warn
 from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
-from rankwise.parallel.gradient_mean import GradientMean, clip_to_norm
+from rankwise.parallel.gradient_mean import clip_to_norm
 from rankwise.parallel.pipeline import micro_batches as parts
-from rankwise.parallel.pipeline.loss_check import LossCheck
+from rankwise.parallel.pipeline.loss_on_stages import LossOnStages
+from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
 from rankwise.parallel.pipeline.picture import Picture, write_picture
 from rankwise.parallel.pipeline.program import Ref
 from rankwise.parallel.pipeline.schedule import Action, predicting_order, training_order
 from rankwise.parallel.pipeline.step import Link, MicroBatch, Span, StepRun, now
+from rankwise.parallel.pipeline.step_gradients import StepGradients
+from rankwise.parallel.pipeline.step_weight import StepWeight, of_given
 from rankwise.parallel.same_inputs import in_words
 from rankwise.session import current
 from rankwise.torch_private import tree as pytree
@@ -37,8 +40,6 @@ if TYPE_CHECKING:
     from rankwise.parallel.pipeline.plan import Piped, Plan, StageReport
     from rankwise.parallel.pipeline.program import Program
     from rankwise.store import Store
-
-LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Pipeline:
@@ -62,9 +63,6 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._num_micro_batches = num_micro_batches
         self._weight = weight
-        # One copy's last stage speaks for all.
-        speaks = weight is None and axes.coordinate(world.rank, "dp_replicate") == 0
-        self._check_loss = LossCheck() if speaks else None
         self._place = place
         self._first = first
         self._piped = piped
@@ -73,13 +71,21 @@ class Pipeline:
         group = submesh("pp").get_group() if axes.pp > 1 else None
         self._link = Link(group, axes.ranks_along(world.rank, "pp"), plan.device, session.watch)
         copies = exchange_along("dp_replicate")
-        self._mean = (
-            None
-            if copies is None
-            else GradientMean(plan.own_parameters(place), copies, f"gradients of {type(plan.model).__name__}")
+        own = plan.own_parameters(place)
+        self._gradients = StepGradients(own, copies, f"gradients of {type(plan.model).__name__}")
+        self._has_copies = copies is not None
+        losses = MicroBatchLosses(own)
+        self._losses = losses if weight is None and place == self._last_place else None
+        """Reads them, on the last stage."""
+        self._loss = LossOnStages(
+            self._losses,
+            self._along,
+            copies,
+            last_place=self._last_place,
+            cautions=piped.cautions,
+            device=plan.device,
         )
         self._buffers = None if copies is None else BufferSync(plan.own_buffers(place), copies)
-        self._loss_dtype: torch.dtype | None = None
         self._spans: list[tuple[str, int, int, float, float]] | None = None
         self._picture: Picture | None = None
         self._has_warned = False
@@ -92,17 +98,17 @@ class Pipeline:
 
         Called by: every rank; ranks of one pipeline with the same batch. :class:`rankwise.DataLoader` gives it so.
 
-        A batch is split into micro-batches of sizes as even as they go; each counts by its samples, or by
-        ``weight``, so that the split does not show in the result. One with fewer samples than micro-batches runs in
-        fewer. With several pipelines one may have no samples. Calls without ``zero_grad`` between them add up, as
-        backward does: to the sum of the calls' means.
+        A batch is split into micro-batches of sizes as even as they go; each counts by what its loss is a mean or a sum
+        over, or by ``weight``, so that the split does not show in the result. One with fewer samples than micro-batches
+        runs in fewer. With several pipelines one may have no samples. Calls without ``zero_grad`` between them add up,
+        as backward does.
 
         Args:
             x: what the model is called with; tensors are [samples, ...].
             target: a tensor, or a tree of them, [samples, ...].
 
         Returns:
-            The mean loss over the batch, without a graph; the same on every rank of this pipeline.
+            The loss of this pipeline's batch, without a graph; the same on every rank of this pipeline.
 
         Raises:
             ConfigurationError: ``x`` and ``target`` do not go together, the ranks of the pipeline were given different
@@ -111,25 +117,22 @@ class Pipeline:
             PeerFailed: another rank failed.
         """
         samples = parts.common_samples(x, target)
-        if samples == 0 and self._mean is None:
+        if samples == 0 and not self._has_copies:
             raise ConfigurationError("The batch has no samples.", do="skip it, on every rank")
         arguments = parts.arguments(x)
         self._begin("step", arguments, target)
         # What can be refused is, before anything changes.
         prepared = self._prepared_step(arguments, target, samples) if samples else None
-        if self._mean is None:
-            loss, total = self._train(prepared)
-            self._piped.note_weight(total)
-            return loss
-        self._mean.begin()
+        is_read = self._is_read(prepared)
+        self._gradients.begin(has_factor=is_read)
         try:
             if self._buffers is not None and self._plan.model.training:
                 self._buffers.before_forward()
-            loss, total = self._train(prepared)
+            loss, step = self._train(prepared, samples, is_read=is_read)
         except BaseException:
-            self._mean.give_up()
+            self._gradients.give_up()
             raise
-        self._piped.note_weight(self._mean.average(total))
+        self._piped.note_weight(self._gradients.finish(step))
         return loss
 
     def predict(self, x: object) -> Any:  # noqa: ANN401 - whatever the model returns
@@ -149,7 +152,8 @@ class Pipeline:
         with torch.no_grad():
             run, programs = self._prepared((args, kwargs), sizes, None, [0.0] * len(sizes))
             parts.check_rows([program.output_shapes() for program in programs], sizes)
-            self._run(run, predicting_order(self._plan.schedule.name, self._plan.num_ranks, len(sizes))[self._place])
+            with self._telling_others():
+                run.run(predicting_order(self._plan.schedule.name, self._plan.num_ranks, len(sizes))[self._place])
             outputs = [pytree.tree_leaves(run.outputs[number]) for number in sorted(run.outputs)]
             return self._shared(programs[0], outputs, samples)
 
@@ -255,25 +259,43 @@ class Pipeline:
             self._warn_of_states(programs[0])
         return run, training_order(plan.schedule.name, plan.num_ranks, count), total
 
-    def _train(self, prepared: tuple[StepRun, Sequence[Sequence[Action]], float] | None) -> tuple[torch.Tensor, float]:
-        if prepared is None:
-            return torch.full((), math.nan, device=self._plan.device), 0.0
-        run, order, total = prepared
-        began = self._begin_measuring()
-        run.spans = self._spans
-        with torch.enable_grad():
-            self._run(run, order[self._place])
-        if self._spans is not None:
-            self._picture = self._gathered(order, began)
-        if self._along is not None:
-            record = self._along.watch.record
-            record.step = max(record.step, self._num_begun)
-        return self._shared_loss(run.losses), total
+    def _is_read(self, prepared: tuple[StepRun, Sequence[Sequence[Action]], float] | None) -> bool:
+        """Return whether the losses of a step say what its gradients count. The same on every rank."""
+        is_elsewhere = self._has_copies or self._piped.on_mean is not None
+        return self._weight is None and (is_elsewhere or prepared is None or len(prepared[0].micro_batches) > 1)
 
-    def _run(self, run: StepRun, actions: Sequence[Action]) -> None:
-        """Run a step; where it breaks off, tell the ranks that wait for the rest of it."""
+    def _train(
+        self, prepared: tuple[StepRun, Sequence[Sequence[Action]], float] | None, samples: int, *, is_read: bool
+    ) -> tuple[torch.Tensor, StepWeight]:
+        """Run a step; return its loss, and what its gradients count."""
+        run, order, total = prepared or (None, (), 0.0)
+        if self._losses is not None:
+            self._losses.begin(samples)
+        if run is not None:
+            began = self._begin_measuring()
+            run.spans = self._spans
+            run.scale_of = self._losses.scale if self._losses is not None and is_read else None
+            with torch.enable_grad(), self._telling_others():
+                run.run(order[self._place])
+            if self._spans is not None:
+                self._picture = self._gathered(order, began)
+            if self._along is not None:
+                record = self._along.watch.record
+                record.step = max(record.step, self._num_begun)
+        losses = [] if run is None else run.losses
+        step, loss = of_given(total), None
+        if is_read:
+            with self._telling_others():
+                step, loss = self._loss.agree(losses)
+        if run is None:
+            return torch.full((), math.nan, device=self._plan.device), step
+        return self._loss.value(losses) if loss is None else loss, step
+
+    @contextmanager
+    def _telling_others(self) -> Generator[None]:
+        """Where a step breaks off inside, tell the ranks that wait for the rest of it."""
         try:
-            run.run(actions)
+            yield
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             session = current()
@@ -325,7 +347,7 @@ class Pipeline:
         self._link.begin(f"a step of the pipeline of {type(plan.model).__name__}")
         loss_fn = None if targets is None else self._loss_fn
         rank_of = partial(plan.schedule.rank_of, num_ranks=plan.num_ranks)
-        return StepRun(found, self._link, rank_of, loss_fn, self._check_loss), programs
+        return StepRun(found, self._link, rank_of, loss_fn), programs
 
     def _weight_of(self, target: object, size: int) -> float:
         weight = float(size if self._weight is None else self._weight(target))
@@ -335,19 +357,6 @@ class Pipeline:
                 do="return the number of samples or tokens its loss is the mean of",
             )
         return weight
-
-    def _shared_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the last stage's loss on every rank."""
-        loss = torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self._plan.device)
-        if self._along is None:
-            return loss
-        if self._loss_dtype is None:
-            code = LOSS_DTYPES.index(loss.dtype) if losses else 0
-            known = torch.tensor([code], device=self._plan.device)
-            self._loss_dtype = LOSS_DTYPES[
-                int(self._along.broadcast(known, self._last_place, what="dtype of the loss"))
-            ]
-        return self._along.broadcast(loss.to(self._loss_dtype), self._last_place, what="loss of the pipeline")
 
     def _shared(self, program: Program, outputs: Sequence[Sequence[Any]], samples: int) -> Any:  # noqa: ANN401
         """Return the last stage's output on every rank."""

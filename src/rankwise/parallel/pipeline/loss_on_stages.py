@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of a step on all ranks of a pipeline and of its copies: what the gradients count, and the value returned.
+
+The last stages of the copies exchange what they have read, and each tells the other stages of its copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.log import warn
+from rankwise.parallel.loss.once import warn_once
+from rankwise.parallel.loss.readings import Readings
+from rankwise.parallel.loss.verdict import Mode
+from rankwise.parallel.pipeline.step_weight import NO_STEP, NOTHING, CopyLosses, Settled, StepWeight, settled
+from rankwise.places import user_place, words
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rankwise.exchange.protocol import Exchange
+    from rankwise.parallel.loss.verdict import GlobalTerm
+    from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
+    from rankwise.places import Place
+
+_OF_PIPELINE = "loss of the pipeline"
+LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+_INSTEAD = (
+    "micro-batches are averaged by samples, which differs from what one device computes; return one mean or one sum, "
+    "or pass weight= to pipeline(): of the target of a micro-batch, what its loss is a mean over"
+)
+
+
+class LossOnStages:
+    """The loss of one pipeline, step by step."""
+
+    def __init__(
+        self,
+        losses: MicroBatchLosses | None,
+        along: Exchange | None,
+        copies: Exchange | None,
+        *,
+        last_place: int,
+        cautions: Mapping[Mode, str],
+        device: torch.device,
+    ) -> None:
+        """Connect what reads the losses with the other ranks.
+
+        Args:
+            losses: reads them, on ranks with the last stage.
+            along: the ranks of the pipeline; ``None`` for one alone.
+            copies: the ranks with the same stages; ``None`` for one copy.
+            last_place: of the last stage, along the pipeline.
+            cautions: what to warn of where a loss is of a mode.
+            device: of the loss.
+        """
+        self._losses = losses
+        self._along = along
+        self._copies = copies
+        self._last_place = last_place
+        self._cautions = cautions
+        self._device = device
+        self._readings = Readings(_ambiguous)
+        self._has_warned = False
+        self._dtype: torch.dtype | None = None
+
+    def agree(self, losses: Sequence[torch.Tensor]) -> tuple[StepWeight, torch.Tensor]:
+        """Return what the gradients of a step count, and its loss, when those of all its micro-batches are known.
+
+        Called by: every rank of the pipeline and of its copies, also where a copy had no samples.
+
+        Args:
+            losses: of the micro-batches, scaled; on the last stage.
+
+        Raises:
+            ConfigurationError: on the last stages, the losses of the micro-batches are not of the same terms, or can
+                be read in two ways.
+        """
+        step = NO_STEP if self._losses is None else self._settle(self._losses)
+        loss = self._sum(losses)
+        if step.factor != 1.0:
+            loss = loss * step.factor
+        if self._along is None:
+            return step, loss
+        # One message for both, except where the loss would have to be waited for.
+        is_here = self._device.type == "cpu"
+        own = [*step.numbers(), float(LOSS_DTYPES.index(loss.dtype)), float(loss) if is_here else 0.0]
+        message = torch.tensor(own, dtype=torch.float64)
+        found = self._along.broadcast(message, self._last_place, what="loss of the pipeline, and what it counts")
+        *numbers, code, value = found.tolist()
+        dtype = LOSS_DTYPES[round(code)]
+        if is_here:
+            return StepWeight.of(numbers), torch.tensor(value, dtype=dtype)
+        return StepWeight.of(numbers), self._along.broadcast(loss.to(dtype), self._last_place, what=_OF_PIPELINE)
+
+    def value(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the loss of a step whose weight is known, on every rank of the pipeline.
+
+        Args:
+            losses: of the micro-batches, scaled; on the last stage.
+        """
+        loss = self._sum(losses)
+        if self._along is None:
+            return loss
+        if self._dtype is None:
+            known = torch.tensor([LOSS_DTYPES.index(loss.dtype)], device=self._device)
+            self._dtype = LOSS_DTYPES[int(self._along.broadcast(known, self._last_place, what="dtype of the loss"))]
+        return self._along.broadcast(loss.to(self._dtype), self._last_place, what=_OF_PIPELINE)
+
+    def _sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self._device)
+
+    def _settle(self, losses: MicroBatchLosses) -> StepWeight:
+        place, copies = 0, [losses.of_copy]
+        if self._copies is not None:
+            place = self._copies.rank
+            numbers = torch.tensor(losses.of_copy.numbers(), dtype=torch.float64)
+            found = self._copies.all_gather(numbers, what="losses of the copies of a pipeline")
+            copies = [CopyLosses.of(one) for one in found.tolist()]
+        line = user_place()
+        together = settled(copies, self._readings, line)
+        if together is None:
+            raise _unlike(losses)
+        # One copy's last stage speaks for all.
+        if place == 0 and losses.of_copy is not NOTHING:
+            self._warn(losses, together, line)
+        return together.weight_of(copies, place)
+
+    def _warn(self, losses: MicroBatchLosses, together: Settled, line: Place | None) -> None:
+        mode = Mode.SUM if together.is_sum else together.combined.mode
+        if mode in self._cautions:
+            warn_once(mode.name, self._cautions[mode], all_ranks=True)
+        if together.combined.num_active < 2:  # noqa: PLR2004 - one micro-batch is the batch
+            return
+        scaled = losses.scaled_mean()
+        if scaled is not None and not together.by_samples:
+            warn_once(scaled.operation, _of_a_scaled_mean(scaled.num_rows), all_ranks=True)
+        if together.combined.counts_padding:
+            warn_once("padding", _OF_PADDING, all_ranks=True)
+        if together.by_samples and losses.terms and not self._has_warned:
+            self._has_warned = True
+            warn(f"the loss of the pipeline ({words(line)}) {_finding(losses)}: {_INSTEAD}", all_ranks=True)
+
+
+def _finding(losses: MicroBatchLosses) -> str:
+    unknown = next((term for term in losses.terms if term.kind == "unknown"), None)
+    if unknown is not None:
+        return f"is neither a mean nor a sum over samples because of {unknown.operation}"
+    return "adds up terms that are means over unlike numbers, or means and sums"
+
+
+def _unlike(losses: MicroBatchLosses) -> ConfigurationError:
+    return ConfigurationError(
+        "The loss of the pipeline is not of the same terms for all micro-batches.",
+        evidence="of the last one here: "
+        + (", ".join(f"{one.kind} ({one.operation})" for one in losses.terms) or "none"),
+        do="calculate every term for every micro-batch, times zero where it has nothing of it; or pass weight= to "
+        "rankwise.pipeline()",
+    )
+
+
+def _ambiguous(term: GlobalTerm, place: Place | None) -> ConfigurationError:
+    by = f"divided by {term.divisor:g}" if term.divisor else "multiplied by a number"
+    return ConfigurationError(
+        f"A sum in the loss of the pipeline at {words(place)} is {by}, which can be read in two ways.",
+        evidence="if it stands for a micro-batch's number of samples, the loss is a mean over all samples; if it is a "
+        "constant, the loss is a sum times that constant",
+        do="write a mean with .mean() or reduction='mean', or a sum without the number; or pass weight= to "
+        "rankwise.pipeline()",
+    )
+
+
+def _of_a_scaled_mean(num_rows: int) -> str:
+    return (
+        f"a mean in the loss of the pipeline ({{where}}) is multiplied by {num_rows}, which is also a micro-batch's "
+        "number of samples and is taken for a constant: if it is that number, write the sum with reduction='sum' or "
+        ".sum()"
+    )
+
+
+_OF_PADDING = (
+    "the mean in the loss of the pipeline ({where}) is over other numbers of elements per sample in other copies of "
+    "the pipeline, as where each pads its samples to the longest of its own: one device would pad all samples to one "
+    "length, and its mean count them otherwise; leave padding out ((loss * mask).sum() / mask.sum(), ignore_index), "
+    "pad to a fixed length, or pass weight= to pipeline()"
+)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the loss of each micro-batch as soon as it is computed, and says what to scale it with. Knows no other rank.
+
+What a micro-batch is of the whole is known after the last one only, when gradients of the first have gone to the other
+stages. So each is scaled by what it is a mean over as a multiple of the first one's, and step_weight has the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.parallel.loss.nodes import ForwardCall
+from rankwise.parallel.loss.on_ranks import model_numbers
+from rankwise.parallel.loss.padding import rows_of
+from rankwise.parallel.loss.reading import mark_output
+from rankwise.parallel.loss.terms import Reader
+from rankwise.parallel.loss.verdict import MOST_TERMS, REPORT_LENGTH, Mode, Verdict, report_of, verdict_of
+from rankwise.parallel.pipeline.step_weight import NOTHING, CopyLosses, times
+from rankwise.parallel.trained import tensors_with_grad
+from rankwise.session import current
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from rankwise.parallel.loss.padding import Rows
+    from rankwise.parallel.loss.terms import Term
+    from rankwise.parallel.pipeline.step import MicroBatch
+
+
+class MicroBatchLosses:
+    """The losses of one copy's micro-batches, step by step."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Read nothing yet.
+
+        Called by: every rank, in the same order as other strategies' calls.
+
+        Args:
+            parameters: of this rank's stages.
+        """
+        self.number = next(model_numbers)
+        """Of the model, as :class:`rankwise.parallel.loss.terms.Model` has one."""
+        self.terms: tuple[Term, ...] = ()
+        """Of the latest loss."""
+        self.rows: Rows | None = None
+        """Of the latest loss, where padding may count in it."""
+        self._ids = set(map(id, parameters))
+        self._is_unlike = False
+        """Whether the terms of a loss have been means over unlike numbers: micro-batches are averaged by samples then,
+        in all later steps too."""
+        self._copy = NOTHING
+        self._first: tuple[float, ...] | None = None
+        self._num_samples = 0
+        self._are_samples_first = False
+        """Whether a loader gave the batch, so that its first dim is known to be the sample."""
+        self._num_odd = 0
+
+    def owns(self, variable: object) -> bool:
+        """Return whether something is a parameter of this rank's stages."""
+        return id(variable) in self._ids
+
+    def begin(self, num_samples: int) -> None:
+        """Begin a step with a batch of so many samples."""
+        self._copy, self._first, self._num_odd = NOTHING, None, 0
+        self._num_samples = num_samples
+        batch = current().latest_batch
+        self._are_samples_first = batch is not None and batch.num == num_samples
+
+    @property
+    def of_copy(self) -> CopyLosses:
+        """What the losses since :meth:`begin` amount to."""
+        return self._copy
+
+    def scaled_mean(self) -> Term | None:
+        """Return a mean that is multiplied by a number which each micro-batch has samples, if there is one."""
+        is_always = 0 < self._num_odd == self._copy.reports[2]
+        return next((term for term in self.terms if _is_scaled_mean(term)), None) if is_always else None
+
+    def scale(self, loss: torch.Tensor, output: object, part: MicroBatch) -> float:
+        """Read the loss of a micro-batch; return what to multiply it with, zero where nothing of it counts.
+
+        Called by: ranks with the last stage, before backward.
+
+        Args:
+            loss: of the micro-batch.
+            output: of the model, that the loss was computed from.
+            part: the micro-batch.
+        """
+        terms = self._terms(loss, output, part)
+        verdict = verdict_of(terms)
+        self.terms = verdict.terms
+        self._num_odd += any(map(_is_scaled_mean, terms))
+        has_penalty = any(term.kind == "same" for term in terms)
+        amounts = _amounts(verdict, has_penalty=has_penalty)
+        if _is_plain_sum(verdict) and not has_penalty:
+            scale, counted = 1.0, float(self._num_samples)
+        else:
+            multiple = self._multiple(amounts, part.num_samples)
+            scale, counted = part.share * multiple, part.num_samples * multiple
+        self._note(verdict, amounts, counted, part.num_samples, has_penalty=has_penalty)
+        return scale
+
+    def _terms(self, loss: torch.Tensor, output: object, part: MicroBatch) -> list[Term]:
+        if loss.grad_fn is None:
+            return []
+        call = ForwardCall(self.number, float(part.num_samples), _first_sizes(part.leaves))
+        mark_output(tensors_with_grad(output), call)
+        reader = Reader((self,))
+        reader.read((loss.grad_fn, loss.output_nr))
+        self.rows = rows_of(reader.terms, call, part.num_samples if self._are_samples_first else None)
+        return reader.terms
+
+    def _multiple(self, amounts: tuple[float, ...] | None, num_samples: int) -> float:
+        if amounts is None or (self._is_unlike and len(amounts) > 1):
+            return 1.0
+        if not any(amounts):
+            return 0.0
+        per_sample = tuple(one / num_samples for one in amounts)
+        self._first = self._first or per_sample
+        if len(per_sample) != len(self._first):
+            # Losses of unlike terms are an error once all are known.
+            return 1.0
+        multiple = times(per_sample, self._first)
+        if multiple is None:
+            self._is_unlike = True
+            return 1.0
+        return multiple
+
+    def _note(
+        self,
+        verdict: Verdict,
+        amounts: tuple[float, ...] | None,
+        counted: float,
+        num_samples: int,
+        *,
+        has_penalty: bool,
+    ) -> None:
+        before = self._copy
+        own = amounts or (float(num_samples),)
+        report = report_of(verdict, own[0], float(num_samples), self.rows)
+        is_unlike = amounts is None or (self._is_unlike and len(amounts) > 1)
+        self._copy = CopyLosses(
+            before.counted + counted,
+            before.num_unlike + is_unlike,
+            before.num_penalties + has_penalty,
+            _sum(before.amounts, own, MOST_TERMS),
+            _sum(before.reports, report, REPORT_LENGTH),
+        )
+
+
+def _amounts(verdict: Verdict, *, has_penalty: bool) -> tuple[float, ...] | None:
+    """Return what each term of a loss is a mean over; ``None`` where that is no matter of one factor."""
+    if verdict.mode is Mode.MEAN:
+        return (verdict.weight,)
+    undivided = [term for term in verdict.terms if term.kind == "sum" and not term.divisor]
+    has_mean = any(term.kind == "mean" for term in verdict.terms)
+    if verdict.mode is Mode.SAMPLES or (undivided and (has_mean or has_penalty)):
+        return None
+    return tuple(term.amount for term in verdict.terms)
+
+
+def _is_plain_sum(verdict: Verdict) -> bool:
+    is_read = verdict.mode in (Mode.SUM, Mode.TERMS)
+    return is_read and all(term.kind == "sum" and not term.divisor for term in verdict.terms)
+
+
+def _is_scaled_mean(term: Term) -> bool:
+    return term.is_odd and term.kind == "mean"
+
+
+def _first_sizes(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Return the sizes of the first tensor that the model is called with."""
+    return next((tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), ())
+
+
+def _sum(some: Sequence[float], others: Sequence[float], length: int) -> tuple[float, ...]:
+    padded = [*others, *(0.0 for _ in range(length - len(others)))]
+    return tuple(one + other for one, other in zip(some, padded, strict=True))

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gradients of a step count, once the losses of all its micro-batches are known. Values only.
+
+Each micro-batch's gradients were scaled by what its loss is a mean over, as a multiple of what the first one's is: one
+factor for all of them is left.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from rankwise.parallel.loss.verdict import MOST_TERMS, REPORT_LENGTH, Mode, combine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.parallel.loss.readings import Readings
+    from rankwise.parallel.loss.verdict import GlobalLoss
+    from rankwise.places import Place
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeight:
+    """What the gradients of a step of one copy of the pipeline count."""
+
+    factor: float
+    """What makes the copy's loss and gradients those of its batch."""
+    share: float
+    """What its gradients count in the sum over copies; the factor is in it."""
+    divisor: float
+    """This copy's part of what that sum is divided by."""
+    total: float | None
+    """What the gradients of all copies together are the mean over; ``None`` where it is the sum of the divisors."""
+
+    def numbers(self) -> list[float]:
+        """Return all of it, to be sent."""
+        return [self.factor, self.share, self.divisor, self.total or 0.0]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> StepWeight:
+        """Return what was sent."""
+        factor, share, divisor, total = numbers
+        return cls(factor, share, divisor, total)
+
+
+NO_STEP = StepWeight(1.0, 0.0, 0.0, 0.0)
+"""In the place of what another rank will tell."""
+
+
+def of_given(total: float) -> StepWeight:
+    """Return the weight of a step whose micro-batches' shares were known before it."""
+    return StepWeight(1.0, total, total, None)
+
+
+class CopyLosses(NamedTuple):
+    """The losses of the micro-batches of one copy of the pipeline in a step."""
+
+    counted: float
+    """Samples of the micro-batches, times what each was scaled with on top of its share of the samples."""
+    num_unlike: float
+    """Micro-batches that were averaged by samples, since no one number scales all terms of their losses."""
+    num_penalties: float
+    """Micro-batches whose loss has terms of parameters alone."""
+    amounts: tuple[float, ...]
+    """[MOST_TERMS], what each term is a mean over, in all micro-batches together."""
+    reports: tuple[float, ...]
+    """[REPORT_LENGTH], the sum of what each micro-batch reports."""
+
+    @property
+    def num_samples(self) -> float:
+        """Samples of the micro-batches."""
+        return self.reports[1]
+
+    def numbers(self) -> list[float]:
+        """Return all of it, to be sent."""
+        return [self.counted, self.num_unlike, self.num_penalties, *self.amounts, *self.reports]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> CopyLosses:
+        """Return what was sent."""
+        counted, num_unlike, num_penalties, *rest = numbers
+        return cls(counted, num_unlike, num_penalties, tuple(rest[:MOST_TERMS]), tuple(rest[MOST_TERMS:]))
+
+
+NOTHING = CopyLosses(0.0, 0.0, 0.0, (0.0,) * MOST_TERMS, (0.0,) * REPORT_LENGTH)
+"""Of a copy without samples."""
+
+
+class Settled(NamedTuple):
+    """What the losses of all copies together amount to."""
+
+    combined: GlobalLoss
+    is_sum: bool
+    by_samples: bool
+    """Whether micro-batches or copies are averaged by samples, since the loss shows nothing better."""
+
+    def weight_of(self, copies: Sequence[CopyLosses], place: int) -> StepWeight:
+        """Return the weight of the step of the copy at ``place``."""
+        own, combined = copies[place], self.combined
+        if self.is_sum:
+            num_micro_batches = own.reports[2]
+            factor = num_micro_batches * own.num_samples / own.counted if own.counted else 1.0
+            # Sums over copies are divided by one.
+            share = factor if num_micro_batches else 0.0
+            return StepWeight(factor, share, float(place == 0), combined.num_samples)
+        factor = own.num_samples / own.counted if own.counted else 1.0
+        weight, total = own.num_samples, combined.num_samples
+        if not self.by_samples:
+            # Multiples of the samples, so that a mean over samples has the very numbers that samples give.
+            first = next((_per_sample(one) for one in copies if any(one.amounts)), None)
+            weight *= 0.0 if first is None else times(_per_sample(own), first) or 0.0
+            total = combined.weight
+        return StepWeight(factor, factor * weight, weight, total)
+
+
+def settled(copies: Sequence[CopyLosses], readings: Readings, place: Place | None) -> Settled | None:
+    """Return what the losses of all copies amount to; ``None`` where they are not of the same terms.
+
+    Called by: the last stage of each copy, with the same.
+
+    Args:
+        copies: their losses.
+        readings: of sums over numbers, in earlier steps.
+        place: the line of the step.
+
+    Raises:
+        ConfigurationError: a sum over a number can be read in two ways.
+    """
+    combined = combine([sum(column) for column in zip(*(copy.reports for copy in copies), strict=True)])
+    if not combined.num_active:
+        return Settled(combined, is_sum=False, by_samples=True)
+    if not combined.is_alike:
+        return None
+    combined = _with_shares(combined)
+    if combined.num_active > 1:
+        readings.check(combined, place)
+    reads = {readings.of(combined, number, place) for number in range(len(combined.terms))}
+    is_sum = combined.mode is Mode.SUM or (bool(reads) and reads <= {"sum", "constant"})
+    is_mean = combined.mode is Mode.MEAN or (bool(reads) and reads <= {"mean", "share"})
+    by_samples = (
+        any(copy.num_unlike for copy in copies)
+        or (is_sum and any(copy.num_penalties for copy in copies))
+        or not (is_sum or (is_mean and _are_proportional(copies)))
+    )
+    return Settled(combined, is_sum and not by_samples, by_samples)
+
+
+def _with_shares(combined: GlobalLoss) -> GlobalLoss:
+    """Read a sum over a size of each micro-batch as a mean, unless that is the size of the whole batch too.
+
+    Micro-batches are nearly always of one size, where ranks are not: any multiple of the batch's would be in doubt.
+    """
+    terms = [
+        replace(term, reading="share")
+        if term.reading == "both" and not term.is_odd and term.divisor != combined.num_rows
+        else term
+        for term in combined.terms
+    ]
+    return replace(combined, terms=tuple(terms))
+
+
+def times(amounts: Sequence[float], first: Sequence[float]) -> float | None:
+    """Return which multiple of ``first`` the amounts are, exactly one where that is a matter of rounding.
+
+    Returns:
+        ``None`` where some are another multiple than others.
+    """
+    multiple = next((one / other for one, other in zip(amounts, first, strict=True) if other), 0.0)
+    if not all(math.isclose(one, other * multiple, rel_tol=1e-9) for one, other in zip(amounts, first, strict=True)):
+        return None
+    return 1.0 if math.isclose(multiple, 1.0, rel_tol=1e-12) else multiple
+
+
+def _are_proportional(copies: Sequence[CopyLosses]) -> bool:
+    active = [_per_sample(one) for one in copies if any(one.amounts)]
+    return all(times(one, active[0]) is not None for one in active)
+
+
+def _per_sample(copy: CopyLosses) -> tuple[float, ...]:
+    return tuple(amount / copy.num_samples for amount in copy.amounts) if copy.num_samples else copy.amounts
