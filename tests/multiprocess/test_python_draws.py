@@ -28,7 +28,7 @@ FOUR = "has drawn 4 random numbers one by one, as many as this rank has samples"
 
 
 def _in_several_places(_: torch.Tensor) -> list[float]:
-    drawn = [random.random(), random.random(), random.betavariate(0.4, 0.4)]
+    drawn = [random.random(), random.random()]
     return [*drawn, np.random.rand(), np.random.rand()]  # noqa: NPY002 - public scripts use it
 
 

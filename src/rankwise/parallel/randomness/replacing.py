@@ -7,7 +7,6 @@ Used by numpy_draws and python_draws.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import wraps
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ def replacing(module: ModuleType, names: Iterable[str], replace: Callable[[str, 
 def _in_this_thread(draw: Draw, replaced: Draw) -> Draw:
     thread = get_ident()
 
-    @wraps(draw)
+    # Without functools.wraps, which takes longer than the rest.
     def dispatch(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever it draws
         return (replaced if get_ident() == thread else draw)(*args, **kwargs)
 
