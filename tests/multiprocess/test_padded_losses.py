@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means over padded samples: a warning where the ranks' lengths differ and padding counts, and only there."""
+"""Means over padded samples: an error where the ranks' lengths differ and padding counts, and only there."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from loss_steps import said
+from loss_steps import said, whole
+from replicas import TOLERANCE, largest_difference
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 import rankwise as rw
 from rankwise import testing
+from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from replicas import Parameters
 
     from rankwise.world import World
 
@@ -23,8 +28,12 @@ if TYPE_CHECKING:
     Collate = Callable[[Sequences], tuple[torch.Tensor, torch.Tensor]]
     Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Of outputs [batch, seq, 3] and lengths [batch]."""
+    Losses = Sequence[Loss]
+    Weigh = Callable[[torch.Tensor], int]
 
 LENGTHS = (3, 5, 2, 7, 4, 4, 6, 2, 1, 3)
+BOUNDS = {2: ((0, 3), (3, 5)), 3: ((0, 2), (2, 4), (4, 5))}
+"""Which samples of a batch of five each rank has, by the number of ranks."""
 
 
 def _sequences(lengths: tuple[int, ...]) -> Sequences:
@@ -56,7 +65,23 @@ def _mean_of_means(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return outputs.square().mean(dim=(1, 2)).mean()
 
 
-def _without_padding(outputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def _sum_over_all_elements(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return outputs.square().sum() / outputs.numel()
+
+
+def _sum_over_sizes(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return outputs.square().sum() / outputs.shape[0] / outputs.shape[1]
+
+
+def _sum_of_means(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return outputs.square().mean(dim=(1, 2)).sum()
+
+
+def _two_terms(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return outputs.sum(dim=(1, 2)).square().mean() + 0.1 * outputs.square().mean()
+
+
+def _masked(outputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     mask = _mask(outputs, lengths)
     return (outputs.square() * mask).sum() / mask.sum()
 
@@ -84,40 +109,102 @@ def _sum_of_each(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return outputs.square().sum(dim=(1, 2)).mean()
 
 
-def _train(_: World, strategy: str, loss: Loss, collate: Collate, lengths: tuple[int, ...]) -> int:
-    model = nn.Sequential(nn.Linear(3, 3)).double()
+def _masked_in_python(outputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    mask = _mask(outputs, lengths)
+    return (outputs.square() * mask).mean() * (mask.numel() / int(mask.sum()))
+
+
+def _sum_of_each_channel(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return outputs.square().transpose(1, 2).sum(2).mean()
+
+
+def _sum(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return 0.01 * outputs.square().sum()
+
+
+def _sum_over_samples(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return outputs.square().sum() / len(outputs)
+
+
+def _train(
+    _: World, strategy: str, losses: Losses, collate: Collate, lengths: tuple[int, ...], weigh: Weigh | None = None
+) -> list[Parameters]:
+    return [_trained(strategy, loss, collate, lengths, weigh) for loss in losses]
+
+
+def _trained(strategy: str, loss: Loss, collate: Collate, lengths: tuple[int, ...], weigh: Weigh | None) -> Parameters:
+    model = _model()
     model = rw.shard(model) if strategy == "shard" else rw.replicate(model)
-    with said() as lines:
-        for x, num in rw.DataLoader(_sequences(lengths), global_batch_size=5, collate_fn=collate):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, num in rw.DataLoader(_sequences(lengths), global_batch_size=5, collate_fn=collate):
+        optimizer.zero_grad()
+        with nullcontext() if weigh is None else rw.weight(model, weigh(x)):
             loss(model(x), num).backward()
-            model.zero_grad()
-    return sum("elements of each sample on this rank, and over other numbers" in line for line in lines)
+        optimizer.step()
+    return whole(model.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "shard"])
-@pytest.mark.parametrize("loss", [_mean, _mean_of_means])
-def test_a_mean_over_unequal_padding_is_warned_of_once(loss: Loss, strategy: str) -> None:
-    results = testing.run_ranks(_train, 2, strategy, loss, _padded, LENGTHS)
-    assert [result.get() for result in results] == [1, 0]
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3, bias=False)).double()
+
+
+UNEQUAL: Losses = [_mean, _mean_of_means, _sum_over_all_elements, _sum_over_sizes, _sum_of_means, _two_terms]
 
 
 @pytest.mark.parametrize(
-    ("loss", "collate", "lengths"),
-    [
-        (_without_padding, _padded, LENGTHS),
-        (_ratio_of_means, _padded, LENGTHS),
-        (_chosen, _padded, LENGTHS),
-        (_cross_entropy_of_rows, _padded, LENGTHS),
-        (_cross_entropy, _padded, LENGTHS),
-        (_sum_of_each, _padded, LENGTHS),
-        (_mean, _padded, (4,) * 10),
-        (_mean, _in_one_piece, LENGTHS),
-        # Shares of three and two samples: in batches [seq, batch] that looks like lengths that differ.
-        (_mean, _sequence_first, (4,) * 10),
-    ],
+    ("strategy", "loss"), [*(("replicate", one) for one in UNEQUAL), ("shard", _mean), ("shard", _two_terms)]
 )
-def test_what_does_not_count_padding_is_not_warned_of(loss: Loss, collate: Collate, lengths: tuple[int, ...]) -> None:
-    assert [result.get() for result in testing.run_ranks(_train, 2, "replicate", loss, collate, lengths)] == [0, 0]
+def test_a_mean_over_unequal_padding_is_an_error_on_all_ranks(strategy: str, loss: Loss) -> None:
+    _expect_error(strategy, loss, lengths=2 * LENGTHS, num_ranks=2, evidence="on this rank; ")
+
+
+def test_a_rank_without_samples_raises_it_too() -> None:
+    _expect_error("replicate", _mean, lengths=(3, 5), num_ranks=3, evidence="this rank has no samples; ")
+
+
+def _expect_error(strategy: str, loss: Loss, *, lengths: tuple[int, ...], num_ranks: int, evidence: str) -> None:
+    errors = [one.error for one in testing.run_ranks(_train, num_ranks, strategy, [loss], _padded, lengths)]
+    assert [type(error) for error in errors] == [ConfigurationError] * num_ranks
+    assert all("is over unequal numbers of elements of each sample on the ranks" in str(error) for error in errors)
+    assert all("test_padded_losses.py:" in str(error) for error in errors)
+    assert evidence in str(errors[-1])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("weigh", [len, torch.numel])
+def test_a_given_weight_says_what_counts(weigh: Weigh, num_ranks: int) -> None:
+    lengths = (3, 5, 2, 7, 4)
+    model = _model()
+    parts = [_sequences(lengths)[start:end] for start, end in BOUNDS[num_ranks]]
+    padded = [_padded(one)[0] for one in parts]
+    weights = [weigh(x) for x in padded]
+    loss = sum((w * model(x).square().mean() for x, w in zip(padded, weights, strict=True)), torch.zeros(()))
+    (loss / sum(weights)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for result in testing.run_ranks(_train, num_ranks, "replicate", [_mean], _padded, lengths, weigh):
+        assert largest_difference(result.get()[0], dict(model.state_dict())) < TOLERANCE
+
+
+EXACT: list[tuple[Losses, Collate, tuple[int, ...]]] = [
+    ([_masked, _masked_in_python, _ratio_of_means, _chosen, _cross_entropy_of_rows, _cross_entropy], _padded, LENGTHS),
+    ([_sum_of_each, _sum_of_each_channel, _sum_over_samples, _sum], _padded, LENGTHS),
+    (UNEQUAL, _padded, (4,) * 10),
+    ([_mean], _in_one_piece, LENGTHS),
+    # Shares of three and two samples: in batches [seq, batch] that looks like lengths that differ.
+    ([_mean], _sequence_first, (4,) * 10),
+]
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("replicate", 2), ("replicate", 3), ("shard", 2)])
+@pytest.mark.parametrize(("losses", "collate", "lengths"), EXACT)
+def test_what_does_not_count_padding_is_exact(
+    losses: Losses, collate: Collate, lengths: tuple[int, ...], strategy: str, num_ranks: int
+) -> None:
+    (alone,) = testing.run_ranks(_train, 1, strategy, losses, collate, lengths)
+    for result in testing.run_ranks(_train, num_ranks, strategy, losses, collate, lengths):
+        apart = [largest_difference(got, one) for got, one in zip(result.get(), alone.get(), strict=True)]
+        assert max(apart) < TOLERANCE, apart
 
 
 def _train_pipeline(_: World, loss: Loss) -> int:
@@ -130,6 +217,6 @@ def _train_pipeline(_: World, loss: Loss) -> int:
     return sum("is over other numbers of elements per sample in other copies" in line for line in lines)
 
 
-@pytest.mark.parametrize(("loss", "num_lines"), [(_mean, [1, 0]), (_without_padding, [0, 0])])
+@pytest.mark.parametrize(("loss", "num_lines"), [(_mean, [1, 0]), (_masked, [0, 0])])
 def test_copies_of_a_pipeline_warn_of_unequal_padding_where_it_counts(loss: Loss, num_lines: list[int]) -> None:
     assert [result.get() for result in testing.run_ranks(_train_pipeline, 2, loss)] == num_lines

@@ -20,15 +20,22 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from rankwise.parallel.buffers import BufferSync
     from rankwise.parallel.gradient_sync import GradientSync
 
 
 class AfterForward(OwnHook):
     """Notes how many samples a forward call stands for, and when backward reaches its output."""
 
-    def __init__(self, sync: GradientSync, weight: Callable[..., float | torch.Tensor] | None) -> None:
+    def __init__(
+        self,
+        sync: GradientSync,
+        weight: Callable[..., float | torch.Tensor] | None,
+        buffers: BufferSync | None = None,
+    ) -> None:
         self._sync = sync
         self._weight = weight
+        self._buffers = buffers
         self._counts = count_registrations()
         self._count_seen = self._counts.parameters
 
@@ -42,6 +49,8 @@ class AfterForward(OwnHook):
             sync.check_followed(module)
             self._count_seen = self._counts.parameters
         if not in_backward():
+            if self._buffers is not None and module.training:
+                self._buffers.after_forward()
             sync.before_backward()
             sync.note_call(args, kwargs)
         amount = samples_of(self._weight, args, kwargs)

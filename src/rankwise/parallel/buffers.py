@@ -17,6 +17,7 @@ from rankwise.torch_private.modules import own_buffers, own_modules
 
 if TYPE_CHECKING:
     from rankwise.exchange.protocol import Exchange
+    from rankwise.parallel.parted_buffers import PartedBuffers
 
 SMALL_BYTES = 2**18
 """Up to this size, sending all buffers takes no longer than asking which have changed."""
@@ -32,21 +33,49 @@ class BufferSync:
     The statistics of synchronised BatchNorm are equal on all ranks already.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, model: nn.Module, exchange: Exchange, parted: PartedBuffers | None = None) -> None:
+        """Follow the buffers of a model.
+
+        Args:
+            model: whose buffers they are.
+            exchange: the ranks.
+            parted: names what ranks update from their own samples.
+        """
         self._places = BufferPlaces(model)
         self._exchange = exchange
+        self._parted = parted
         self._seen = {place: (buffer, version_of(buffer)) for place, buffer in self._places.buffers().items()}
+        self._unseen: set[Place] = set()
+        """Buffers that have differed: what is changed through ``.data`` has no other version."""
 
-    def before_forward(self) -> None:
-        """Make the buffers equal. Called by: every rank, before each training forward."""
+    def before_forward(self, inputs: object = ()) -> None:
+        """Make the buffers equal.
+
+        Called by: every rank, before each training forward.
+
+        Args:
+            inputs: what the model is called with.
+        """
         buffers = self._places.buffers()
         if not buffers:
             return
+        unlike, suspects = (set[Place](), []) if self._parted is None else self._parted.compare(buffers)
+        self._unseen |= unlike
+        to_send = buffers
         if sum(buffer.nbytes for buffer in buffers.values()) > SMALL_BYTES:
-            buffers = self._changed_on_any_rank(buffers)
+            to_send = self._changed_on_any_rank(buffers)
         with torch.no_grad():
-            broadcast_tensors(buffers.values(), self._exchange, what="buffers of rank 0")
-        self._seen |= {place: (buffer, version_of(buffer)) for place, buffer in buffers.items()}
+            broadcast_tensors(to_send.values(), self._exchange, what="buffers of rank 0")
+        self._seen |= {place: (buffer, version_of(buffer)) for place, buffer in to_send.items()}
+        if self._parted is not None:
+            if suspects:
+                self._parted.tell(suspects, buffers)
+            self._parted.note_before(buffers, inputs)
+
+    def after_forward(self) -> None:
+        """Note what a training forward has made of the buffers. Called after each."""
+        if self._parted is not None and self._parted.is_close:
+            self._parted.note_after(self._places.buffers())
 
     def _changed_on_any_rank(self, buffers: dict[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
         changed = torch.tensor([self._has_changed(place, buffer) for place, buffer in buffers.items()]).byte()
@@ -54,6 +83,8 @@ class BufferSync:
         return {place: buffers[place] for place, moved in zip(buffers, changed.tolist(), strict=True) if moved}
 
     def _has_changed(self, place: Place, buffer: torch.Tensor) -> bool:
+        if place in self._unseen:
+            return True
         before = self._seen.get(place)
         return before is None or before[0] is not buffer or before[1] != version_of(buffer)
 

@@ -22,6 +22,7 @@ from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.gradient_sync import GradientSync
 from rankwise.parallel.loss.reading import subscribe
 from rankwise.parallel.own_hooks import OwnHook, leave_out_of_copies
+from rankwise.parallel.parted_buffers import PartedBuffers
 from rankwise.parallel.randomness.model import draw_as_one_rank
 from rankwise.parallel.randomness.scope import check_randomness
 from rankwise.parallel.same_model import broadcast_model, check_same_model
@@ -140,6 +141,7 @@ def replicate(
     subscribe(sync.loss, session)
     note_trained(model, sync)
     session.stopping.unless(WeakMethod(sync.is_mid_step))
+    buffers = None
     if exchange is not None:
         if sync_batchnorm:
             synchronise_batchnorm(model, sync, exchange)
@@ -148,13 +150,14 @@ def replicate(
                 f"{take_their(names)} statistics per rank, so that the "
                 "result depends on the number of ranks; replicate(model, sync_batchnorm=True) makes it exact"
             )
-        model.register_forward_pre_hook(_BeforeForward(BufferSync(model, exchange)))
+        buffers = BufferSync(model, exchange, PartedBuffers(model, exchange, type(model).__name__))
+        model.register_forward_pre_hook(_BeforeForward(buffers))
     if group is not None:
         named, statistics = dict(zip(sync.names, parameters, strict=True)), shared_statistics(model, SYNCHRONISED)
         sync.loss.guard = StateGuard(
             type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model)
         )
-    model.register_forward_hook(AfterForward(sync, weight), with_kwargs=True)
+    model.register_forward_hook(AfterForward(sync, weight, buffers), with_kwargs=True)
     draw_as_one_rank(model, session, exchange, randomness)
     leave_out_of_copies(model)
     return model
@@ -186,6 +189,6 @@ class _BeforeForward(OwnHook):
         self._buffers = buffers
 
     @uncompiled
-    def __call__(self, module: nn.Module, _: object) -> None:
+    def __call__(self, module: nn.Module, args: object) -> None:
         if module.training and torch.is_grad_enabled():
-            self._buffers.before_forward()
+            self._buffers.before_forward((args,))

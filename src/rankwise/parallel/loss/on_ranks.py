@@ -14,8 +14,7 @@ import torch
 
 from rankwise.errors import ConfigurationError
 from rankwise.exchange.protocol import LaneSize
-from rankwise.parallel.loss.once import warn_once
-from rankwise.parallel.loss.padding import rows_of
+from rankwise.parallel.loss.padding import RowsInSteps, unequal_lengths
 from rankwise.parallel.loss.readings import Readings
 from rankwise.parallel.loss.same_batch import batch_in_hand, check_same_batch
 from rankwise.parallel.loss.verdict import REPORT_LENGTH, Mode, Verdict, combine, report_of
@@ -135,6 +134,7 @@ class LossOnRanks:
         self._readings = Readings(_ambiguous)
         self._place: Place | None = None
         """The line of the backward under way, where it may be asked for."""
+        self._rows_in_steps = RowsInSteps()
         self._rows: Rows | None = None
         """Of what the loss reduces, where they are the samples."""
         self._is_reported = False
@@ -184,10 +184,10 @@ class LossOnRanks:
         self._expected_weight = self.forward_weight if call is None else call.num_samples
         self._batch = batch_in_hand()
         self._rows = None
-        if verdict.mode in (Mode.MEAN, Mode.TERMS) and self._lane is not None:
+        if verdict.mode in (Mode.MEAN, Mode.SUM, Mode.TERMS) and self._lane is not None:
             session = current_or_none()
             batch = None if session is None else session.latest_batch
-            self._rows = rows_of(verdict.terms, call, None if batch is None else batch.num)
+            self._rows = self._rows_in_steps.read(verdict.terms, call, None if batch is None else batch.num)
         self._verdict = _SAMPLES if self.is_given else _NOTHING if self._expected_weight == 0 else verdict
         if self._verdict.mode in (Mode.TERMS, Mode.NOTHING):
             # Where its readings are looked up it may be too late: on a GPU another thread runs backward.
@@ -279,7 +279,7 @@ class LossOnRanks:
 
         Raises:
             CollectiveMismatch: they are at different batches.
-            ConfigurationError: their losses are of different kinds.
+            ConfigurationError: their losses are of different kinds, or over samples of different lengths.
         """
         if self._lane is not None and self._group is not None and self._is_reported and self._combined is None:
             self._lane.finish()
@@ -292,8 +292,8 @@ class LossOnRanks:
             if not self._combined.is_alike:
                 raise self._unlike()
             self._readings.check(self._combined, self._place)
-            if self._combined.counts_padding and self._rows is not None:
-                warn_once("padding", _of_padding(self._rows.loss))
+            if self._combined.elements is not None:
+                raise unequal_lengths(self._rows, self._combined.elements, words(self._place or user_place()))
         return self._combined
 
     def counted(self, total: float) -> float:
@@ -344,15 +344,6 @@ def _ambiguous(term: GlobalTerm, place: Place | None) -> ConfigurationError:
         "constant, the loss is their sum over that constant",
         do="write a mean with .mean() or reduction='mean'; or pass what the loss is a mean over to "
         "rankwise.weight(model, amount)",
-    )
-
-
-def _of_padding(elements: int) -> str:
-    return (
-        f"the mean in the loss ({{where}}) is over {elements} elements of each sample on this rank, and over other "
-        "numbers of them on other ranks, as where each pads its samples to the longest of its own: one rank would pad "
-        "all samples to one length, and its mean count them otherwise; leave padding out ((loss * mask).sum() / "
-        "mask.sum(), ignore_index), pad to a fixed length, or pass what counts to rankwise.weight(model, amount)"
     )
 
 

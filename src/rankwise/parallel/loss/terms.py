@@ -59,8 +59,10 @@ class Term:
     """Whether it is a size of what is reduced, as the number of this rank's samples is."""
     is_odd: bool = False
     """Whether it is scaled by a number that may make a mean a sum, or a sum a mean."""
-    row: int = 0
-    """Elements of a row, where a plain mean is over these too; else 0."""
+    per_row: float = 0.0
+    """Over how many elements of each row a mean is, where nothing but sizes says so; else 0."""
+    scales: tuple[float, ...] = ()
+    """The Python numbers that scale it, but for those that are sizes."""
     has_constants: bool = False
     """Whether Python numbers scale it, which may differ between ranks."""
 
@@ -301,6 +303,7 @@ def _term(path: _Path, deciding: _Reduction, edge: Edge) -> Term:
         is_odd = num_rows > 1 and factor == num_rows
     else:
         is_odd = any(_is_reciprocal(one, sizes) for one in path.times_python)
+    per_row, scales = _of_each_row(path, kind, counted)
     # A loss times zero, or times NaN, is still a mean over as much.
     amount = counted * abs(divisor) / (factor if math.isfinite(factor) and factor else 1.0)
     if path.by_data and math.prod(path.by_data) == 1.0 and is_all_masked(edge[0]):
@@ -317,17 +320,33 @@ def _term(path: _Path, deciding: _Reduction, edge: Edge) -> Term:
         divisor=max(shares, default=abs(divisor) if path.by_python else 0.0),
         is_share=bool(shares),
         is_odd=is_odd,
-        row=_elements_of_a_row(path),
+        per_row=per_row,
+        scales=scales,
         has_constants=bool(path.by_python or path.times_python),
     )
 
 
-def _elements_of_a_row(path: _Path) -> int:
-    """Return over how many elements of each row a mean is, where nothing but sizes says so; else 0."""
+def _of_each_row(path: _Path, kind: Kind, counted: float) -> tuple[float, tuple[float, ...]]:
+    """Return over how many elements of each row a term is a mean, and the Python numbers that are no sizes.
+
+    Zero elements where values decide: masks, weights of classes, what is ignored.
+    """
     shape = path.reductions[-1].shape
-    is_over_rows = any(one.kind == "mean" and one.dims - {0} for one in path.reductions)
-    is_weighted = path.by_data or any(saved(one.node, "total_weight") is not None for one in path.reductions)
-    return math.prod(shape[1:]) if len(shape) > 1 and is_over_rows and not is_weighted else 0
+    if len(shape) < 2 or path.by_data or any(saved(one.node, "total_weight") is not None for one in path.reductions):  # noqa: PLR2004
+        return 0.0, ()
+    num_rows, sizes = max(shape[0], 1), {*shape[1:], math.prod(shape[1:])}
+    is_over_rows = kind == "mean"
+    elements = counted / num_rows if is_over_rows else counted
+    scales = list(path.times_python)
+    for value in map(abs, path.by_python):
+        if not is_over_rows and value / num_rows in (1, *sizes):
+            elements *= value / num_rows
+            is_over_rows = True
+        elif value in sizes:
+            elements *= value
+        else:
+            scales.append(1 / value if value else 0.0)
+    return elements, tuple(scales)
 
 
 def _is_reciprocal(value: float, sizes: Collection[int]) -> bool:

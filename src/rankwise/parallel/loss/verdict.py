@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
 
-from rankwise.parallel.loss.padding import report_rows
+from rankwise.parallel.loss.padding import report_rows, unequal_elements
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rankwise.parallel.loss.terms import Term
 
 MOST_TERMS = 12
-_HEADER = 14
+_HEADER = 16
 _PER_TERM = 6
 REPORT_LENGTH = _HEADER + _PER_TERM * MOST_TERMS
 """How many numbers each rank reports."""
@@ -150,8 +150,9 @@ class GlobalLoss:
     code: int
     """A number for the operations of the loss."""
     terms: tuple[GlobalTerm, ...]
-    counts_padding: bool = False
-    """Whether samples have unequal lengths on the ranks, and their losses are means over all of it."""
+    elements: float | None = None
+    """Over how many elements of each sample the means of ranks are, on average, where these are unequal and so are the
+    ranks' inputs; else ``None``."""
     num_rows: float = 0.0
     """The first dim of what is reduced, on all ranks together."""
 
@@ -176,11 +177,8 @@ def combine(sums: Sequence[float]) -> GlobalLoss:
             )
         )
     mode, code = Mode(round(modes / active)), round(codes / active)
-    with_rows, losses, squares_of_losses, given, squares_of_given = sums[9:_HEADER]
-    counts_padding = round(with_rows) == active and not (
-        _are_equal(active, losses, squares_of_losses) or _are_equal(active, given, squares_of_given)
-    )
-    return GlobalLoss(weight, num_samples, active, is_alike, mode, code, tuple(terms), counts_padding, rows)
+    elements = unequal_elements(active, sums[9:_HEADER], _are_equal)
+    return GlobalLoss(weight, num_samples, active, is_alike, mode, code, tuple(terms), elements, rows)
 
 
 def _reading(active: int, num_rows: float, part: Sequence[float]) -> Reading:

@@ -139,7 +139,7 @@ class LossOnStages:
         scaled = losses.scaled_mean()
         if scaled is not None and not together.by_samples:
             warn_once(scaled.operation, _of_a_scaled_mean(scaled.num_rows), all_ranks=True)
-        if together.combined.counts_padding:
+        if together.combined.elements is not None:
             warn_once("padding", _OF_PADDING, all_ranks=True)
         if together.by_samples and losses.terms and not self._has_warned:
             self._has_warned = True

@@ -13,7 +13,7 @@ import torch
 
 from rankwise.parallel.loss.nodes import ForwardCall
 from rankwise.parallel.loss.on_ranks import model_numbers
-from rankwise.parallel.loss.padding import rows_of
+from rankwise.parallel.loss.padding import RowsInSteps
 from rankwise.parallel.loss.reading import mark_output
 from rankwise.parallel.loss.terms import Reader
 from rankwise.parallel.loss.verdict import MOST_TERMS, REPORT_LENGTH, Mode, Verdict, report_of, verdict_of
@@ -58,6 +58,7 @@ class MicroBatchLosses:
         self._are_samples_first = False
         """Whether a loader gave the batch, so that its first dim is known to be the sample."""
         self._num_odd = 0
+        self._rows_in_steps = RowsInSteps()
 
     def owns(self, variable: object) -> bool:
         """Return whether something is a parameter of this rank's stages."""
@@ -111,7 +112,7 @@ class MicroBatchLosses:
         mark_output(tensors_with_grad(output), call)
         reader = Reader((self,))
         reader.read((loss.grad_fn, loss.output_nr))
-        self.rows = rows_of(reader.terms, call, part.num_samples if self._are_samples_first else None)
+        self.rows = self._rows_in_steps.read(reader.terms, call, part.num_samples if self._are_samples_first else None)
         return reader.terms
 
     def _multiple(self, amounts: tuple[float, ...] | None, num_samples: int) -> float:

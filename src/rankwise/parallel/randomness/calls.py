@@ -11,8 +11,9 @@ import torch
 from rankwise.batch_in_hand import BatchInHand
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.randomness.kernels import install
-from rankwise.parallel.randomness.notice import notice_in_block
+from rankwise.parallel.randomness.notice import SinglesInBlock, notice_in_block
 from rankwise.parallel.randomness.numpy_draws import drawn_by_row
+from rankwise.parallel.randomness.python_draws import drawn_in_python
 from rankwise.parallel.randomness.scope import Scope, check_randomness, enter, leave
 from rankwise.session import current
 
@@ -32,8 +33,9 @@ def as_one_rank(*, num_samples: int | None = None, randomness: Randomness = "cou
     For noise in a training loop: a GAN's latent vectors, negative labels, noise added to inputs. Inside the block, what
     torch draws with as many rows (the first dim) as this rank has samples are this rank's rows of the numbers that one
     rank would draw; what has another shape is the same on every rank. Models that went through
-    :func:`rankwise.replicate` need no block. Functions of ``numpy.random`` draw so too, by their ``size``; Python's
-    ``random``, and generators made with ``numpy.random.default_rng``, are not changed.
+    :func:`rankwise.replicate` need no block. Functions of ``numpy.random`` draw so too, by their ``size``, and so does
+    Python's ``random.choices``, by its ``k``. Numbers that NumPy or Python draws singly for each sample are named in a
+    warning. Generators made with ``numpy.random.default_rng`` or ``random.Random`` are not changed.
 
     Args:
         num_samples: of this rank, for batches that do not come from :class:`rankwise.DataLoader`.
@@ -63,14 +65,16 @@ def as_one_rank(*, num_samples: int | None = None, randomness: Randomness = "cou
         return
     rows = rows or BatchInHand(0, 0, 0, 0, 0, 0)
     scope = Scope(rows, randomness, session.world.rank, has_graph=torch.is_grad_enabled())
+    singles = SinglesInBlock()
     enter(scope)
     try:
-        with drawn_by_row(rows):
+        with drawn_by_row(rows, singles), drawn_in_python(rows, singles):
             yield
     finally:
         leave()
     if rows.num < rows.num_global:
         notice_in_block(scope.num_single, rows.num)
+        singles.notice(rows.num)
 
 
 def _rows_of(session: Session, num_samples: int) -> BatchInHand:

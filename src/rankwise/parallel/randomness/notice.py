@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.places import user_place, words
 from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import CodeType
 
     from rankwise.batch_in_hand import BatchInHand
 
@@ -82,13 +85,43 @@ def notice_in_block(numbers_of_one: int, num_samples: int) -> None:
         _warn_of_single_rows(words(user_place()), num_samples)
 
 
+class SinglesInBlock:
+    """How often each call in the code has drawn one number of NumPy's or Python's global generator in a block."""
+
+    def __init__(self) -> None:
+        # By instruction and not by line: two draws for the batch may stand on one.
+        self._counts: dict[tuple[CodeType, int], tuple[int, str]] = {}
+
+    def count(self) -> None:
+        """Count a draw. Called by: the function in the place of one that :func:`replacing` has replaced."""
+        frame = sys._getframe(3)  # noqa: SLF001 - the only way to see one's callers without a traceback
+        key = frame.f_code, frame.f_lasti
+        times, place = self._counts.get(key) or (0, words(user_place()))
+        self._counts[key] = times + 1, place
+
+    def notice(self, num_samples: int) -> None:
+        """Warn once per line that has drawn as many numbers as there are samples, one by one."""
+        for times, place in self._counts.values():
+            if times == num_samples > 1:
+                _warn_of_single_rows(place, times)
+
+
+def permutes_a_part(function: str, rows: BatchInHand) -> ConfigurationError:
+    """Return the error of a function that permutes as many values as this rank has samples."""
+    return ConfigurationError(
+        f"{function} at {words(user_place())} permutes this rank's samples among themselves.",
+        evidence=f"this rank has {rows.num} of {rows.num_global} samples; one rank would permute all of them",
+        do="gather the batch (rankwise.all_gather_uneven), permute it, and take this rank's rows",
+    )
+
+
 def _warn_of_single_rows(place: str, times: int) -> None:
     if place not in _noticed:
         _noticed.add(place)
         warn(
             f"{place} has drawn {times} random numbers one by one, as many as this rank has samples: they are not "
-            "those that one rank would draw for these samples; draw them in one call, with as many rows as samples, "
-            "inside `with rankwise.as_one_rank():`"
+            "those that one rank would draw for these samples; draw them in one call of torch or numpy.random, with as "
+            "many rows as samples, inside `with rankwise.as_one_rank():`"
         )
 
 

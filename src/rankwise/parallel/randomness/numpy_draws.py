@@ -6,19 +6,22 @@ Its numbers are those of plain NumPy on one rank, whatever ``randomness`` says.
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.randomness.notice import permutes_a_part
+from rankwise.parallel.randomness.replacing import replacing
 from rankwise.places import user_place, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from rankwise.batch_in_hand import BatchInHand
+    from rankwise.parallel.randomness.notice import SinglesInBlock
 
 _SIZE_AT = {
     **dict.fromkeys(("random", "random_sample", "ranf", "sample", "standard_exponential", "standard_normal"), 0),
@@ -33,47 +36,46 @@ _MIXING = ("permutation", "shuffle")
 
 
 @contextmanager
-def drawn_by_row(rows: BatchInHand) -> Generator[None]:
-    """Have functions of ``numpy.random`` draw the rows of one rank's batch inside the block."""
+def drawn_by_row(rows: BatchInHand, singles: SinglesInBlock) -> Generator[None]:
+    """Have functions of ``numpy.random`` draw the rows of one rank's batch inside the block.
+
+    Args:
+        rows: the samples in hand.
+        singles: counts draws of one number.
+    """
     if rows.num == rows.num_global:
         yield
         return
-    before = {name: getattr(np.random, name) for name in (*_SIZE_AT, *_BY_DIMS, *_MIXING)}
-    for name, draw in before.items():
-        setattr(np.random, name, _replaced(name, draw, rows))
-    try:
+    names = (*_SIZE_AT, *_BY_DIMS, *_MIXING)
+    with replacing(np.random, names, lambda name, draw: _replaced(name, draw, rows, singles)):
         yield
-    finally:
-        for name, draw in before.items():
-            setattr(np.random, name, draw)
 
 
-def _replaced(name: str, draw: Callable[..., Any], rows: BatchInHand) -> Callable[..., Any]:
-    @wraps(draw)
+def _replaced(name: str, draw: Callable[..., Any], rows: BatchInHand, singles: SinglesInBlock) -> Callable[..., Any]:
     def by_dims(*dims: int) -> Any:  # noqa: ANN401 - as NumPy
-        return _own(draw(rows.num_global, *dims[1:]), rows) if dims and dims[0] == rows.num else draw(*dims)
+        if not dims or dims[0] != rows.num:
+            if math.prod(dims) == 1:
+                singles.count()
+            return draw(*dims)
+        return _own(draw(rows.num_global, *dims[1:]), rows)
 
-    @wraps(draw)
     def by_size(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as NumPy
         at = _SIZE_AT[name]
         size = args[at] if len(args) > at else kwargs.get("size")
         dims = (size,) if isinstance(size, int | np.integer) else tuple(size or ())
         if not dims or dims[0] != rows.num:
             _check_scalars(name, (*args[:at], *kwargs.values()), rows)
+            if math.prod(dims) == 1:
+                singles.count()
             return draw(*args, **kwargs)
         whole = (rows.num_global, *dims[1:])
         if len(args) > at:
             return _own(draw(*args[:at], whole, *args[at + 1 :], **kwargs), rows)
         return _own(draw(*args, **{**kwargs, "size": whole}), rows)
 
-    @wraps(draw)
     def mix(values: Any) -> Any:  # noqa: ANN401 - as NumPy
         if (values if isinstance(values, int | np.integer) else len(values)) == rows.num:
-            raise ConfigurationError(
-                f"numpy.random.{name} at {words(user_place())} permutes this rank's samples among themselves.",
-                evidence=f"this rank has {rows.num} of {rows.num_global} samples; one rank would permute all of them",
-                do="gather the batch (rankwise.all_gather_uneven), permute it, and take this rank's rows",
-            )
+            raise permutes_a_part(f"numpy.random.{name}", rows)
         return draw(values)
 
     return by_dims if name in _BY_DIMS else mix if name in _MIXING else by_size

@@ -29,6 +29,7 @@ from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.from_meta import FromMeta, check_same_meta
 from rankwise.parallel.loss.reading import subscribe
+from rankwise.parallel.parted_buffers import PartedBuffers
 from rankwise.parallel.randomness.kernels import install
 from rankwise.parallel.same_forward import SameForward
 from rankwise.parallel.same_model import broadcast_tensors, check_same_model
@@ -184,14 +185,14 @@ def shard(
         if norms := unsynchronised_batchnorms(model):
             warn(f"{take_their(norms)} statistics per rank, so that the result depends on the number of ranks")
         island = exchange_along(*_WITHIN_ISLAND)
-        buffers = None if island is None else BufferSync(model, island)
+        buffers = None if island is None else BufferSync(model, island, PartedBuffers(model, island, name))
     # Before torch's own, which gathers the parameters: a broken backward is cleared away first.
     model.register_forward_pre_hook(
         BeforeForward(sync, SameForward(along, f"sharded {name}"), weight, _Prepare(buffers, before, was_meta)),
         with_kwargs=True,
         prepend=True,
     )
-    model.register_forward_hook(AfterForward(sync))
+    model.register_forward_hook(AfterForward(sync, buffers))
     log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model
 
@@ -204,7 +205,7 @@ class _Prepare:
         self._before = list(before)
         self._was_meta = was_meta
 
-    def __call__(self, model: nn.Module) -> None:
+    def __call__(self, model: nn.Module, inputs: object) -> None:
         self._was_meta.check(model)
         if not torch.is_grad_enabled():
             return
@@ -212,7 +213,7 @@ class _Prepare:
             check_no_optimizer_holds(self._before, "shard")
             self._before.clear()
         if self._buffers is not None and model.training:
-            self._buffers.before_forward()
+            self._buffers.before_forward(inputs)
 
 
 def _check_axes(axes: Axes) -> None:

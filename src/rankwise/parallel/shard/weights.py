@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from rankwise.exchange.protocol import Lane
     from rankwise.exchange.torch_group import TorchGroup
+    from rankwise.parallel.buffers import BufferSync
     from rankwise.parallel.same_forward import SameForward
     from rankwise.session import Session
     from rankwise.torch_private.fsdp import FSDPParamGroup
@@ -306,7 +307,7 @@ class BeforeForward:
         sync: ShardSync,
         same: SameForward,
         weight: Callable[..., float | torch.Tensor] | None,
-        prepare: Callable[[nn.Module], None],
+        prepare: Callable[[nn.Module, object], None],
     ) -> None:
         self._sync = sync
         self._same = same
@@ -320,7 +321,7 @@ class BeforeForward:
             return
         self._same.meet(module)
         self._sync.forget_broken()
-        self._prepare(module)
+        self._prepare(module, (args, kwargs))
         if torch.is_grad_enabled():
             self._sync.before_forward(samples_of(self._weight, args, kwargs), sizes_of_first(args, kwargs))
 
@@ -328,13 +329,16 @@ class BeforeForward:
 class AfterForward:
     """The hook that runs after it."""
 
-    def __init__(self, sync: ShardSync) -> None:
+    def __init__(self, sync: ShardSync, buffers: BufferSync | None) -> None:
         self._sync = sync
+        self._buffers = buffers
 
     @uncompiled
-    def __call__(self, _: nn.Module, __: object, output: object) -> None:
+    def __call__(self, module: nn.Module, _: object, output: object) -> None:
         """Follow what the call returned, to where backward comes from."""
         if torch.is_grad_enabled() and not in_backward():
+            if self._buffers is not None and module.training:
+                self._buffers.after_forward()
             self._sync.after_forward(output)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far the values of one tensor are apart on all ranks, element by element, and whether that is rounding.
 
-Used by diagnosis.
+Used by diagnosis and parted_buffers.
 """
 
 from __future__ import annotations
@@ -45,14 +45,22 @@ def _furthest_from_first(flat: torch.Tensor, exchange: Exchange, name: str) -> t
     for start in range(0, flat.numel(), CHUNK_ELEMENTS):
         own = flat[start : start + CHUNK_ELEMENTS].contiguous()
         first = exchange.broadcast(own, 0, what=f"{name} of the first rank")
-        wide = torch.complex128 if own.is_complex() else torch.float64
-        mine, other = own.cpu().to(wide), first.cpu().to(wide)
-        is_same = (mine == other) | (mine.isnan() & other.isnan())
-        apart = torch.where(is_same, 0.0, (mine - other).abs()).nan_to_num(nan=math.inf)
-        index = int(apart.argmax())
-        if float(apart[index]) > furthest:
-            furthest, place = float(apart[index]), start + index
+        apart, index = furthest_from(own, first)
+        if apart > furthest:
+            furthest, place = apart, start + index
     return furthest, place
+
+
+def furthest_from(own: torch.Tensor, first: torch.Tensor) -> tuple[float, int]:
+    """Return how far two tensors of one dim are apart, and in which element: NaN and NaN are the same."""
+    if not own.numel():
+        return 0.0, 0
+    wide = torch.complex128 if own.is_complex() else torch.float64
+    mine, other = own.cpu().to(wide), first.cpu().to(wide)
+    is_same = (mine == other) | (mine.isnan() & other.isnan())
+    apart = torch.where(is_same, 0.0, (mine - other).abs()).nan_to_num(nan=math.inf)
+    index = int(apart.argmax())
+    return float(apart[index]), index
 
 
 def largest_element(tensor: torch.Tensor) -> float:
