@@ -198,6 +198,11 @@ def test_a_batch_in_one_micro_batch_is_exact_whatever_its_loss() -> None:
     assert testing.run_ranks(_warnings, 2, "rmse", 1, {"pp": 2})[1].get() == []
 
 
+def test_a_sum_over_the_elements_of_equal_micro_batches_is_a_mean() -> None:
+    # Eight, which is a multiple of the four samples.
+    assert testing.run_ranks(_warnings, 1, "sum_over_its_elements", 2, {"pp": 1}, 4)[0].get() == []
+
+
 def test_terms_over_unlike_numbers_in_two_copies_are_warned_of() -> None:
     name = "means_over_unlike_numbers"
     (line,) = testing.run_ranks(_warnings, 2, name, 1, {"pp": 1, "dp_replicate": 2})[0].get()
