@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
 
 class Follower(Protocol):
@@ -51,17 +52,27 @@ def follow_steps(follower: Follower, parameters: Iterable[torch.Tensor], *, pati
     Returns:
         What ends it.
     """
+    while _collected:
+        _collected.pop().remove()
     following = _Following(follower, parameters, patience)
     handles = [
         register_optimizer_step_pre_hook(following.before),
         register_optimizer_step_post_hook(following.after),
     ]
 
+    # Not removed there: a collection may run while torch is in its loop over the hooks, which then breaks.
+    at_collection = weakref.finalize(follower, _collected.extend, handles)
+
     def end() -> None:
+        at_collection.detach()
         for handle in handles:
             handle.remove()
 
-    return weakref.finalize(follower, end)
+    return end
+
+
+_collected: list[RemovableHandle] = []
+"""Hooks of followers that are gone: they do nothing."""
 
 
 class _Following:
