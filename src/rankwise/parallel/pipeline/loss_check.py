@@ -53,7 +53,7 @@ class LossCheck:
         outputs = tensors_with_grad(output)
         mark_output(outputs, ForwardCall(self._number, float(num_samples)))
         reader = Reader(())
-        reader.read((loss.grad_fn, loss.output_nr))
+        reader.read(loss)
         found = self._finding(
             [term for term in reader.terms if term.kind != "same"],
             [tuple(one.shape[1:]) for one in outputs],
