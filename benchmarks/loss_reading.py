@@ -8,12 +8,14 @@ mean over samples, without looking at it.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from measure import Row, interleaved, median_ratio, seconds, show
+from measure import Row, interleaved, machine, median_ratio, seconds, show
 from models import MODELS
 from torch.nn import functional
 
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
     from rankwise.world import World
 
 NUM_RANKS = 2
-REPETITIONS = 100
 REACH = {"60 small layers": 1.03, "transformer": 1.01}
-NUM_STEPS = {"60 small layers": 10, "transformer": 2}
+REPETITIONS = {"60 small layers": 100, "transformer": 40}
+NUM_STEPS = {"60 small layers": 5, "transformer": 1}
 
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a mean": functional.mse_loss,
@@ -39,8 +41,8 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def compare(_: World, name: str, loss: str) -> dict[str, list[float]]:
-    """Return seconds per step of both sides."""
+def compare(_: World, name: str) -> dict[str, dict[str, list[float]]]:
+    """Return seconds per step of both sides, for each loss."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     plain = torch.autograd.backward
@@ -52,7 +54,7 @@ def compare(_: World, name: str, loss: str) -> dict[str, list[float]]:
     x, target = torch.randn(shape), torch.randn(shape)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
-    def steps(*, reads: bool) -> float:
+    def steps(loss: str, *, reads: bool) -> float:
         torch.autograd.backward = reading if reads else plain
         on_ranks.report = report if reads else lambda: None
         dist.barrier()
@@ -63,28 +65,35 @@ def compare(_: World, name: str, loss: str) -> dict[str, list[float]]:
             optimizer.zero_grad()
         return (time.perf_counter() - started) / NUM_STEPS[name]
 
-    sides = {"reads": lambda: steps(reads=True), "takes samples": lambda: steps(reads=False)}
-    interleaved(sides, 3)
-    found = interleaved(sides, REPETITIONS)
+    found = {}
+    for loss in LOSSES:
+        sides = {"reads": partial(steps, loss, reads=True), "takes samples": partial(steps, loss, reads=False)}
+        interleaved(sides, 3)
+        found[loss] = interleaved(sides, REPETITIONS[name])
     torch.autograd.backward = reading
     on_ranks.report = report
     return found
 
 
-def measure(name: str, loss: str) -> Row:
-    """Return the row of one model and loss."""
-    figures = run_ranks(compare, NUM_RANKS, name, loss, timeout_seconds=600)[0].get()
-    return Row(
-        f"reading {loss}, {name}, {NUM_RANKS} ranks, against taking samples",
-        seconds(statistics.median(figures["reads"])),
-        seconds(statistics.median(figures["takes samples"])),
-        median_ratio(figures["reads"], figures["takes samples"]),
-        REACH[name],
-    )
+def rows_of(name: str) -> list[Row]:
+    """Return the rows of one model."""
+    found = run_ranks(compare, NUM_RANKS, name, timeout_seconds=600)[0].get()
+    return [
+        Row(
+            f"reading {loss}, {name}, {NUM_RANKS} ranks, against taking samples",
+            seconds(statistics.median(figures["reads"])),
+            seconds(statistics.median(figures["takes samples"])),
+            median_ratio(figures["reads"], figures["takes samples"]),
+            REACH[name],
+        )
+        for loss, figures in found.items()
+    ]
 
 
 def main() -> None:
-    show([measure(name, loss) for name in REACH for loss in LOSSES])
+    if "--json" not in sys.argv:
+        print(machine())
+    show([row for name in REACH for row in rows_of(name)])
 
 
 if __name__ == "__main__":

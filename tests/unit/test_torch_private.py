@@ -199,6 +199,14 @@ def check_loss_functions() -> None:
     assert graph.saved(total.grad_fn, "total_weight") is None
 
 
+@canary(f"{NODE}._saved_self_sym_sizes")
+def check_sizes_of_what_is_reduced() -> None:
+    x = leaf(4, 3)
+    reduced = (x.sum(), x.sum(1), x.mean(), x.mean(0, keepdim=True))
+    found = [graph.saved(one.grad_fn, "self_sizes") for one in reduced if one.grad_fn is not None]
+    assert found == [(4, 3)] * 4
+
+
 @canary(f"{NODE}._saved_dim", f"{NODE}._saved_other", f"{NODE}._saved_self", f"{NODE}._saved_condition")
 def check_what_operations_save() -> None:
     x, other, mask = leaf(4, 3), torch.tensor(5.0), torch.tensor([True, False, True])

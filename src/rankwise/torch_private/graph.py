@@ -24,6 +24,7 @@ _READERS: dict[str, _Reader] = {
     "reduction": attrgetter("_saved_reduction"),
     "total_weight": attrgetter("_saved_total_weight"),
     "dim": attrgetter("_saved_dim"),
+    "self_sizes": attrgetter("_saved_self_sym_sizes"),
     "other": attrgetter("_saved_other"),
     "self": attrgetter("_saved_self"),
     "condition": attrgetter("_saved_condition"),

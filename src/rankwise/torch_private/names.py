@@ -60,6 +60,7 @@ NAMES = tuple(
         ("torch.autograd.graph.Node._saved_reduction", "whether a loss function takes a mean or a sum", _OLDEST),
         ("torch.autograd.graph.Node._saved_total_weight", "what a cross entropy is a mean over", _OLDEST),
         ("torch.autograd.graph.Node._saved_dim", "the dims that an operation acts along", _OLDEST),
+        ("torch.autograd.graph.Node._saved_self_sym_sizes", "the shape of what is reduced", _OLDEST),
         ("torch.autograd.graph.Node._saved_other", "the factor or divisor of a term of a loss", _OLDEST),
         ("torch.autograd.graph.Node._saved_self", "the factor, where it comes first", _OLDEST),
         ("torch.autograd.graph.Node._saved_condition", "the mask of torch.where", _OLDEST),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 MARK = "rankwise: output of model"
 """The key in a node's metadata that holds of which model, and which call of it, the node gave an output."""
+
+SHAPES = "rankwise: shapes of outputs"
+"""The key that holds the shapes of such outputs, by their numbers among what the node computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,17 @@ def inputs_of(node: Node) -> list[Edge]:
     return [(one, number) for one, number in node.next_functions if one is not None]
 
 
+@cache
+def all_dims(num_dims: int) -> frozenset[int]:
+    """Return the dims of a shape: of a number, which is reduced as a tensor of one element, too."""
+    return frozenset(range(max(num_dims, 1)))
+
+
 def dims_of(node: Node, num_dims: int) -> frozenset[int]:
     """Return the dims that an operation acts along; all of them where it names none."""
     dims = saved(node, "dim")
-    everything = frozenset(range(max(num_dims, 1)))
     if dims is None or dims == ():
-        return everything
+        return all_dims(num_dims)
     listed = dims if isinstance(dims, tuple) else (dims,)
     # What is negative in C++ comes as 2**64 less that.
     return frozenset((one - 2**64 if one >= 2**63 else one) % max(num_dims, 1) for one in listed)
@@ -50,8 +59,12 @@ def dims_of(node: Node, num_dims: int) -> frozenset[int]:
 
 def is_python_number(value: torch.Tensor) -> bool:
     """Return whether a tensor of no dims stands for a Python number, which is weak when dtypes meet."""
-    small = torch.ones((), dtype=torch.float16 if value.is_floating_point() else torch.int8)
-    return torch.result_type(small, value) != value.dtype
+    return torch.result_type(_small(value.is_floating_point()), value) != value.dtype
+
+
+@cache
+def _small(is_floating_point: bool) -> torch.Tensor:  # noqa: FBT001 - the key of a cache
+    return torch.ones((), dtype=torch.float16 if is_floating_point else torch.int8, device="cpu")
 
 
 def is_of_parameters(start: Node) -> bool:

@@ -10,15 +10,12 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from rankwise.errors import ConfigurationError
-from rankwise.exchange.protocol import LaneSize
 from rankwise.parallel.loss.padding import RowsInSteps, unequal_lengths
 from rankwise.parallel.loss.readings import Readings
+from rankwise.parallel.loss.report_lane import ReportLane
 from rankwise.parallel.loss.same_batch import batch_in_hand, check_same_batch
-from rankwise.parallel.loss.verdict import REPORT_LENGTH, Mode, Verdict, combine, report_of
-from rankwise.parallel.state_guard.guard import NUM_NUMBERS
+from rankwise.parallel.loss.verdict import Mode, Verdict, combine, report_of
 from rankwise.places import user_place, words
 from rankwise.session import current_or_none
 
@@ -69,15 +66,6 @@ class Microsteps(Protocol):
     def give_back_earlier(self) -> None:
         """Add to ``grad`` what was put aside."""
         ...
-
-
-_BATCHES = REPORT_LENGTH + NUM_NUMBERS
-"""Where the numbers of the ranks' batches begin, after the report and the guard's numbers."""
-
-
-def lane_length(num_ranks: int) -> int:
-    """Return how many numbers travel with each step."""
-    return _BATCHES + num_ranks
 
 
 class LossOnRanks:
@@ -141,10 +129,7 @@ class LossOnRanks:
         self.guard: StateGuard | None = None
         """Whose numbers travel with the reports."""
         self._group = group
-        self._lane = None
-        if group is not None:
-            size = LaneSize(lane_length(self._num_ranks), 1, torch.float64, torch.device("cpu"))
-            (self._lane,) = group.lanes([size], f"loss of {model_name}")
+        self._lane = None if group is None else ReportLane(group, model_name)
 
     def owns(self, variable: object) -> bool:
         """Return whether something is a parameter of the model."""
@@ -258,21 +243,11 @@ class LossOnRanks:
 
     def report(self) -> None:
         """Send the other ranks what this one's loss is. Called by: every rank, once per step."""
-        if self._lane is None or self._group is None or self._is_reported:
+        if self._lane is None or self._is_reported:
             return
         self._is_reported = True
-        self._lane.claim()
         report = report_of(self._verdict, self._accumulation.carried + self.weight, self.num_samples, self._rows)
-        # numpy's are several times faster than torch's for a few numbers.
-        body = self._lane.body.numpy()
-        body.fill(0.0)
-        # As it is: a lane's mean of what was not divided by the number of ranks is the sum, to the last bit.
-        body[: len(report)] = report
-        numbers = None if self.guard is None else self.guard.report()
-        if numbers is not None:
-            body[REPORT_LENGTH:_BATCHES] = numbers
-        body[_BATCHES + self._group.rank] = self._batch
-        self._lane.start(1.0, 1.0, [])
+        self._lane.send(report, None if self.guard is None else self.guard.report(), self._batch)
 
     def receive(self) -> GlobalLoss | None:
         """Wait for the reports of all ranks; ``None`` on one alone.
@@ -282,13 +257,12 @@ class LossOnRanks:
             ConfigurationError: their losses are of different kinds, or over samples of different lengths.
         """
         if self._lane is not None and self._group is not None and self._is_reported and self._combined is None:
-            self._lane.finish()
-            sums = self._lane.result.tolist()
+            reports = self._lane.receive()
             are_all_ranks = self._num_ranks == self._group.watch.world_size
-            check_same_batch(sums[_BATCHES:], self._model_name, are_all_ranks=are_all_ranks)
+            check_same_batch(reports.batches, self._model_name, are_all_ranks=are_all_ranks)
             if self.guard is not None:
-                self.guard.take(*sums[REPORT_LENGTH:_BATCHES])
-            self._combined = combine(sums[:REPORT_LENGTH])
+                self.guard.take(*reports.guards)
+            self._combined = combine(reports.losses)
             if not self._combined.is_alike:
                 raise self._unlike()
             self._readings.check(self._combined, self._place)

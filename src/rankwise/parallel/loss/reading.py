@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.loss.nodes import MARK, ForwardCall
+from rankwise.parallel.loss.nodes import MARK, SHAPES, ForwardCall
 from rankwise.parallel.loss.once import forget_warnings, warn_once
 from rankwise.parallel.loss.terms import Reader
 from rankwise.parallel.loss.verdict import Mode, Verdict, as_one_sum, verdict_of
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from rankwise.session import Session
 
 
-_subscribers: WeakSet[LossOnRanks] = WeakSet()
+_subscribers: list[ref[LossOnRanks]] = []
+"""By their numbers. Not a weak set: to go through one takes as long as to read a loss."""
 _original: Callable[..., None] = torch.autograd.backward
 
 
@@ -42,14 +43,22 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
     if torch.autograd.backward is not _backward:
         torch.autograd.backward = _backward
         session.at_end(_undo)
-    _subscribers.add(subscriber)
+    living = {subscriber, *_living()}
+    _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
 
 
 def mark_output(outputs: Iterable[torch.Tensor], call: ForwardCall) -> None:
     """Note that tensors are what a call of a model gave."""
     for output in outputs:
         if output.grad_fn is not None:
-            metadata_of(output.grad_fn)[MARK] = call
+            noted = metadata_of(output.grad_fn)
+            noted[MARK] = call
+            if not output.is_nested:
+                noted.setdefault(SHAPES, {})[output.output_nr] = output.shape
+
+
+def _living() -> list[LossOnRanks]:
+    return [one for reference in _subscribers if (one := reference()) is not None]
 
 
 def _undo() -> None:
@@ -59,7 +68,7 @@ def _undo() -> None:
 
 
 def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
-    subscribers = sorted((one for one in _subscribers if one.is_needed), key=lambda one: one.number)
+    subscribers = [one for one in _living() if one.is_needed]
     # Within a backward it is a checkpoint that computes its part again.
     if not subscribers or in_backward():
         _original(tensors, *args, **kwargs)
@@ -87,8 +96,10 @@ def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **k
 
 def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
     """Raise where gradients are asked for of parts of parameters: graphs hold the whole ones."""
+    if inputs is None:
+        return
     listed: Sequence[Any] = inputs if isinstance(inputs, list | tuple) else [inputs]
-    if inputs is not None and any(sub.reports_at_start and sub.owns(one) for sub in subscribers for one in listed):
+    if any(sub.reports_at_start and sub.owns(one) for sub in subscribers for one in listed):
         raise ConfigurationError(
             "backward(inputs=...) was given parameters of a sharded model, which would get no gradients.",
             do="leave out inputs=, and let the other parameters have requires_grad=False",
@@ -101,8 +112,7 @@ def _read(
     """Return what a loss is, and the calls of models it comes from, warning of what cannot be read."""
     reader = Reader(subscribers)
     for root in roots:
-        if root.grad_fn is not None:
-            reader.read((root.grad_fn, root.output_nr))
+        reader.read(root)
     reached = [one for one in subscribers if one.number in reader.calls]
     if not reached or any(one.is_given for one in reached):
         return Verdict(Mode.SAMPLES), reader.calls

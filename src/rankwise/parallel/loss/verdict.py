@@ -8,9 +8,8 @@ it instead of waiting for one another.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rankwise.parallel.loss.padding import report_rows, unequal_elements
 
@@ -42,8 +41,7 @@ class Mode(IntEnum):
     """A rank without samples, whose loss says nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What this rank makes of its loss."""
 
     mode: Mode
@@ -93,9 +91,9 @@ def report_of(verdict: Verdict, weight: float = 0.0, num_samples: float = 0.0, r
     """
     if verdict.mode is Mode.NOTHING:
         return [weight, num_samples]
-    code = float(_code(verdict))
-    num_rows = float(max((term.num_rows for term in verdict.terms), default=0))
     terms = verdict.terms if verdict.mode is Mode.TERMS else ()
+    code = float(_code(terms)) if terms else 0.0
+    num_rows = float(max([term.num_rows for term in verdict.terms], default=0))
     mode = float(verdict.mode)
     report = [weight, num_samples, 1.0, mode, mode**2, code, code**2, num_rows, float(len(terms)), *report_rows(rows)]
     for term in terms:
@@ -104,10 +102,10 @@ def report_of(verdict: Verdict, weight: float = 0.0, num_samples: float = 0.0, r
     return report
 
 
-def _code(verdict: Verdict) -> int:
+def _code(terms: Sequence[Term]) -> int:
     """Return a number for the operations of a loss, small enough that the sum of its squares is exact."""
-    operation = [f"{term.kind} {term.operation}" for term in verdict.terms] if verdict.mode is Mode.TERMS else []
-    return zlib.crc32(" ".join(operation).encode()) & 0xFFFFF
+    operations = [f"{term.kind} {term.operation}" for term in terms]
+    return zlib.crc32(" ".join(operations).encode()) & 0xFFFFF
 
 
 Reading = Literal["mean", "sum", "share", "constant", "both"]
@@ -118,8 +116,7 @@ A sum over a Python number is a mean where the number is a ``share`` of the samp
 """
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalTerm:
+class GlobalTerm(NamedTuple):
     """One term, on all ranks together."""
 
     reading: Reading
@@ -133,8 +130,7 @@ class GlobalTerm:
     """Whether some rank scales it by a number that may make a sum a mean."""
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalLoss:
+class GlobalLoss(NamedTuple):
     """The losses of all ranks."""
 
     weight: float

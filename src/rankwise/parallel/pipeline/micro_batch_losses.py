@@ -111,7 +111,7 @@ class MicroBatchLosses:
         call = ForwardCall(self.number, float(part.num_samples), _first_sizes(part.leaves))
         mark_output(tensors_with_grad(output), call)
         reader = Reader((self,))
-        reader.read((loss.grad_fn, loss.output_nr))
+        reader.read(loss)
         self.rows = self._rows_in_steps.read(reader.terms, call, part.num_samples if self._are_samples_first else None)
         return reader.terms
 

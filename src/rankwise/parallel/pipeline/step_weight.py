@@ -8,7 +8,7 @@ factor for all of them is left.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankwise.parallel.loss.verdict import MOST_TERMS, REPORT_LENGTH, Mode, combine
@@ -153,12 +153,12 @@ def _with_shares(combined: GlobalLoss) -> GlobalLoss:
     Micro-batches are nearly always of one size, where ranks are not: any multiple of the batch's would be in doubt.
     """
     terms = [
-        replace(term, reading="share")
+        term._replace(reading="share")
         if term.reading == "both" and not term.is_odd and term.divisor != combined.num_rows
         else term
         for term in combined.terms
     ]
-    return replace(combined, terms=tuple(terms))
+    return combined._replace(terms=tuple(terms))
 
 
 def times(amounts: Sequence[float], first: Sequence[float]) -> float | None:
