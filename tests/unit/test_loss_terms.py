@@ -48,7 +48,7 @@ def test_a_mean_is_over_the_elements_of_one_output(
     number: int, size: int, loss: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     term = only_term(loss(outputs()[number]))
-    assert (term.kind, term.amount, term.num_rows, term.row) == ("mean", size, 4, size // 4)
+    assert (term.kind, term.amount, term.num_rows, term.per_row) == ("mean", size, 4, size // 4)
 
 
 def test_samples_are_known_of_a_sum_whose_dims_are_kept() -> None:
