@@ -16,7 +16,7 @@ from rankwise.parallel.loss.terms import Reader
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.parallel.loss.terms import Term
+    from rankwise.parallel.loss.reductions import Term
 
 
 def outputs() -> tuple[torch.Tensor, ...]:

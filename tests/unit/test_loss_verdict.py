@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
-from rankwise.parallel.loss.terms import Term
+from rankwise.parallel.loss.reductions import Term
 from rankwise.parallel.loss.verdict import REPORT_LENGTH, GlobalLoss, Mode, Verdict, combine, report_of, verdict_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rankwise.parallel.loss.nodes import ForwardCall
-    from rankwise.parallel.loss.terms import Term
+    from rankwise.parallel.loss.reductions import Term
 
 STEPS_OF_A_CONSTANT = 3
 """In how many steps one after the other a number is the same that is taken for a constant."""

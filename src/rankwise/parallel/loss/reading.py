@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from rankwise.parallel.loss.on_ranks import LossOnRanks
-    from rankwise.parallel.loss.terms import Term
+    from rankwise.parallel.loss.reductions import Term
     from rankwise.parallel.loss.verdict import GlobalLoss
     from rankwise.session import Session
 

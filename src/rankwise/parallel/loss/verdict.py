@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.parallel.loss.padding import Rows
-    from rankwise.parallel.loss.terms import Term
+    from rankwise.parallel.loss.reductions import Term
 
 MOST_TERMS = 12
 _HEADER = 16

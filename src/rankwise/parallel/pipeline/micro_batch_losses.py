@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.parallel.loss.padding import Rows
-    from rankwise.parallel.loss.terms import Term
+    from rankwise.parallel.loss.reductions import Term
     from rankwise.parallel.pipeline.step import MicroBatch
 
 
