@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rankwise import network
-from rankwise.parallel.loss.on_ranks import lane_length
+from rankwise.parallel.loss.report_lane import lane_length
 from rankwise.store.wire import listen
 
 if TYPE_CHECKING:

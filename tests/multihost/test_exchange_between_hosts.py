@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rankwise.parallel.loss.on_ranks import lane_length
+from rankwise.parallel.loss.report_lane import lane_length
 
 if TYPE_CHECKING:
     from hosts import Hosts

@@ -21,7 +21,7 @@ from rankwise.errors import CollectiveMismatch, PeerMissing
 from rankwise.exchange.protocol import LaneSize
 from rankwise.exchange.torch_group import TorchGroup
 from rankwise.launch import looking
-from rankwise.parallel.loss.on_ranks import lane_length
+from rankwise.parallel.loss.report_lane import lane_length
 from rankwise.session import current
 
 if TYPE_CHECKING:

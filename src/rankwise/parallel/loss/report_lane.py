@@ -25,6 +25,11 @@ _BATCHES = REPORT_LENGTH + NUM_NUMBERS
 _NOTHING_OF_GUARD = (0.0,) * NUM_NUMBERS
 
 
+def lane_length(num_ranks: int) -> int:
+    """Return how many numbers travel with each step."""
+    return _BATCHES + num_ranks
+
+
 class Reports(NamedTuple):
     """What the ranks have reported."""
 
@@ -48,7 +53,7 @@ class ReportLane:
             group: the ranks that train the model.
             model_name: for errors.
         """
-        length = _BATCHES + group.world_size
+        length = lane_length(group.world_size)
         size = LaneSize(length, 1, torch.float64, torch.device("cpu"))
         (self._lane,) = group.lanes([size], f"loss of {model_name}")
         self._rank = group.rank
