@@ -375,7 +375,7 @@ def _follow_exit() -> None:
 
 
 def _part_from_rank() -> None:
-    """Keep a forked process from using what its parent goes on using. Called in the child."""
+    """Keep a forked process from using what its parent still uses. Called in the child."""
     session = current_or_none()
     if session is not None and session.watch is not None:
         session.watch.error = forked_from(session.world)

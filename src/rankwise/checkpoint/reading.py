@@ -156,7 +156,7 @@ def check(saved: Manifest) -> None:
         try:
             SavedTree(name, saved)
         except CheckpointError:
-            pass  # whoever loads that object is told
+            pass  # the error comes when that object is loaded
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise CheckpointError(
                 f"{MANIFEST_NAME} cannot be read: the state of {name} makes no sense: {type(error).__name__}: {error}"

@@ -46,7 +46,7 @@ class StepGradients:
         if self._mean is not None:
             self._mean.begin()
         elif has_factor:
-            # Backward goes on adding to the gradients themselves: without a factor the sum is the same to the bit.
+            # Backward keeps adding to the gradients themselves: without a factor the sum is the same to the bit.
             self._earlier = [(p, own_part(p.grad).detach().clone()) for p in self._parameters if p.grad is not None]
 
     def give_up(self) -> None:

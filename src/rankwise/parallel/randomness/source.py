@@ -137,7 +137,7 @@ def is_checkpointing(scope: Scope) -> bool:
 
 
 def source_again(generator: torch.Generator | None, device: torch.device) -> Source | None:
-    """Return the source of a draw that a checkpoint makes anew; ``None``, and nothing taken, where there was none."""
+    """Return the source of a draw that a checkpoint repeats; ``None``, and nothing taken, where there was none."""
     if not _remembered:
         return None
     by_state = _recall(_state_of(generator, device))
