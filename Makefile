@@ -29,7 +29,10 @@ $(READY): requirements/dev.lock pyproject.toml
 demo: setup  ## train on one rank and on two, and compare
 	$(BIN)/python examples/compare_ranks.py
 
-test: check unit multiprocess multihost e2e  ## everything that CI runs
+test: check  ## everything that CI runs; installs the programs it needs, or says which tiers it leaves out
+	@PYTHON=$(PYTHON) .ci/programs install || true
+	@$(MAKE) --no-print-directory $$(PYTHON=$(PYTHON) .ci/programs tiers)
+	@PYTHON=$(PYTHON) .ci/programs left-out
 
 check: lint type  ## everything that looks without running
 
