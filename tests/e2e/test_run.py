@@ -75,8 +75,8 @@ def test_ranks_get_the_variables_and_a_working_group(command: Command) -> None:
             "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE "
             "MASTER_ADDR RANKWISE_ATTEMPT"
         ).split()
-        same_store = os.environ["RANKWISE_STORE"] == f"127.0.0.1:{os.environ['MASTER_PORT']}"
-        facts = [total.item(), same_store, len(os.environ["RANKWISE_RUN_ID"])]
+        apart = os.environ["RANKWISE_STORE"] != f"127.0.0.1:{os.environ['MASTER_PORT']}"
+        facts = [total.item(), apart, len(os.environ["RANKWISE_RUN_ID"])]
         print(json.dumps(facts + [os.environ[name] for name in names]))
         dist.destroy_process_group()
         """,

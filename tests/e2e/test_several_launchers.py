@@ -89,10 +89,36 @@ def test_a_failure_is_told_whole_once_and_everywhere_by_its_exit_code(command: C
     assert said_too.endswith("node 0 shows it whole\n")
 
 
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_torchs_store_is_served_to_several_machines_where_that_is_asked_for(
+    command: Command, launchers: Launchers, *, is_asked_for: bool
+) -> None:
+    command.write(
+        "train.py",
+        """
+        import os, torch, torch.distributed as dist
+        master = "%s:%s" % (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+        is_torchs, is_served = master != os.environ["RANKWISE_STORE"], "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+        method = f"tcp://{master}" if is_torchs else "env://"
+        dist.init_process_group("gloo", method, rank=int(os.environ["RANK"]), world_size=2)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        print(is_torchs, is_served, total.item())
+        """,
+    )
+    words = ("-n", "1", "--nodes", "2", *(["--torch-store", "on"] if is_asked_for else []), "train.py")
+    pair = [launchers.start(*words), launchers.start(*words)]
+    outputs = [process.communicate(timeout=50) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], outputs
+    assert [out for out, _ in outputs] == [f"{is_asked_for} {is_asked_for} 2.0\n"] * 2
+
+
 @pytest.mark.parametrize(
     ("words", "env", "text"),
     [
         (("--nodes", "2", "--node-rank", "0", "train.py"), {}, "is taken"),
+        (("--nodes", "2", "--torch-store", "on", "train.py"), {}, "would not run the same job"),
         (("--nodes", "2", "other.py"), {}, "would not run the same job"),
         (("--nodes", "2", "train.py"), {"RANKWISE_SECRET": "another"}, "do not hold the same secret"),
     ],

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rankwise.launch.failure import Failure
     from rankwise.launch.output import Output
     from rankwise.launch.server import WarmServer
+    from rankwise.launch.torch_store import Master
 
 LONGEST_LINE = 2000
 """How much is shown of a line that a failed rank wrote."""
@@ -46,6 +47,8 @@ class Layout:
     world_size: int
     node_rank: int
     num_nodes: int
+    master: Master | None = None
+    """Torch's store, for scripts that look for it; ``None`` where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +62,7 @@ class JobFacts:
     interface: str | None
     check: bool
     guard: bool = False
+    max_restarts: int = 0
 
 
 class LocalRanks:
@@ -248,6 +252,10 @@ class LocalRanks:
         number = self.layout.attempt if self.layout is not None else 0
         return str(Path(self.facts.folder) / f"attempt-{number}-rank-{rank}.json")
 
+    def _torch_error_file(self, rank: int) -> str:
+        number = self.layout.attempt if self.layout is not None else 0
+        return str(Path(self.facts.folder) / f"torch-attempt-{number}-rank-{rank}.json")
+
     def _stack_file(self, attempt: int, rank: int) -> str:
         return str(Path(self.facts.folder) / f"stack-attempt-{attempt}-rank-{rank}.txt")
 
@@ -261,10 +269,14 @@ class LocalRanks:
             node_rank=layout.node_rank,
             num_nodes=layout.num_nodes,
             store=self.facts.store,
+            master=None if layout.master is None else layout.master.address,
+            master_is_served=layout.master is not None and layout.master.is_served,
             run_id=layout.run_id,
             attempt=str(layout.attempt),
             error_file=self._error_file(rank),
             stack_file=self._stack_file(layout.attempt, rank),
+            torch_error_file=self._torch_error_file(rank),
+            max_restarts=self.facts.max_restarts,
             secret=self.facts.secret,
             interface=self.facts.interface,
             check=self.facts.check,
