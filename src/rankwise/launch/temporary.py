@@ -8,6 +8,7 @@ they are. Imported by ``worker``.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 
@@ -24,5 +25,6 @@ def keep_sockets_in(folder: str) -> None:
     Source: Python 3.11 to 3.14's ``multiprocessing.util.get_temp_dir``.
     """
     if len(os.fsencode(folder)) + len(_LONGEST_NAME) <= LONGEST_ADDRESS_BYTES:
-        # Inherited by every process, forked or spawned. There is no public way.
-        multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]  # noqa: SLF001
+        # Inherited by every process, forked or spawned. There is no public way, and a rank can do without.
+        with contextlib.suppress(AttributeError):
+            multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]  # noqa: SLF001
