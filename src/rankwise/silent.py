@@ -98,12 +98,43 @@ def state_of(pid: int, runs: str = HELD) -> str:
     return f"{runs} (process {pid})" if words is None else words.format(pid=pid)
 
 
+def start_time_of(pid: int) -> str:
+    """Return when the kernel started a process, in its ticks; empty where it is not there, or without ``/proc``."""
+    fields = _fields_of(pid)
+    return fields[19] if fields else ""
+
+
+def is_there(pid: int, start_time: str) -> bool:
+    """Return whether a process has not ended.
+
+    Args:
+        pid: its number.
+        start_time: as :func:`start_time_of` returned it; another process of that number has another.
+    """
+    if not start_time:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            return True
+        return True
+    # A process that nobody has waited for yet is still listed.
+    return start_time_of(pid) == start_time and _letter_of(pid) not in {"Z", "X"}
+
+
 def _letter_of(pid: int) -> str:
+    fields = _fields_of(pid)
+    return fields[0] if fields else "X"
+
+
+def _fields_of(pid: int) -> list[str]:
+    """Return the fields of a process from its state on. Source: proc_pid_stat(5)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return "X"
-    return text.rpartition(")")[2].split()[0]
+        return []
+    return text.rpartition(")")[2].split()
 
 
 def stack_of(pid: int, path: str, send: Callable[[int], None] | None = None) -> list[str]:

@@ -59,12 +59,12 @@ class Command:
             timeout=50,
         )
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """Start ``rankwise run ...`` in a process group of its own."""
         return subprocess.Popen(
             self.words(*words),
             cwd=self.folder,
-            env=self.environment(),
+            env=self.environment(**(env or {})),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -58,12 +58,21 @@ if __name__ == "__main__":
 
 def _start(command: Command, kind: str) -> subprocess.Popen[str]:
     command.write("train.py", FRAME.format(textwrap.dedent(PROGRAMS[kind])))
-    started = command.start("-n", "2", "train.py")
+    _temporary(command).mkdir(exist_ok=True)
+    started = command.start("-n", "2", "train.py", env={"TMPDIR": str(_temporary(command))})
     assert started.stdout is not None
     pids = [int(started.stdout.readline().split()[1]) for _ in range(2)]
     if kind == "stopped":
         os.kill(pids[1], signal.SIGSTOP)
     return started
+
+
+def _temporary(command: Command) -> Path:
+    return command.folder / "tmp"
+
+
+def _server_of(command: Command, started: subprocess.Popen[str]) -> int:
+    return next(pid for pid in command.processes() if _parent(pid) == started.pid)
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
@@ -82,6 +91,7 @@ def test_nothing_is_left(command: Command, kind: str, number: signal.Signals) ->
     assert "Traceback" not in text
     if number != signal.SIGKILL:
         assert text.endswith(f"[rankwise] {number.name}: every rank has been ended\n")
+    assert list(_temporary(command).iterdir()) == []
 
 
 def test_ctrl_c_lets_ranks_clean_up(command: Command) -> None:
@@ -139,22 +149,62 @@ def test_a_signal_before_the_ranks_are_there(command: Command) -> None:
     assert started.returncode == 130
 
 
-def test_the_end_of_the_warm_server_is_told(command: Command) -> None:
-    started = _start(command, "waiting")
-    ranks = [pid for pid in command.processes() if pid != started.pid]
-    server = next(pid for pid in ranks if _parent(pid) == started.pid)
-    os.kill(server, signal.SIGKILL)
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_nothing_is_left_when_the_warm_server_is_killed(command: Command, kind: str) -> None:
+    started = _start(command, kind)
+    os.kill(_server_of(command, started), signal.SIGKILL)
     _, text = started.communicate()
     assert "LaunchError: The process that starts the ranks was killed" in text
     assert started.returncode == 2
+    assert command.processes() == []
+    assert list(_temporary(command).iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["waiting", "stubborn", "with programs of its own"])
+def test_ctrl_c_ends_a_job_whose_warm_server_is_stopped(command: Command, kind: str) -> None:
+    started = _start(command, kind)
+    os.kill(_server_of(command, started), signal.SIGSTOP)
+    os.kill(started.pid, signal.SIGINT)
+    _, text = started.communicate()
+    assert text.endswith("[rankwise] SIGINT: every rank has been ended\n")
+    assert started.returncode == 130
+    assert command.processes() == []
+    assert list(_temporary(command).iterdir()) == []
+
+
+def test_the_sockets_of_multiprocessing_lie_in_the_jobs_folder_and_a_scripts_own_files_do_not(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import multiprocessing, os, tempfile
+        from multiprocessing.connection import Listener
+
+        def tell(queue):
+            queue.put(os.path.dirname(Listener(None, "AF_UNIX").address))
+
+        if __name__ == "__main__":
+            for method in ("fork", "spawn", "forkserver"):
+                context = multiprocessing.get_context(method)
+                queue = context.Queue()
+                child = context.Process(target=tell, args=(queue,))
+                child.start()
+                print(queue.get() == os.path.dirname(os.environ["RANKWISE_ERROR_FILE"]))
+                child.join()
+            print(tempfile.gettempdir() == os.environ["TMPDIR"])
+        """,
+    )
+    _temporary(command).mkdir()
+    ran = command.run("-n", "1", "train.py", env={"TMPDIR": str(_temporary(command))})
+    assert (ran.returncode, ran.stdout) == (0, "True\n" * 4), ran.stderr
+    assert list(_temporary(command).iterdir()) == []
 
 
 def test_a_finished_run_leaves_no_temporary_files(command: Command) -> None:
-    (command.folder / "tmp").mkdir()
+    _temporary(command).mkdir()
     command.write("train.py", "raise ValueError")
-    ended = command.run("-n", "2", "train.py", env={"TMPDIR": str(command.folder / "tmp")})
+    ended = command.run("-n", "2", "train.py", env={"TMPDIR": str(_temporary(command))})
     assert ended.returncode == 1
-    assert list((command.folder / "tmp").iterdir()) == []
+    assert list(_temporary(command).iterdir()) == []
 
 
 def test_what_a_rank_left_running_ends_with_the_run(command: Command) -> None:

@@ -10,4 +10,5 @@ if TYPE_CHECKING:
 
 
 def names(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir())
+    """Return the names, without that of the lock that this process holds on a folder of checkpoints."""
+    return sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".rankwise-lock-"))

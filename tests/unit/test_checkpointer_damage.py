@@ -64,7 +64,7 @@ def test_a_truncated_file_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_with_nothing_good_left_it_starts_fresh_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints, path = _two(tmp_path)
-    for each in tmp_path.iterdir():
+    for each in tmp_path.glob("checkpoint-*"):
         (each / "manifest.json").unlink()
     extra = {"n": 0}
     assert checkpoints.restore(extra=extra) is None

@@ -17,6 +17,7 @@ ROOM = SOURCE / "torch_private"
 OF_PYTHON = {
     "_args_from_interpreter_flags",
     "_asdict",
+    "_config",
     "_current_frames",
     "_exit",
     "_fields",

@@ -8,7 +8,6 @@ written and read is ``save`` and ``load``. Public.
 from __future__ import annotations
 
 import secrets
-import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -16,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from rankwise.checkpoint import content as contents
-from rankwise.checkpoint import files, folder
-from rankwise.checkpoint.confirm import SLICE_SECONDS, Alone, ThroughStore, Together
+from rankwise.checkpoint import files, folder, one_job
+from rankwise.checkpoint.background import PendingSave
+from rankwise.checkpoint.confirm import Alone, ThroughStore, Together
 from rankwise.checkpoint.load import load_into, looks_complete, verify
+from rankwise.checkpoint.lock import FolderLock
 from rankwise.checkpoint.save import agree_on_target, make_job, write
 from rankwise.device.kinds import is_accelerator
 from rankwise.device.streams import pins, wait_for_copies
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from rankwise.checkpoint.confirm import Ranks
     from rankwise.checkpoint.content import Content
-    from rankwise.checkpoint.save import Job
     from rankwise.session import Session
 
 
@@ -62,7 +62,7 @@ class Checkpointer:
 
         Args:
             directory: the folder, on a file system that every rank sees. Only one job at a time may
-                save there.
+                save there, and holds a lock from its first save until :meth:`close` or its end.
             keep: how many of the newest good checkpoints stay; older ones are removed once a new
                 one is complete. ``None`` keeps all.
             asynchronous: let :meth:`save` return as soon as the state is copied, and write in the
@@ -81,10 +81,12 @@ class Checkpointer:
         self.keep = keep
         self.asynchronous = asynchronous
         self._memory = files.StagingMemory()
-        self._pending: _Pending | None = None
+        self._pending: PendingSave | None = None
         self._talk: ThroughStore | None = None
         self._damaged: set[Path] = set()
         self._leaves: Session | None = None
+        self._lock = FolderLock(self.directory)
+        self._locked_in: Session | None = None
 
     def save(self, *, step: int | None = None, **objects: object) -> Path:
         """Save objects as the next checkpoint.
@@ -104,7 +106,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: as :func:`rankwise.save`, of this save or of the one before in the
-                background.
+                background. Or another job saves into the folder, which is named.
             PeerFailed: another rank failed in either.
         """
         if step is not None and (type(step) is not int or step < 0):
@@ -125,12 +127,15 @@ class Checkpointer:
             The checkpoint's directory; ``None`` when there is none, and nothing has changed.
 
         Raises:
-            CheckpointError: the newest good checkpoint is of another model; nothing has changed.
+            CheckpointError: the newest good checkpoint is of another model, or a loader is restored where
+                another job saves; nothing has changed.
             PeerFailed: that happened on another rank.
         """
         _refuse_immutable(objects)
         self.wait()
-        path = self._restore(Together(current()), objects)
+        ranks = Together(current())
+        one_job.look(ranks, self._lock, objects.values())
+        path = self._restore(ranks, objects)
         self._save_at_stop(objects, is_restored=True)
         return path
 
@@ -204,7 +209,7 @@ class Checkpointer:
         ranks.confirm("the save in the background", pending.finish)
 
     def close(self) -> None:
-        """Wait as :meth:`wait` does and give the copy's memory back. May be used again.
+        """Wait as :meth:`wait` does; give the copy's memory and the folder's lock back. May be used again.
 
         Called by: every rank.
         """
@@ -212,6 +217,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._memory.release()
+            self._lock.release()
             session = current_or_none()
             if session is not None:
                 session.stopping.forget(str(self.directory))
@@ -236,6 +242,10 @@ class Checkpointer:
         session.prepare_save()
         ranks = Together(session)
         content = contents.read(ranks, objects)
+        one_job.take(ranks, self._lock)
+        if self._locked_in is not session:
+            session.at_end(self._unlock)
+            self._locked_in = session
         target, token = agree_on_target(ranks, lambda: self._choose(step))
         if asynchronous:
             self._save_in_background(session, content, target, token)
@@ -243,6 +253,11 @@ class Checkpointer:
             job = make_job(ranks, content, target, token, sweep=None, retire=lambda: self._retire(target))
             write(ranks, job)
         return target
+
+    def _unlock(self) -> None:
+        # After an error a save may still be under way in the background: the end of the process unlocks then.
+        if self._pending is None:
+            self._lock.release()
 
     def _save_at_stop(self, objects: dict[str, object], *, is_restored: bool) -> None:
         """Have these objects saved when the job stops before a step of the loader among them.
@@ -273,7 +288,7 @@ class Checkpointer:
             data=data[0],
             retire=lambda: self._retire(target),
         )
-        self._pending = _Pending(ranks, job)
+        self._pending = PendingSave(ranks, job)
         if self._leaves is not session:
             session.on_leave(self._finish_at_leave)
             self._leaves = session
@@ -345,33 +360,6 @@ class Checkpointer:
             folder.remove(path, secrets.token_hex(8))
         except OSError as error:
             warn(f"{path} is no longer kept but cannot be removed: {error}")
-
-
-class _Pending:
-    """A save in the background: a thread, and what came of it."""
-
-    def __init__(self, ranks: Ranks, job: Job) -> None:
-        self._error: BaseException | None = None
-        # Not a daemon: a process that ends without close() still completes its last checkpoint.
-        self._thread = threading.Thread(target=self._run, args=(ranks, job), name="rankwise-checkpoint", daemon=False)
-        self._thread.start()
-
-    def _run(self, ranks: Ranks, job: Job) -> None:
-        try:
-            write(ranks, job)
-        except BaseException as error:  # noqa: BLE001 - raised where the main thread waits
-            self._error = error
-
-    def ended(self) -> bool:
-        """Return whether the save has ended, after waiting a little for it."""
-        self._thread.join(SLICE_SECONDS)
-        return not self._thread.is_alive()
-
-    def finish(self) -> None:
-        """Return when the save is complete, or raise its error."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
 
 
 def _refuse_immutable(objects: dict[str, object]) -> None:

@@ -171,6 +171,15 @@ def asked_torch_store() -> Literal["auto", "on", "off"]:
     raise ConfigurationError(f"RANKWISE_TORCH_STORE={asked!r} is not known.", do="set it to on, off or auto")
 
 
+def job_of_process() -> tuple[str, int]:
+    """Return the name of rankwise's own job, which no other job has, and the number of its restart.
+
+    Other launchers give several jobs one name: empty below them, and without a launcher.
+    """
+    attempt = os.environ.get("RANKWISE_ATTEMPT", "")
+    return os.environ.get("RANKWISE_RUN_ID", ""), int(attempt) if attempt.isdecimal() else 0
+
+
 def stack_file() -> str:
     """Return what this rank writes its stack into when rankwise's launcher asks for it; empty without one."""
     return os.environ.get("RANKWISE_STACK_FILE", "")

@@ -212,7 +212,7 @@ class Agent:
         layout = Layout(**message, master=None if master is None else Master.from_message(master))
         if layout.num_nodes > 1:
             self._say(_place(layout, self._ranks.num_ranks, hostnames))
-        self._ranks.start(layout)
+        self._ranks.start(layout, between=self.raise_if_interrupted)
 
     def _begin_to_end(self, message: dict[str, Any]) -> None:
         if self._ranks.layout is None or message["attempt"] != self._ranks.layout.attempt:

@@ -22,6 +22,8 @@ from rankwise.launch.server import Ended, RankStart, Started
 from rankwise.stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rankwise.launch.failure import Failure
     from rankwise.launch.output import Output
     from rankwise.launch.server import WarmServer
@@ -86,8 +88,13 @@ class LocalRanks:
         self._unheard: list[Failure | int] = []
         self._still_since: dict[int, float] = {}
 
-    def start(self, layout: Layout) -> None:
-        """Start the ranks of an attempt; those of the one before are gone."""
+    def start(self, layout: Layout, between: Callable[[], None] = lambda: None) -> None:
+        """Start the ranks of an attempt; those of the one before are gone.
+
+        Args:
+            layout: of the attempt.
+            between: called while this waits for the server.
+        """
         self.layout = layout
         self.failures, self.processes, self._ends, self._still_since = {}, {}, {}, {}
         self.has_stopped = False
@@ -98,12 +105,12 @@ class LocalRanks:
             self._server.start(RankStart(rank=rank, attempt=layout.attempt, variables=variables), streams)
             descriptors_closed(streams)
             self.running.add(rank)
-            self._hear_of_start(rank)
+            self._hear_of_start(rank, between)
 
-    def _hear_of_start(self, rank: int) -> None:
+    def _hear_of_start(self, rank: int, between: Callable[[], None]) -> None:
         """Return when a rank is there: asking on and on without hearing would block both ends."""
         while rank not in self.processes:
-            said = self._server.hear()
+            said = self._server.hear(between)
             if isinstance(said, Started):
                 self.processes[said.rank] = said.pid
             elif isinstance(said, Ended):
@@ -167,7 +174,7 @@ class LocalRanks:
             self._ends.setdefault(rank, how)
         self._server.clear()
         while True:
-            said = self._server.hear()
+            said = self._server.hear(self._server.wake)
             if said == "cleared":
                 break
             if isinstance(said, Ended):

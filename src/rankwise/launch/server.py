@@ -8,7 +8,6 @@ is left of them. Knows nothing of stores, restarts or failures. Imported by the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -20,12 +19,12 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from rankwise import stopping
+from rankwise import silent, stopping
 from rankwise.errors import LaunchError
 from rankwise.forking import threads_are_known
+from rankwise.launch import descendants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +35,10 @@ QUIET_SECONDS = 1.0
 """How long nothing has happened when there is time for what only a restart needs."""
 LAST_RESORT_SECONDS = 4
 """After how long the server stops waiting for a killed process that the kernel holds on to."""
+WAIT_SECONDS = 0.5
+"""How long the launcher waits for the server before it looks whether it was interrupted."""
 
 _SLURM_STEP = "SLURM_STEP_ID"
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,14 +93,25 @@ class WarmServer:
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank's process; nothing happens where it has ended."""
+        self.wake()
         self._connection.send(json.dumps({"do": "signal", "rank": rank, "number": number}).encode())
 
-    def hear(self) -> Started | Ended | Literal["cleared"]:
-        """Return the next thing the server says, waiting for it.
+    def wake(self) -> None:
+        """Let the server go on where somebody has stopped it (SIGSTOP)."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGCONT)
+
+    def hear(self, between: Callable[[], None] = lambda: None) -> Started | Ended | Literal["cleared"]:
+        """Return the next message of the server, waiting for it.
+
+        Args:
+            between: called twice a second meanwhile.
 
         Raises:
             LaunchError: the server is gone, or could not start a rank.
         """
+        while not select.select([self._connection], [], [], WAIT_SECONDS)[0]:
+            between()
         text = self._connection.recv(LONGEST_MESSAGE_BYTES)
         if not text:
             raise LaunchError(
@@ -127,13 +137,19 @@ class WarmServer:
 
     def clear(self) -> None:
         """Ask for all ranks to be killed, with all they started; ``cleared`` is heard then."""
+        self.wake()
         self._connection.send(json.dumps({"do": "clear"}).encode())
 
     def close(self) -> None:
         """End every rank and all it has started, and the server. Returns when they are gone."""
         self._connection.close()
+        self.wake()
         with contextlib.suppress(ChildProcessError):
+            first = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+            since = silent.start_time_of(self._pid)
             os.waitpid(self._pid, 0)
+            if first is not None and first.si_code != os.CLD_EXITED and since:
+                descendants.kill_since(int(since), LAST_RESORT_SECONDS)
 
 
 def fork_server(
@@ -159,6 +175,8 @@ def fork_server(
     sys.stdout.flush()
     sys.stderr.flush()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # If the server is killed, what ranks have started comes here.
+    descendants.adopt_orphans()
     try:
         with threads_are_known():  # those of BLAS
             pid = os.fork()
@@ -191,7 +209,7 @@ class _Server:
 
     def serve(self) -> RankStart:
         os.setsid()
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        descendants.adopt_orphans()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         ended_r, ended_w = os.pipe()
@@ -259,7 +277,7 @@ class _Server:
 
     def _become_rank(self, server_pid: int, streams: Sequence[int]) -> None:
         os.setpgid(0, 0)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        descendants.die_with_parent()
         if os.getppid() != server_pid:
             os._exit(1)
         self._connection.close()
@@ -312,7 +330,7 @@ class _Server:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         while True:
-            for pid in _children():
+            for pid in descendants.children():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             try:
@@ -347,21 +365,3 @@ def _preload_for_restarts() -> None:
     from rankwise.torch_private.compiler import import_compiler  # noqa: PLC0415 - torch itself comes with _preload()
 
     import_compiler()
-
-
-def _children() -> list[int]:
-    """Return the processes whose parent is this one. Source: proc(5), ``stat``."""
-    own = str(os.getpid())
-    found: list[int] = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            if fields[1] == own:
-                found.append(int(entry.parent.name))
-    return found
-
-
-def _prctl(option: int, value: int) -> None:
-    """Set a property of this process. Source: prctl(2); elsewhere than on Linux nothing happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

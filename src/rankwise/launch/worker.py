@@ -11,11 +11,13 @@ import contextlib
 import faulthandler
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rankwise import session, silent
 from rankwise.launch import alone, failure, torch_env, written
 from rankwise.launch.target import run_as_main, without_launcher_frames
+from rankwise.launch.temporary import keep_sockets_in
 from rankwise.stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def run_rank(start: RankStart, target: Target, doorbell: int) -> int:
             a while to end, or hang in doing so, and the others should hear of it now.
     """
     _settle(start.variables)
+    keep_sockets_in(str(Path(start.variables["RANKWISE_ERROR_FILE"]).parent))
     own_pid = os.getpid()
     _offer_stack(start.variables.get("RANKWISE_STACK_FILE", ""))
     _look_for_mistakes(start)
