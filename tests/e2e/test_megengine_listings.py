@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MegEngine's two listings of distributed training, run as scripts whose ``import megengine`` gives rankwise's.
 
-No package index that these tests can reach offers MegEngine, so each listing is compared with what one process computes.
+MegEngine itself does not install here (no distribution of it fits this Python): each listing is compared with what one
+process of torch computes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,7 +18,12 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Pair = namedtuple("Pair", ["left", "right"])
+
+class Pair(NamedTuple):
+    """A sample with names."""
+
+    left: int
+    right: int
 
 
 class Letters(StreamDataset):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m rankwise.compat.megengine train.py``: runs a MegEngine script as Python would, with rankwise in its place."""
+"""``python -m rankwise.compat.megengine train.py``: runs a MegEngine script as Python would, on rankwise."""
 
 from __future__ import annotations
 

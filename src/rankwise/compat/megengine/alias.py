@@ -97,9 +97,7 @@ def register() -> None:
 class _Refusing:
     """Finds no module: names what to use in place of a module that this alias lacks."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: object = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """Raise for what is below ``megengine``, since what is offered has been imported; leave the rest to others."""
         del path, target
         if not name.startswith(f"{ALIAS}."):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers that give each rank its part of a dataset, in MegEngine's order: for ``sampler=`` of MegEngine's ``DataLoader``.
+"""Samplers that give each rank its part of a dataset, in MegEngine's order: ``sampler=`` of its ``DataLoader``.
 
-They are ``batch_sampler=`` of torch's too. Every rank gets equally many samples: where these do not divide, the first ones of the order come twice.
-``rankwise.DataLoader`` gives every sample once instead.
+They are ``batch_sampler=`` of torch's too. Every rank gets equally many samples: where these do not divide, the first
+ones of the order come twice. ``rankwise.DataLoader`` gives every sample once instead.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.functional``: ``distributed``, and what the tutorial of distributed training calls. The rest is torch's."""
+"""``megengine.functional``: ``distributed``, and what MegEngine's tutorial of it calls. The rest is torch's."""
 
 from __future__ import annotations
 

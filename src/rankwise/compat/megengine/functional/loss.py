@@ -13,7 +13,7 @@ from rankwise.errors import ConfigurationError
 __all__ = ["cross_entropy"]
 
 
-def cross_entropy(
+def cross_entropy(  # noqa: PLR0917 - as MegEngine has it
     pred: torch.Tensor,
     label: torch.Tensor,
     axis: int = 1,

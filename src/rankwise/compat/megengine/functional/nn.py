@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.functional.nn``: the loss of :mod:`loss <rankwise.compat.megengine.functional.loss>`; the rest is torch's."""
+"""``megengine.functional.nn``: the loss that ``megengine.functional.loss`` has too; the rest is torch's."""
 
 from __future__ import annotations
 

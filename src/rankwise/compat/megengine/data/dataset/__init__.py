@@ -10,7 +10,7 @@ from rankwise.compat.megengine.not_offered import refused
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 __all__ = ["ArrayDataset", "Dataset", "MapDataset", "StreamDataset"]
 
@@ -53,7 +53,7 @@ class ArrayDataset(MapDataset):
         ConfigurationError: there is none, or their lengths differ.
     """
 
-    def __init__(self, *arrays: Sequence[Any]) -> None:
+    def __init__(self, *arrays: Any) -> None:  # noqa: ANN401 - whatever has a length and numbers
         lengths = [len(array) for array in arrays]
         if len({*lengths}) != 1:
             raise ConfigurationError(
