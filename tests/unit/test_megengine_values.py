@@ -102,6 +102,7 @@ def test_a_batch_is_made_as_documented() -> None:
     assert collate(["a", "b"]) == ["a", "b"]
     batch = collate([{"x": 1, "y": ("a", rows[0])}, {"x": 2, "y": ("b", rows[1])}])
     assert (batch["x"].tolist(), [*batch["y"][0]], batch["y"][1].shape) == ([1, 2], ["a", "b"], (2, 2))
+    assert torch.equal(collate([torch.zeros(2), torch.ones(2)]), torch.tensor([[0.0] * 2, [1.0] * 2]))
     pair = collate([Pair(1, 2), Pair(3, 4)])
     assert (type(pair), pair.left.tolist(), pair.right.tolist()) == (Pair, [1, 3], [2, 4])
     for wrong in ([object()], [np.array(["a"])]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.data.collator``: samples as one batch of NumPy arrays. Pure."""
+"""``megengine.data.collator``: samples as one batch, of NumPy arrays or of tensors. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from rankwise.errors import ConfigurationError
 
@@ -21,10 +22,11 @@ class Collator:
         """Return the samples as one batch.
 
         Args:
-            inputs: samples of one kind: arrays of one shape, numbers, texts, or dicts, tuples and lists of these.
+            inputs: samples of one kind: arrays or tensors of one shape, numbers, texts, or dicts, tuples and lists of
+                these.
 
         Returns:
-            Arrays stacked [batch, ...], numbers as an array [batch], texts as they were; of dicts and named tuples one
+            Arrays and tensors stacked [batch, ...], numbers as an array [batch], texts as they were; of dicts and named tuples one
             of batches, of other tuples and lists a list of batches.
 
         Raises:
@@ -33,6 +35,8 @@ class Collator:
         first = inputs[0]
         if isinstance(first, str | bytes):
             return inputs
+        if isinstance(first, torch.Tensor):
+            return torch.stack([*inputs])
         if isinstance(first, np.ndarray | np.generic | int | float):
             return _stacked(inputs)
         if isinstance(first, Mapping):
@@ -53,6 +57,6 @@ def _stacked(inputs: Sequence[Any]) -> np.ndarray[Any, Any]:
 def _cannot(what: str) -> ConfigurationError:
     return ConfigurationError(
         f"A batch cannot be made of samples with {what}.",
-        do="give arrays, numbers, texts, or dicts, tuples and lists of these; "
+        do="give arrays, tensors, numbers, texts, or dicts, tuples and lists of these; "
         "or pass DataLoader a collator= with an apply(inputs) of your own",
     )

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, cast
 
 import numpy as np
+import torch
 import torch.utils.data
 
 from rankwise.compat.megengine.data.collator import Collator
@@ -131,7 +132,7 @@ def _check_kind(sampler: object, *, is_stream: bool) -> None:
 
 
 def _on_device(batch: Any) -> Any:  # noqa: ANN401 - what the collator made
-    if isinstance(batch, np.ndarray):
+    if isinstance(batch, np.ndarray | torch.Tensor):
         return tensor(batch)
     if isinstance(batch, Mapping):
         return {key: _on_device(value) for key, value in batch.items()}
