@@ -26,8 +26,8 @@ class Collator:
                 these.
 
         Returns:
-            Arrays and tensors stacked [batch, ...], numbers as an array [batch], texts as they were; of dicts and named tuples one
-            of batches, of other tuples and lists a list of batches.
+            Arrays and tensors stacked [batch, ...], numbers as an array [batch], texts as they were; of dicts and named
+            tuples one of batches, of other tuples and lists a list of batches.
 
         Raises:
             ConfigurationError: there is something else in a sample.

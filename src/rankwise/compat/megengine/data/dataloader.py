@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
@@ -69,7 +70,11 @@ class DataLoader:
         self.num_workers = num_workers
         self.timeout = timeout
         self.preload = preload
-        options: dict[str, Any] = {"num_workers": num_workers, "timeout": timeout if num_workers else 0}
+        options: dict[str, Any] = {"num_workers": num_workers}
+        if num_workers:
+            # As rankwise.DataLoader starts them: a dataset need not be one that can be pickled.
+            start = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+            options |= {"timeout": timeout, "multiprocessing_context": start}
         if is_stream:
             batches = _Stream(dataset, cast("StreamSampler", sampler).batch_size)
             join = _Batch(self.transform, self.collator, is_stream=True)
