@@ -105,7 +105,7 @@ def main():
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     # The ranks leave each other what is to be received.
     client = dist.get_client()
-    layer = M.Linear(1 + rank, 2 + rank)
+    layer = M.Linear(2, 2)
     for parameter in layer.parameters():
         parameter.data.fill_(0.5 + rank)
     gm = ad.GradManager()
@@ -115,7 +115,7 @@ def main():
     for step in range(3):
         with gm:
             if rank == 0:
-                feat = mge.tensor(np.full(1, 0.5 + step))
+                feat = mge.tensor(np.full(2, 0.5 + step))
             else:
                 shape = client.user_get(f"shape{rank - 1}")
                 dtype = client.user_get(f"dtype{rank - 1}")
@@ -183,7 +183,7 @@ def test_the_data_parallel_listing(command: Command, n_gpus: int, num_workers: i
 
 
 def _parts_in_one_process(num_parts: int) -> list[tuple[list[list[float]], list[float], list[float]]]:
-    layers = [torch.nn.Linear(1 + rank, 2 + rank) for rank in range(num_parts)]
+    layers = [torch.nn.Linear(2, 2) for _ in range(num_parts)]
     for rank, layer in enumerate(layers):
         for parameter in layer.parameters():
             parameter.data.fill_(0.5 + rank)
@@ -191,7 +191,7 @@ def _parts_in_one_process(num_parts: int) -> list[tuple[list[list[float]], list[
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     kept: list[list[list[float]]] = [[] for _ in layers]
     for step in range(3):
-        model(torch.full((1,), 0.5 + step)).sum().backward()
+        model(torch.full((2,), 0.5 + step)).sum().backward()
         for gradients, layer in zip(kept, layers, strict=True):
             gradients.append(layer.weight.grad.tolist())
         optimizer.step()
