@@ -12,7 +12,7 @@ import gc
 import zlib
 from collections import Counter
 from typing import TYPE_CHECKING, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import nn
 from torch.optim import LBFGS
@@ -45,6 +45,8 @@ ANSWER_SECONDS = 10.0
 _KEY = "rankwise/steps"
 
 _accounted: WeakSet[nn.Module] = WeakSet()
+_parts: dict[int, ref[torch.Tensor]] = {}
+"""By their ``id``. Tensors compare element by element, so that no set can hold them."""
 _following: list[RemovableHandle] = []
 
 
@@ -75,6 +77,12 @@ def independent(model: M) -> M:
 def account_for(model: nn.Module) -> None:
     """Note that a strategy keeps ``model`` as it must be on every rank. Called by each strategy."""
     _accounted.add(model)
+
+
+def account_for_part(tensor: torch.Tensor) -> None:
+    """Note that ``tensor`` belongs to this rank's part of a model that ranks have cut by hand. Called by compat."""
+    key = id(tensor)
+    _parts[key] = ref(tensor, lambda _: _parts.pop(key, None))
 
 
 def follow(store: Store | None, world: World) -> None:
@@ -170,7 +178,7 @@ class _BeforeLBFGS:
 
 def _unaccounted(trained: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return those tensors that nothing is known to keep as they must be."""
-    known = _ids(_accounted)
+    known = _ids(_accounted) | _parts.keys()
     # Only a DTensor has a mesh, and torch averages its gradients.
     own = [p for p in trained if id(p) not in known and getattr(p, "device_mesh", None) is None and not p.is_meta]
     if not own:

@@ -38,7 +38,8 @@ _HOROVOD = (
     "changed, or write import rankwise.compat.horovod as hvd"
 )
 _MEGENGINE = (
-    "rankwise has MegEngine's calls for several ranks, on torch's tensors and modules: write "
+    "rankwise has MegEngine's calls for several ranks, on torch's tensors and modules: start the script by "
+    "`rankwise run -n 4 -m rankwise.compat.megengine train.py`, or write "
     "import rankwise.compat.megengine.distributed as dist"
 )
 

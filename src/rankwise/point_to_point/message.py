@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A value as a head of JSON and bytes, and back. Pure: sends nothing, and runs nothing that was sent.
 
-Tensors, NumPy arrays, numbers, texts and ``None``, alone or in lists, tuples and dicts.
+Tensors, NumPy arrays, numbers, texts, ``None``, and torch's dtypes and shapes, alone or in lists, tuples and dicts.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ def sizes_of(tree: Any) -> list[int]:  # noqa: ANN401 - JSON
         return [prod(rest[1]) * _dtype(rest[0]).itemsize]
     if kind in {"array", "scalar"}:
         return [prod(rest[1]) * np.dtype(rest[0]).itemsize]
+    if kind == "dtype":
+        return []
     nodes = [node for _, node in rest[0]] if kind == "dict" else rest[0]
     return [size for node in nodes for size in sizes_of(node)]
 
@@ -99,7 +101,11 @@ def _node_of(value: Any, packed: Packed) -> Any:  # noqa: ANN401 - JSON
     if value is None or kind in {bool, int, float, str}:
         packed.words.append(kind.__name__)
         return value
-    if kind in {list, tuple}:
+    if kind is torch.dtype:
+        name = str(value).removeprefix("torch.")
+        packed.words.append(name)
+        return ["dtype", name]
+    if kind in {list, tuple, torch.Size}:
         return [kind.__name__, [_node_of(one, packed) for one in value]]
     if kind is dict and all(type(key) in {str, int} for key in value):
         return ["dict", [[key, _node_of(one, packed)] for key, one in value.items()]]
@@ -162,9 +168,13 @@ def _value_of(tree: Any, buffers: Iterator[torch.Tensor], device: torch.device, 
         name, shape = rest
         array = np.frombuffer(next(buffers).numpy().data, np.dtype(name)).reshape(shape)
         return array if kind == "array" else array[()]
+    if kind == "dtype":
+        return _dtype(rest[0])
     if kind == "dict":
         return {key: _value_of(node, buffers, device, wanting) for key, node in rest[0]}
     values = [_value_of(node, buffers, device, wanting) for node in rest[0]]
+    if kind == "Size":
+        return torch.Size(values)
     return values if kind == "list" else tuple(values)
 
 

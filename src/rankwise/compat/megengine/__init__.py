@@ -2,7 +2,8 @@
 """MegEngine's words for training on several ranks, on torch's tensors and modules.
 
 ``import rankwise.compat.megengine as mge`` gives ``mge.distributed``, ``mge.functional.distributed``,
-``mge.autodiff.GradManager`` and ``mge.data``'s samplers. What computes (layers, optimizers, tensors) is torch's.
+``mge.autodiff.GradManager``, ``mge.data`` and ``mge.optimizer``. What computes (layers, tensors) is torch's. ``alias``
+makes ``import megengine`` give the same.
 """
 
 from __future__ import annotations
@@ -12,31 +13,32 @@ from typing import Any
 
 from rankwise.compat.megengine.not_offered import refused
 
-_ROOMS = ("autodiff", "data", "device", "distributed", "functional")
+_ROOMS = ("autodiff", "data", "device", "distributed", "functional", "module", "optimizer")
+_OF_TENSORS = ("Parameter", "tensor")
 _NOT_OFFERED = {
-    "Parameter": "torch.nn.Parameter",
     "Tensor": "torch.Tensor",
     "amp": "torch.amp",
     "hub": "torch.hub",
     "jit": "torch.compile",
     "load": "torch.load, or rankwise.Checkpointer",
-    "module": "torch.nn",
-    "optimizer": "torch.optim",
     "save": "torch.save, or rankwise.Checkpointer",
-    "tensor": "torch.tensor",
 }
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _OF_TENSORS:
+        return getattr(importlib.import_module(f"{__name__}.tensors"), name)
+    if name == "provide":
+        return importlib.import_module(f"{__name__}.alias").provide
     raise not_here(name)
 
 
 def not_here(name: str) -> Exception:
     """Return what to raise where ``megengine.name`` is asked for, and is not here."""
-    return refused("megengine", name, _NOT_OFFERED, _ROOMS)
+    return refused("megengine", name, _NOT_OFFERED, __dir__())
 
 
 def __dir__() -> list[str]:
-    return list(_ROOMS)
+    return [*_ROOMS, *_OF_TENSORS, "provide"]

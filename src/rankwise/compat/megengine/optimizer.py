@@ -1,6 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.optimizer`` is torch.optim here, and importing it says so."""
+"""``megengine.optimizer``: torch's optimizers, whose ``step()`` returns them, so that ``.clear_grad()`` may follow."""
 
-from rankwise.compat.megengine import not_here
+from __future__ import annotations
 
-raise not_here("optimizer")
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+
+from rankwise.compat.megengine.not_offered import refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["SGD", "Adam", "AdamW"]
+
+
+class _Chained(torch.optim.Optimizer):
+    """What MegEngine's optimizers have that torch's have not. The first base of each class below."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Self:  # type: ignore[override]
+        """Update the parameters from their gradients, and return this optimizer."""
+        bound = cast("Any", super().step)
+        own = bound.__func__
+        # torch runs the hooks around the step of this class, and put them around that of its base too if an optimizer
+        # of the base was made: they must run once.
+        if getattr(own, "hooked", False):
+            own = own.__wrapped__
+        own(self, closure)
+        return self
+
+    def clear_grad(self) -> None:
+        """Set every gradient to ``None``."""
+        self.zero_grad(set_to_none=True)
+
+
+class SGD(_Chained, torch.optim.SGD):
+    """torch.optim.SGD with MegEngine's arguments; the updates are the same.
+
+    Args:
+        params: parameters, or groups of them as torch has them.
+        lr: learning rate.
+        momentum: of the velocity, which is ``momentum * velocity + gradient``.
+        nesterov: whether Nesterov's.
+        weight_decay: times the parameter is added to the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.0,
+        *,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+
+
+class Adam(_Chained, torch.optim.Adam):
+    """torch.optim.Adam with MegEngine's arguments; the updates are the same."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+class AdamW(_Chained, torch.optim.AdamW):
+    """torch.optim.AdamW with MegEngine's arguments; the updates are the same."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+_NOT_OFFERED = {
+    "Adadelta": "torch.optim.Adadelta; opt.step().clear_grad() becomes opt.step(); opt.zero_grad()",
+    "Adagrad": "torch.optim.Adagrad, which adds eps outside of the root; opt.step(); opt.zero_grad()",
+    "LRScheduler": "torch.optim.lr_scheduler.LRScheduler",
+    "MultiStepLR": "torch.optim.lr_scheduler.MultiStepLR(opt, milestones, gamma)",
+    "Optimizer": "torch.optim.Optimizer",
+    "clip_grad_norm": "torch.nn.utils.clip_grad_norm_",
+    "clip_grad_value": "torch.nn.utils.clip_grad_value_",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
+    raise refused("megengine.optimizer", name, _NOT_OFFERED, __all__)

@@ -16,6 +16,7 @@ from rankwise.compat.megengine.autodiff.over_ranks import OverRanks
 from rankwise.compat.megengine.distributed.gradients import AllreduceCallback
 from rankwise.compat.megengine.recording import Recording, recordings
 from rankwise.errors import ConfigurationError
+from rankwise.steps import account_for_part
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -157,6 +158,10 @@ class GradManager:
         try:
             roots, gradients = _roots(y, dy)
             ends = recording.ends
+            if ends or recording.beginnings:
+                # The loss is on another rank, or depends on one: each rank holds a part of one model.
+                for tensor in self.attached_tensors():
+                    account_for_part(tensor)
             self._go_back(
                 [*roots, *ends],
                 [*gradients, *(torch.ones_like(end) for end in ends)],

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.data``: the samplers that shard by themselves, for torch's DataLoader."""
+"""``megengine.data``: the loader, and the samplers that shard by themselves."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rankwise.compat.megengine.data import dataset, transform
+from rankwise.compat.megengine.data.collator import Collator
+from rankwise.compat.megengine.data.dataloader import DataLoader
 from rankwise.compat.megengine.data.sampler import (
     Infinite,
     MapSampler,
@@ -12,18 +15,25 @@ from rankwise.compat.megengine.data.sampler import (
     ReplacementSampler,
     Sampler,
     SequentialSampler,
+    StreamSampler,
 )
 from rankwise.compat.megengine.not_offered import refused
 
-__all__ = ["Infinite", "MapSampler", "RandomSampler", "ReplacementSampler", "Sampler", "SequentialSampler"]
+__all__ = [
+    "Collator",
+    "DataLoader",
+    "Infinite",
+    "MapSampler",
+    "RandomSampler",
+    "ReplacementSampler",
+    "Sampler",
+    "SequentialSampler",
+    "StreamSampler",
+    "dataset",
+    "transform",
+]
 
-_NOT_OFFERED = {
-    "Collator": "collate_fn= of torch.utils.data.DataLoader",
-    "DataLoader": "torch.utils.data.DataLoader(dataset, batch_sampler=sampler), or rankwise.DataLoader",
-    "StreamSampler": "a torch.utils.data.IterableDataset with rankwise.DataLoader, which gives each rank its samples",
-    "dataset": "torch.utils.data",
-    "transform": "transforms of torchvision or your own, in the dataset",
-}
+_NOT_OFFERED = {"get_worker_info": "torch.utils.data.get_worker_info"}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned

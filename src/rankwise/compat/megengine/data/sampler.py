@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers that give each rank its part of a dataset, in MegEngine's order: for torch's ``batch_sampler=``.
+"""Samplers that give each rank its part of a dataset, in MegEngine's order: ``sampler=`` of its ``DataLoader``.
 
-Every rank gets equally many samples: where these do not divide, the first ones of the order come twice.
-``rankwise.DataLoader`` gives every sample once instead.
+They are ``batch_sampler=`` of torch's too. Every rank gets equally many samples: where these do not divide, the first
+ones of the order come twice. ``rankwise.DataLoader`` gives every sample once instead.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -196,6 +198,28 @@ class ReplacementSampler(MapSampler):
         return self.rng.choice(len(self.dataset), size=size, replace=True, p=self.weights).tolist()
 
 
+class StreamSampler(Sampler):
+    """How many samples of a ``StreamDataset`` make a batch. It does not shard, nor does MegEngine's.
+
+    Each rank reads what ``__iter__`` of its dataset gives: let that depend on ``dist.get_rank()``.
+    ``rankwise.DataLoader`` gives each rank its samples of an iterable dataset by itself.
+
+    Args:
+        batch_size: samples of one batch, on each rank.
+
+    Raises:
+        ConfigurationError: ``batch_size`` is not a positive integer.
+    """
+
+    def __init__(self, batch_size: int = 1) -> None:
+        _check_positive("batch_size", batch_size)
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for start in count(0, self.batch_size):
+            yield [*range(start, start + self.batch_size)]
+
+
 class Infinite(Sampler):
     """Batches of another sampler, epoch after epoch without end."""
 
@@ -205,6 +229,9 @@ class Infinite(Sampler):
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self
+
+    def __len__(self) -> int:
+        return sys.maxsize
 
     def __next__(self) -> list[Any]:
         batch = next(self._batches, None)

@@ -36,7 +36,8 @@ class Client:
 
         Args:
             key: any text.
-            val: tensor, NumPy array, number, text or ``None``, or a list, tuple or dict of them. Nothing is pickled.
+            val: tensor, NumPy array, number, text, ``None``, ``tensor.shape`` or ``tensor.dtype``, or a list, tuple or
+                dict of them. Nothing is pickled.
 
         Raises:
             ConfigurationError: ``key`` is no text, or there is something else in ``val``.

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from rankwise.compat.megengine.distributed.autograd import refuse_device
+from rankwise.compat.megengine.dtypes import dtype_of
 from rankwise.compat.megengine.recording import keep_beginning, keep_end, recordings
 from rankwise.errors import ConfigurationError
 from rankwise.point_to_point.calls import recv, send
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def remote_send(inp: torch.Tensor, dest_rank: int) -> None:
@@ -38,7 +42,14 @@ def remote_send(inp: torch.Tensor, dest_rank: int) -> None:
     keep_end(send(inp, dest_rank))
 
 
-def remote_recv(src_rank: int, device: str | None = None, inp: torch.Tensor | None = None) -> torch.Tensor:
+def remote_recv(
+    src_rank: int,
+    device: str | None = None,
+    inp: torch.Tensor | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: object = None,
+) -> torch.Tensor:
     """Return the next tensor that another rank has sent to this one, waiting for it.
 
     Called by: this rank, once for each ``remote_send`` to it on ``src_rank``, in the same order.
@@ -47,22 +58,46 @@ def remote_recv(src_rank: int, device: str | None = None, inp: torch.Tensor | No
         src_rank: of the world.
         device: nothing: what is received is on this rank's device.
         inp: nothing: shape and dtype travel with the tensor.
+        shape: of the tensor, which the first versions of MegEngine had to be given; compared with what is received.
+        dtype: the same, as torch's or NumPy's dtype or its name.
 
     Returns:
         The tensor. It requires a gradient where what was sent did; backward then sends its gradient back.
 
     Raises:
+        ConfigurationError: what was received has another shape or dtype.
         ConfigurationError, PeerFailed, PeerMissing: as :func:`rankwise.recv`.
     """
     if device is not None and not isinstance(device, str):
-        # Their first versions had the shape and the dtype there.
+        # MegEngine's first versions had the shape and the dtype there.
         raise ConfigurationError(
-            f"remote_recv was given {device!r} for a device.", do="leave it out: shape and dtype travel with the tensor"
+            f"remote_recv was given {device!r} for a device.",
+            do="leave it out: shape and dtype travel with the tensor; or name them: shape=, dtype=",
         )
+    wanted = None if dtype is None else dtype_of(dtype)
     refuse_device("remote_recv", device)
     _ = inp
     received = cast("torch.Tensor", recv(src_rank))
+    _check_received(received, src_rank, shape, wanted)
     if received.grad_fn is not None:
         # The leaf behind it, which rankwise.recv() made for backward to run through it.
         keep_beginning(cast("Any", received.grad_fn).next_functions[0][0].variable)
     return received
+
+
+def _check_received(
+    received: torch.Tensor, src_rank: int, shape: Sequence[int] | None, dtype: torch.dtype | None
+) -> None:
+    if (shape is None or tuple(shape) == tuple(received.shape)) and dtype in {None, received.dtype}:
+        return
+    expected = {"shape": None if shape is None else list(shape), "dtype": dtype}
+    raise ConfigurationError(
+        f"remote_recv expected another tensor than rank {src_rank} sent.",
+        evidence="; ".join(
+            [
+                "expected: " + ", ".join(f"{name}={value}" for name, value in expected.items() if value is not None),
+                f"received: shape={list(received.shape)}, dtype={received.dtype}",
+            ]
+        ),
+        do="pass what the sender has, by user_set() before each remote_send(), or leave shape= and dtype= out",
+    )

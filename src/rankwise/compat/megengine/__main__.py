@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m rankwise.compat.megengine train.py``: runs a MegEngine script as Python would, on rankwise."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rankwise.compat.megengine.alias import provide
+from rankwise.errors import RankwiseError
+from rankwise.launch.target import Target, find_module, find_script, run_as_main
+
+USAGE_ERROR = 2
+
+DESCRIPTION = """\
+Run a MegEngine script as `python train.py arguments` would, with `import megengine` giving rankwise's.
+
+Below any launcher:
+  rankwise run -n 4 -m rankwise.compat.megengine train.py
+  mpirun -n 4 python -m rankwise.compat.megengine train.py"""
+
+
+def _target(words: list[str]) -> Target:
+    parser = argparse.ArgumentParser(
+        prog="python -m rankwise.compat.megengine",
+        usage="python -m rankwise.compat.megengine train.py [arguments]\n"
+        "       python -m rankwise.compat.megengine -m module [arguments]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
+    parser.add_argument("command", nargs=argparse.PARSER, metavar="train.py | module", help="what to run")
+    options = parser.parse_args(words)
+    name, *arguments = options.command
+    return find_module(name, arguments) if options.module else find_script(name, arguments)
+
+
+def main() -> None:
+    """Run what the words say; its exceptions come through."""
+    try:
+        provide()
+        target = _target(sys.argv[1:])
+    except RankwiseError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(USAGE_ERROR)
+    run_as_main(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megengine.data.collator``: samples as one batch, of NumPy arrays or of tensors. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankwise.errors import ConfigurationError
+
+OBJECT_KINDS = "OSUaV"
+"""NumPy's letters for what is no numbers."""
+
+
+class Collator:
+    """Makes a batch of samples: what a loader without ``collator=`` has."""
+
+    def apply(self, inputs: Sequence[Any]) -> Any:  # noqa: ANN401 - of what samples are made of
+        """Return the samples as one batch.
+
+        Args:
+            inputs: samples of one kind: arrays or tensors of one shape, numbers, texts, or dicts, tuples and lists of
+                these.
+
+        Returns:
+            Arrays and tensors stacked [batch, ...], numbers as an array [batch], texts as they were; of dicts and named
+            tuples one of batches, of other tuples and lists a list of batches.
+
+        Raises:
+            ConfigurationError: there is something else in a sample.
+        """
+        first = inputs[0]
+        if isinstance(first, str | bytes):
+            return inputs
+        if isinstance(first, torch.Tensor):
+            return torch.stack([*inputs])
+        if isinstance(first, np.ndarray | np.generic | int | float):
+            return _stacked(inputs)
+        if isinstance(first, Mapping):
+            return {key: self.apply([one[key] for one in inputs]) for key in first}
+        if isinstance(first, Sequence):
+            columns = [self.apply(column) for column in zip(*inputs, strict=True)]
+            return type(first)(*columns) if hasattr(first, "_fields") else columns
+        raise _cannot(type(first).__name__)
+
+
+def _stacked(inputs: Sequence[Any]) -> np.ndarray[Any, Any]:
+    arrays = [np.asarray(one) for one in inputs]
+    if arrays[0].dtype.kind in OBJECT_KINDS:
+        raise _cannot(f"an array of {arrays[0].dtype}")
+    return np.stack(arrays)
+
+
+def _cannot(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"A batch cannot be made of samples with {what}.",
+        do="give arrays, tensors, numbers, texts, or dicts, tuples and lists of these; "
+        "or pass DataLoader a collator= with an apply(inputs) of your own",
+    )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megengine.data.dataloader``: MegEngine's loader, whose worker processes are those of torch's."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.utils.data
+
+from rankwise.compat.megengine.data.collator import Collator
+from rankwise.compat.megengine.data.dataset import StreamDataset
+from rankwise.compat.megengine.data.sampler import Infinite, MapSampler, Sampler, SequentialSampler, StreamSampler
+from rankwise.compat.megengine.data.transform import PseudoTransform, Transform
+from rankwise.compat.megengine.tensors import tensor
+from rankwise.errors import ConfigurationError
+
+
+class DataLoader:
+    """Batches of a dataset as NumPy arrays: read, transformed, and put together, in worker processes or here.
+
+    Which samples a rank gets is the sampler's affair: those of a dataset with a length shard by themselves.
+
+    Args:
+        dataset: with ``__getitem__`` and ``__len__``, or a ``StreamDataset``.
+        sampler: of this dataset; default: one sample after another, each a batch. A ``StreamSampler`` for a stream.
+        transform: has ``apply_batch(samples)``; for a stream, ``apply(sample)``.
+        collator: has ``apply(samples)``, which returns the batch.
+        num_workers: processes that read ahead; 0: this one reads.
+        timeout: seconds to wait for a batch of the workers; 0: no limit.
+        preload: whether arrays become tensors on this rank's device.
+        parallel_stream: must be false: with workers, each reads the whole stream and keeps its share of the batches.
+
+    Raises:
+        ConfigurationError: the sampler is not of the dataset's kind, or a number is negative.
+    """
+
+    def __init__(  # noqa: PLR0917 - as MegEngine has it
+        self,
+        dataset: Any,  # noqa: ANN401 - any dataset
+        sampler: Sampler | None = None,
+        transform: Transform | None = None,
+        collator: Collator | None = None,
+        num_workers: int = 0,
+        timeout: int = 0,
+        preload: bool = False,  # noqa: FBT001, FBT002 - as MegEngine has it
+        parallel_stream: bool = False,  # noqa: FBT001, FBT002 - as MegEngine has it
+    ) -> None:
+        for name, number in (("num_workers", num_workers), ("timeout", timeout)):
+            if number < 0:
+                raise ConfigurationError(f"{name} must be >= 0, got {number}.", do=f"pass {name}=0 or more")
+        if parallel_stream:
+            raise ConfigurationError(
+                "parallel_stream=True is not offered here.",
+                do="leave it out; divide the stream in its __iter__ by torch.utils.data.get_worker_info() and "
+                "rankwise.DataLoader to read it in parallel",
+            )
+        is_stream = isinstance(dataset, StreamDataset)
+        if sampler is None:
+            sampler = StreamSampler() if is_stream else SequentialSampler(dataset)
+        _check_kind(sampler, is_stream=is_stream)
+        self.dataset = dataset
+        self.sampler = sampler
+        self.transform = transform or PseudoTransform()
+        self.collator = collator or Collator()
+        self.num_workers = num_workers
+        self.timeout = timeout
+        self.preload = preload
+        options: dict[str, Any] = {"num_workers": num_workers}
+        if num_workers:
+            # As rankwise.DataLoader starts them: a dataset need not be one that can be pickled.
+            start = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+            options |= {"timeout": timeout, "multiprocessing_context": start}
+        if is_stream:
+            batches = _Stream(dataset, cast("StreamSampler", sampler).batch_size)
+            join = _Batch(self.transform, self.collator, is_stream=True)
+            self._loader = torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=join, **options)
+        else:
+            join = _Batch(self.transform, self.collator, is_stream=False)
+            self._loader = torch.utils.data.DataLoader(
+                dataset, batch_sampler=cast("Any", sampler), collate_fn=join, **options
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield _on_device(batch) if self.preload else batch
+
+    def __len__(self) -> int:
+        return len(cast("MapSampler", self.sampler))
+
+
+class _Batch:
+    """Makes a batch of samples, where they were read."""
+
+    def __init__(self, transform: Transform, collator: Collator, *, is_stream: bool) -> None:
+        self._transform = transform
+        self._collator = collator
+        self._is_stream = is_stream
+
+    def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 - what the collator makes
+        if self._is_stream:
+            return self._collator.apply([self._transform.apply(one) for one in samples])
+        return self._collator.apply(self._transform.apply_batch(samples))
+
+
+class _Stream(torch.utils.data.IterableDataset[list[Any]]):
+    """The samples of a stream, as many together as a batch has. The last may be fewer."""
+
+    def __init__(self, dataset: StreamDataset, batch_size: int) -> None:
+        self._dataset = dataset
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        worker = torch.utils.data.get_worker_info()
+        own, num = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        samples = iter(self._dataset)
+        number = 0
+        while batch := [*islice(samples, self._batch_size)]:
+            # torch takes batches of its workers in turn, so that they are in the order of the stream.
+            if number % num == own:
+                yield batch
+            number += 1
+
+
+def _check_kind(sampler: object, *, is_stream: bool) -> None:
+    if is_stream == isinstance(sampler, StreamSampler) and (is_stream or isinstance(sampler, MapSampler | Infinite)):
+        return
+    raise ConfigurationError(
+        f"DataLoader was given a {type(sampler).__name__} for a dataset {'without' if is_stream else 'with'} a length.",
+        do="pass a StreamSampler for a StreamDataset, and for other datasets a SequentialSampler, a RandomSampler or "
+        "a MapSampler of your own",
+    )
+
+
+def _on_device(batch: Any) -> Any:  # noqa: ANN401 - what the collator made
+    if isinstance(batch, np.ndarray | torch.Tensor):
+        return tensor(batch)
+    if isinstance(batch, Mapping):
+        return {key: _on_device(value) for key, value in batch.items()}
+    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        parts = [_on_device(one) for one in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else parts
+    return batch

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megengine.data.dataset``: the base classes of datasets, and arrays as a dataset."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rankwise.compat.megengine.not_offered import refused
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["ArrayDataset", "Dataset", "MapDataset", "StreamDataset"]
+
+
+class Dataset(ABC):  # noqa: B024 - as MegEngine has it: what a dataset offers depends on its kind
+    """What a ``DataLoader`` reads: a subclass has ``__getitem__`` and ``__len__``, or is a :class:`StreamDataset`."""
+
+
+class MapDataset(Dataset):
+    """A dataset whose samples have numbers, from 0 to its length."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any: ...  # noqa: ANN401 - a sample
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+
+class StreamDataset(Dataset):
+    """A dataset that can only be iterated. ``__iter__`` alone decides what each rank reads: see ``StreamSampler``."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise ConfigurationError("A StreamDataset has no samples by number.", do="iterate it, or use a MapDataset")
+
+    def __len__(self) -> int:
+        # A TypeError where Python asks for a hint: list(dataset) does.
+        raise TypeError("A StreamDataset has no length: iterate it, or use a MapDataset")
+
+
+class ArrayDataset(MapDataset):
+    """Arrays of one length; a sample is a tuple of what each has at its number.
+
+    Args:
+        arrays: one or several, of one length: [samples, ...] each.
+
+    Raises:
+        ConfigurationError: there is none, or their lengths differ.
+    """
+
+    def __init__(self, *arrays: Any) -> None:  # noqa: ANN401 - whatever has a length and numbers
+        lengths = [len(array) for array in arrays]
+        if len({*lengths}) != 1:
+            raise ConfigurationError(
+                "ArrayDataset needs one or more arrays of the same length.",
+                evidence=f"it was given lengths {lengths}",
+                do="pass arrays whose first dimension counts the same samples",
+            )
+        self.arrays = arrays
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return tuple(array[index] for array in self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
+    named = not name.startswith("__") and name != "vision"
+    instead = {name: f"torchvision.datasets.{name}, or ArrayDataset of the arrays"} if named else {}
+    raise refused("megengine.data.dataset", name, instead, __all__)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megengine.data.transform``: what a loader does to each sample. Those of images are torchvision's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from rankwise.compat.megengine.not_offered import refused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["PseudoTransform", "Transform"]
+
+
+class Transform(ABC):
+    """What is done to the samples of a batch, one after another. A subclass says what, in :meth:`apply`."""
+
+    def apply_batch(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return the samples of a batch, transformed."""
+        return tuple(self.apply(one) for one in inputs)
+
+    @abstractmethod
+    def apply(self, input: Any) -> Any:  # noqa: A002, ANN401 - as MegEngine has it; a sample
+        """Return one sample, transformed."""
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+class PseudoTransform(Transform):
+    """Leaves samples as they are: what a loader without ``transform=`` has."""
+
+    def apply(self, input: Any) -> Any:  # noqa: A002, ANN401 - as MegEngine has it; a sample
+        """Return the sample."""
+        return input
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
+    instead = "torchvision.transforms.v2, in the apply() of a subclass of megengine.data.transform.Transform"
+    raise refused("megengine.data.transform", name, {} if name.startswith("__") else {name: instead}, __all__)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``mge.tensor`` and ``mge.Parameter``: arrays as torch's tensors on this rank's device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankwise.compat.megengine.dtypes import dtype_of
+from rankwise.session import current_or_none
+
+
+def tensor(data: Any, dtype: object = None, device: str | None = None) -> torch.Tensor:  # noqa: ANN401 - what torch takes
+    """Return a copy of some data as a tensor on this rank's device.
+
+    Args:
+        data: array, tensor, number, or nested lists of numbers.
+        dtype: of the result; default: of the data, but NumPy's float64 becomes torch's default dtype (float32 unless
+            ``torch.set_default_dtype`` was called), since MegEngine has no float64. Integers keep theirs.
+        device: of torch, ``"cpu"`` or ``"cuda:0"``; default: this rank's, or the CPU where no world has been joined.
+
+    Raises:
+        ConfigurationError: there is no such dtype.
+    """
+    wanted = None if dtype is None else dtype_of(dtype)
+    if wanted is None and isinstance(data, np.ndarray | np.generic) and data.dtype == np.float64:
+        wanted = torch.get_default_dtype()
+    session = current_or_none()
+    where = device or ("cpu" if session is None else session.world.device)
+    if isinstance(data, torch.Tensor):
+        return data.detach().to(device=where, dtype=wanted, copy=True)
+    # The copy is contiguous and writable, which torch asks of arrays.
+    given = np.array(data) if isinstance(data, np.ndarray | np.generic) else data
+    return torch.tensor(given, dtype=wanted, device=where)
+
+
+def Parameter(data: Any, dtype: object = None, device: str | None = None) -> torch.nn.Parameter:  # noqa: ANN401, N802 - as MegEngine has it
+    """Return a copy of some data as a parameter of a model. Arguments as for :func:`tensor`."""
+    return torch.nn.Parameter(tensor(data, dtype, device))
