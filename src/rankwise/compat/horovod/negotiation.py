@@ -208,8 +208,9 @@ class Negotiation:
                 rank: RankState(requests=tuple(self._pending[rank].values()), mode=mode, waits=self._words[rank])
                 for rank, mode in enumerate(self._modes)
             }
-            named = stuck.union(rank for rank, mode in enumerate(self._modes) if mode in {LEAVES, HAS_LEFT})
-            error = stalled(states, ranks_of_set, named)
+            awaited = {other for rank in stuck for other in self.blockers(rank, ranks_of_set)}
+            ended = {rank for rank in awaited if self._modes[rank] in {LEAVES, HAS_LEFT}}
+            error = stalled(states, ranks_of_set, stuck, ended)
         for rank in stuck:
             key = self._awaited[rank]
             if key is not None:

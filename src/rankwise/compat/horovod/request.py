@@ -151,7 +151,10 @@ def mismatch(request_of_rank: Mapping[int, Request]) -> HorovodInternalError | N
 
 
 def stalled(
-    states: Mapping[int, RankState], ranks_of_set: Mapping[int, Collection[int]], stuck: Collection[int]
+    states: Mapping[int, RankState],
+    ranks_of_set: Mapping[int, Collection[int]],
+    stuck: Collection[int],
+    others: Collection[int] = (),
 ) -> HorovodInternalError:
     """Return the error of ranks that all wait, each for an operation that another of them would have to call.
 
@@ -159,6 +162,7 @@ def stalled(
         states: of every rank, by its number.
         ranks_of_set: the members of each process set, by its number.
         stuck: the ranks that cannot continue.
+        others: ranks to be named besides: those that have come to their end.
     """
     missing: list[str] = []
     seen: set[Key] = set()
@@ -170,10 +174,16 @@ def stalled(
                 absent = sorted(set(ranks_of_set[request.set_id]) - holders)
                 if absent:
                     missing.append(f"{request.name!r} was not called on {fold_ranks(absent)}")
-    who = "Every rank waits" if len(stuck) == len(states) else f"Each of {fold_ranks(sorted(stuck))} waits"
+    what = (
+        "Every rank waits for an operation that another rank would have to call: none can go on."
+        if len(stuck) == len(states)
+        else f"{fold_ranks(list(stuck)).capitalize()} cannot continue: waiting for an operation that another rank "
+        "would have to call."
+    )
+    named = sorted({*stuck, *others})
     return HorovodInternalError(
-        f"{who} for an operation that another rank would have to call: none can go on.",
-        evidence="\n".join([fold_values({rank: states[rank].waits for rank in sorted(stuck)}), *missing]),
+        what,
+        evidence="\n".join([fold_values({rank: states[rank].waits for rank in named}), *missing]),
         do="call the same names on every rank; operations without a name are matched by how many came before them",
     )
 

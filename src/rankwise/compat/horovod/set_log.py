@@ -108,6 +108,7 @@ class SetLog:
 
     def _follow(self, event: Event, take: Callable[[Event, Outcome], bool], called: str) -> None:
         start, notice = time.monotonic(), NOTICE_SECONDS
+        gone: list[int] = []
         while not self.is_over(self._rank):
             text = self._next()
             if text is not None:
@@ -116,7 +117,9 @@ class SetLog:
                 continue
             waited = time.monotonic() - start
             missing = sorted(self._negotiation.blockers(self._rank, self._ranks_of_set()))
-            self._check(missing, waited, called, event)
+            # A rank that failed has departed a moment before its error is there: look twice.
+            before, gone = gone, [rank for rank in missing if self._watch.departed(rank)]
+            self._check([rank for rank in gone if rank in before], missing, waited, called, event)
             if waited > notice:
                 notice *= 2
                 warn(f"{called} has waited {waited:.0f} s. {self._words(missing, event)}", all_ranks=True)
@@ -193,8 +196,7 @@ class SetLog:
         except Exception as error:  # noqa: BLE001 - the error that ended the wait is the one to raise
             warn(f"the other ranks could not be told that this rank stopped waiting: {error}", all_ranks=True)
 
-    def _check(self, missing: list[int], waited: float, called: str, event: Event) -> None:
-        gone = [rank for rank in missing if self._watch.departed(rank)]
+    def _check(self, gone: list[int], missing: list[int], waited: float, called: str, event: Event) -> None:
         if gone:
             error = next((loss for rank in gone if (loss := self._watch.loss_of(rank)) is not None), None)
             raise error or PeerMissing(
