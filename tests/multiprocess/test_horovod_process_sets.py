@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process sets are independent: ranks wait for members of the set of an operation, and for nobody else.
 
-A rank that would be waited for wrongly blocks on a pipe that only the waiting rank writes to: such a wait would not end.
+A rank that would be waited for wrongly blocks on a pipe that only the waiting rank writes to: that would never end.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from rankwise.compat.horovod.request import (
     Request,
 )
 from rankwise.compat.horovod.set_log import SetLog
+from rankwise.compat.horovod.wording import broken_off, called, waits_for
 from rankwise.errors import PeerMissing
 from rankwise.session import current_or_none
 
@@ -185,7 +186,7 @@ class Queue:
         watch = self.session.watch
         if watch is None:
             return self._go_round(mode, waited_for)
-        outer, watch.record.purpose = watch.record.purpose, _called(mode, waited_for)
+        outer, watch.record.purpose = watch.record.purpose, called(mode, waited_for)
         try:
             return self._go_round(mode, waited_for)
         finally:
@@ -213,7 +214,7 @@ class Queue:
         if self.log is not None:
             return self._follow_log(self.log, mode, waited_for)
         requests = tuple(operation.request for operation in self.pending.values())
-        own = RankState(requests=requests, mode=mode, waits=_words(mode, waited_for))
+        own = RankState(requests=requests, mode=mode, waits=waits_for(mode, waited_for))
         met = world_round.meet(self.session.exchange, own, self._ranks_of_set())
         self._note_joined(met.modes)
         self._carry_out(met.decisions)
@@ -241,7 +242,7 @@ class Queue:
             rank=own,
             mode=mode,
             awaited=None if waited_for is None else waited_for.request.key,
-            words=_words(mode, waited_for),
+            words=waits_for(mode, waited_for),
             requests=tuple(requests),
             dropped=tuple(log.withdrawn),
         )
@@ -258,7 +259,7 @@ class Queue:
                 self._give_up(outcome.error, mode, waited_for)
             return self.log is not log or (waited_for is not None and waited_for.is_done)
 
-        log.wait(event, take, _called(mode, waited_for))
+        log.wait(event, take, called(mode, waited_for))
         return mode != LEAVES
 
     def _end_join(self) -> None:
@@ -283,7 +284,7 @@ class Queue:
         except BaseException as error:
             for _, operation in taken:
                 if operation is not None and not operation.is_done:
-                    operation.end(_broken_off(operation.request, error))
+                    operation.end(broken_off(operation.request, error))
             raise
 
     def _take(self, key: Key) -> Pending | None:
@@ -405,24 +406,3 @@ def announce(name: str, take_part: Callable[[], None], set_id: int = 0) -> None:
     operation = Pending(request=request, take_part=take_part)
     queue.hold(operation)
     queue.wait(operation)
-
-
-def _called(mode: int, waited_for: Pending | None) -> str:
-    """Return what the user has called, as ``hvd.allreduce 'x'``."""
-    if waited_for is None or mode == POLLS:
-        return {HAS_JOINED: "hvd.join()", LEAVES: "hvd.shutdown()"}.get(mode, "hvd.poll()")
-    prefix, dot, name = waited_for.request.name.partition(".")
-    return f"hvd.{prefix} {name!r}" if dot else f"hvd.{prefix}"
-
-
-def _broken_off(request: Request, error: BaseException) -> HorovodInternalError:
-    return HorovodInternalError(
-        f"{request.name!r} was broken off.", evidence=f"{type(error).__name__}: {error}", do="mend that error first"
-    )
-
-
-def _words(mode: int, waited_for: Pending | None) -> str:
-    if waited_for is not None and mode != POLLS:
-        request = waited_for.request
-        return f"waits for {request.name!r}" + (f", {request}" if request.dtypes else "")
-    return {HAS_JOINED: "has called join()", LEAVES: "has come to the end"}.get(mode, "polls")
