@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.collectives import new_group
 from rankwise.compat.horovod.errors import Refused, not_initialized
-from rankwise.compat.horovod.queue import Members, announce, current_queue, current_queue_or_none
+from rankwise.compat.horovod.members import Members
+from rankwise.compat.horovod.queue import announce, current_queue, current_queue_or_none
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -39,30 +39,12 @@ from rankwise.session import current_or_none
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rankwise.collectives import Group
+    from rankwise.compat.horovod.members import Members, Seat
     from rankwise.session import Session
 
 _numbers = itertools.count(1)
 """Of handles: one of a world that has been left must not be one of the next."""
 _log_numbers = itertools.count(1)
-
-
-@dataclass(kw_only=True)
-class Members:
-    """Who a process set is."""
-
-    ranks: tuple[int, ...]
-    group: Group | None
-    """``None`` for the world."""
-
-
-@dataclass(kw_only=True)
-class Seat:
-    """Where this rank sits among the machines."""
-
-    cross_rank: int
-    cross_size: int
-    is_homogeneous: bool
 
 
 @dataclass(kw_only=True)

@@ -11,8 +11,9 @@ import torch
 from rankwise import steps
 from rankwise.collectives import gather_json
 from rankwise.compat.horovod.errors import NotOffered, not_initialized
+from rankwise.compat.horovod.members import Members, Seat
 from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
-from rankwise.compat.horovod.queue import Members, Queue, Seat, current_queue, current_queue_or_none, set_current_queue
+from rankwise.compat.horovod.queue import Queue, current_queue, current_queue_or_none, set_current_queue
 from rankwise.device import versions
 from rankwise.errors import ConfigurationError
 from rankwise.process_group import join, leave
