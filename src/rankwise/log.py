@@ -52,7 +52,7 @@ def warn(message: str, *, all_ranks: bool = False) -> None:
 
 
 def _emit(level: int, message: str, *, all_ranks: bool) -> None:
-    if _speaker["is_muted"] or not (all_ranks or _speaker["is_rank_zero"]):
+    if _speaker["is_muted"] or level < logger.level or not (all_ranks or _speaker["is_rank_zero"]):
         return
     text = f"{_speaker['prefix']} {message}" if all_ranks and _speaker["prefix"] else message
     if logger.hasHandlers():

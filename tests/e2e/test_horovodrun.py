@@ -96,3 +96,44 @@ def test_a_library_that_is_not_there_is_told_apart(command: Command, library: st
     assert ended.returncode == 1
     assert "ModuleNotFoundError" in ended.stderr
     assert words in ended.stderr.splitlines()[-1]
+
+
+def test_horovods_variables_are_honoured_or_named(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import os
+        import horovod.torch as hvd
+        from rankwise.compat.horovod.queue import current_queue
+
+        hvd.init()
+        hvd.barrier()
+        print(os.environ.get("GLOO_SOCKET_IFNAME"), current_queue().session.watch.timeout_seconds)
+        """,
+    )
+    words = [sys.executable, "-m", "rankwise", "horovodrun", "-np", "2", "python", "train.py"]
+    given = {
+        "HOROVOD_TIMELINE": "timeline.json",
+        "HOROVOD_CYCLE_TIME": "1",
+        "HOROVOD_GLOO_IFACE": "lo",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "77",
+    }
+
+    def ended(**more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words,
+            cwd=command.folder,
+            env=command.environment(**given, **more),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=50,
+        )
+
+    told = ended()
+    assert told.stdout.splitlines() == ["lo 77.0"] * 2
+    line = "without effect here: HOROVOD_CYCLE_TIME, HOROVOD_TIMELINE (docs/from-horovod.md, Variables)"
+    assert told.stderr.count(line) == 1
+    assert not (command.folder / "timeline.json").exists()
+    # What ranks say below the level is not printed; what the launcher says is.
+    assert "without effect" not in ended(HOROVOD_LOG_LEVEL="warning").stderr

@@ -40,6 +40,7 @@ LOCAL = ("localhost", "127.0.0.1")
 
 NO_TUNING = "nothing is tuned here: tensors that are ready together travel together"
 NO_WARNINGS = "a rank that waits in vain names the missing ones and ends after 10 minutes"
+NO_TIMELINE = "no timeline is written; use torch.profiler in the script, `rankwise stacks` shows where ranks are"
 NOTED = {
     "--gloo": "what carries tensors follows from where the ranks are",
     "--mpi": "what carries tensors follows from where the ranks are; below mpirun: "
@@ -55,7 +56,8 @@ NOTED = {
     "--no-torus-allreduce": NO_TUNING,
     "--autotune": NO_TUNING,
     "--no-autotune": NO_TUNING,
-    "--no-timeline-mark-cycles": "no timeline is written",
+    "--timeline-mark-cycles": NO_TIMELINE,
+    "--no-timeline-mark-cycles": NO_TIMELINE,
     "--no-stall-check": NO_WARNINGS,
     "--stall-check": NO_WARNINGS,
     "--mpi-threads-disable": "there is no MPI",
@@ -76,18 +78,17 @@ NOTED_WITH_VALUE = {
     "--autotune-bayes-opt-max-samples": NO_TUNING,
     "--autotune-gaussian-process-noise": NO_TUNING,
     "--stall-check-warning-time-seconds": NO_WARNINGS,
-    "--stall-check-shutdown-time-seconds": NO_WARNINGS,
+    "--stall-check-shutdown-time-seconds": "set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS before the command",
+    "--timeline-filename": NO_TIMELINE,
     "--num-nccl-streams": "torch chooses NCCL's streams",
     "--thread-affinity": "there is no background thread",
     "--gloo-timeout-seconds": NO_WARNINGS,
-    "--log-level": "set logging.getLogger('rankwise') in the script",
+    "--log-level": "set HOROVOD_LOG_LEVEL before the command",
     "--elastic-timeout": "lost machines are waited for 30 s",
 }
 """The same of options with a value."""
 REFUSED = {
     "--jsrun": (0, f"start the ranks yourself: jsrun -n 4 python -m {COMPAT} train.py"),
-    "--timeline-filename": (1, "use torch.profiler in the script; `rankwise stacks` shows where ranks are"),
-    "--timeline-mark-cycles": (0, "use torch.profiler in the script; `rankwise stacks` shows where ranks are"),
     "--mpi-args": (1, f"give them to mpirun: mpirun ... python -m {COMPAT} train.py"),
     "--binding-args": (1, f"give them to mpirun: mpirun ... python -m {COMPAT} train.py"),
     "--config-file": (1, "write its options into the command"),

@@ -205,3 +205,8 @@ def _ancestor(name: str) -> str | None:
             return f"{number}-{fields[19]}"
         number = int(fields[1])
     return None
+
+
+def horovod_variables() -> dict[str, str]:
+    """Return Horovod's variables, which scripts that were written for it may be started with."""
+    return {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}

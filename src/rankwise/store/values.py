@@ -74,8 +74,17 @@ class Store:
 
     def set_if_absent(self, key: str, value: str) -> bool:
         """Set ``key`` unless it is there already, in one step; return whether it was set."""
+        return self.held_or_set(key, value) == value.encode()
+
+    def held_or_set(self, key: str, value: str) -> bytes:
+        """Return what ``key`` holds, which is ``value`` if it was not set before: in one step."""
         with translated(key):
-            return self._connection.compare_set(self._key(key), "", value) == value.encode()
+            return self._connection.compare_set(self._key(key), "", value)
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that are set."""
+        with translated(", ".join(keys)):
+            return self._connection.multi_get([self._key(key) for key in keys])
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """Return the value of ``key``, waiting for it to be set.

@@ -237,8 +237,8 @@ def _withdraw(handles: Iterable[Any]) -> None:
     known = queue.current_queue()
     for handle in handles:
         operation = None if callable(handle) else known.handles.pop(handle, None)
-        if operation is not None and known.pending.get(operation.request.key) is operation:
-            del known.pending[operation.request.key]
+        if operation is not None:
+            known.withdraw(operation)
 
 
 def _free_lanes(names: set[str]) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.collectives import new_group
 from rankwise.compat.horovod.errors import Refused, not_initialized
-from rankwise.compat.horovod.queue import Members, announce, current_queue, current_queue_or_none
+from rankwise.compat.horovod.members import Members
+from rankwise.compat.horovod.queue import announce, current_queue, current_queue_or_none
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         queue.members[number] = Members(ranks=ranks, group=new_group(ranks))
         queue.next_set_id += 1
         _bind(chosen, number)
+        queue.follow_sets()
 
     announce(f"add_process_set({list(ranks)})", open_group)
     return chosen
@@ -146,8 +148,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         raise ConfigurationError(
             f"{process_set} still has operations to do.", evidence=", ".join(pending), do="synchronize them before"
         )
-    announce(f"remove_process_set({process_set.ranks})", lambda: None)
-    del queue.members[number]
+
+    def let_go() -> None:
+        del queue.members[number]
+        queue.follow_sets()
+
+    announce(f"remove_process_set({process_set.ranks})", let_go)
     process_set.process_set_id = None
     return True
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations that this rank has asked for and that have not been carried out, matched between ranks by name.
 
-There is no thread in the background. Whenever a rank waits it goes round: all ranks say what each has pending, and
-what is pending on every member is carried out, in an order that all derive alike.
+There is no thread in the background. Whenever a rank waits, the ranks report what each has pending, and what is
+pending on every member is carried out, in an order that all derive alike: in rounds of the whole world, or, while there
+are process sets of some of the ranks, by a log that all ranks read.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.collectives import gather_json
+from rankwise.compat.horovod import world_round
 from rankwise.compat.horovod.errors import HorovodInternalError, Refused, not_initialized
 from rankwise.compat.horovod.execution import Work, carry_out, stand_ins
+from rankwise.compat.horovod.negotiation import Event, Outcome
 from rankwise.compat.horovod.pending import Pending
 from rankwise.compat.horovod.request import (
     ANNOUNCED,
@@ -27,44 +30,21 @@ from rankwise.compat.horovod.request import (
     Key,
     RankState,
     Request,
-    decide,
-    digest_of,
-    from_json,
-    stalled,
-    to_json,
 )
+from rankwise.compat.horovod.set_log import SetLog
+from rankwise.compat.horovod.wording import broken_off, called, waits_for
 from rankwise.errors import PeerMissing
 from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rankwise.collectives import Group
+    from rankwise.compat.horovod.members import Members, Seat
     from rankwise.session import Session
 
-# Different words: after an interrupt, ranks must not take one for the other.
-_AT_A_GLANCE = "rankwise.compat.horovod, at a glance: what each rank has pending"
-_WHAT = "rankwise.compat.horovod: what each rank has pending"
 _numbers = itertools.count(1)
 """Of handles: one of a world that has been left must not be one of the next."""
-
-
-@dataclass(kw_only=True)
-class Members:
-    """Who a process set is."""
-
-    ranks: tuple[int, ...]
-    group: Group | None
-    """``None`` for the world."""
-
-
-@dataclass(kw_only=True)
-class Seat:
-    """Where this rank sits among the machines."""
-
-    cross_rank: int
-    cross_size: int
-    is_homogeneous: bool
+_log_numbers = itertools.count(1)
 
 
 @dataclass(kw_only=True)
@@ -86,6 +66,8 @@ class Queue:
     last_joined: int = -1
     as_joined: dict[str, Callable[[], None]] = field(default_factory=dict)
     """What a joined rank does when the others announce a step, by its name."""
+    log: SetLog | None = None
+    """How operations are matched, while there are process sets of some of the ranks."""
 
     def name(self, prefix: str, name: str | None, set_id: int) -> str:
         """Return what an operation is matched by; without a name, how many of its kind came before it."""
@@ -132,9 +114,17 @@ class Queue:
         finally:
             # An error or an interrupt of the wait itself: nobody is left to take the result.
             if not operation.is_done:
-                self.pending.pop(operation.request.key, None)
+                self.withdraw(operation)
         if operation.error is not None:
             raise operation.error
+
+    def withdraw(self, operation: Pending) -> None:
+        """Forget an operation that nobody waits for any more."""
+        key = operation.request.key
+        if self.pending.get(key) is operation:
+            del self.pending[key]
+            if self.log is not None and key in self.log.sent:
+                self.log.withdrawn[key] = operation
 
     def join(self) -> int:
         """Take part with zeros in what the others do until all have joined; return who joined last."""
@@ -150,7 +140,11 @@ class Queue:
         """Carry out what is pending and what other ranks have asked for too. Called when the world is left."""
         watch = self.session.watch
         try:
-            while self.pending and (watch is None or watch.error is None) and self.go_round(LEAVES):
+            while (
+                (self.pending or self.log is not None)
+                and (watch is None or watch.error is None)
+                and self.go_round(LEAVES)
+            ):
                 pass
         except PeerMissing:
             # A rank has left that never asked for it. Nobody waits for the result: that is no error.
@@ -174,44 +168,85 @@ class Queue:
         watch = self.session.watch
         if watch is None:
             return self._go_round(mode, waited_for)
-        outer, watch.record.purpose = watch.record.purpose, _called(mode, waited_for)
+        outer, watch.record.purpose = watch.record.purpose, called(mode, waited_for)
         try:
             return self._go_round(mode, waited_for)
         finally:
             watch.record.purpose = outer
 
-    def _go_round(self, mode: int, waited_for: Pending | None) -> bool:
-        requests = tuple(operation.request for operation in self.pending.values())
-        modes, is_same = self._glance(requests, mode)
-        self._note_joined(modes)
-        decisions = [Decision(request=request) for request in requests]
-        states: list[RankState] = []
-        if not is_same:
-            state = RankState(requests=requests, mode=mode, waits=_words(mode, waited_for))
-            states = [from_json(one) for one in gather_json(to_json(state), what=_WHAT)]
-            decisions = decide(states, self._ranks_of_set())
-        self._carry_out(decisions)
-        if set(modes) == {HAS_JOINED}:
-            self.has_joined = False
-            self.joined_ranks.clear()
-            return False
-        if decisions or POLLS in modes:
-            return True
-        if states:
-            self._give_up(stalled(states, self._ranks_of_set()), mode, waited_for)
-        return False
+    def follow_sets(self) -> None:
+        """Match operations by a log while there is a process set of several ranks and not all.
 
-    def _glance(self, requests: tuple[Request, ...], mode: int) -> tuple[list[int], bool]:
-        """Return every rank's mode, and whether all ask for the same in the same order."""
-        exchange = self.session.exchange
-        if exchange is None:
-            return [mode], bool(requests) or mode != WAITS
-        exchange.agree(_AT_A_GLANCE)
-        rows = exchange.all_gather(torch.tensor([digest_of(requests), mode]), what=_AT_A_GLANCE).tolist()
-        modes: list[int] = [mode for _, mode in rows]
-        # Of ranks that have nothing pending, and come for different reasons, it has to be seen whether any can go on.
-        has_reason = bool(requests) or POLLS in modes or len(set(modes)) == 1
-        return modes, has_reason and len({digest for digest, _ in rows}) == 1
+        Called by: every rank, when process sets have come or gone.
+        """
+        world_size = self.session.world.world_size
+        is_needed = any(1 < len(members.ranks) < world_size for members in self.members.values())
+        if not is_needed:
+            self.log = None
+        elif self.log is None:
+            number = max(gather_json(next(_log_numbers), what="rankwise.compat.horovod: the log of process sets"))
+            store, watch = self.session.store, self.session.watch
+            if store is not None and watch is not None:
+                self.log = SetLog(self.session.world, store, watch, number, self._ranks_of_set)
+
+    def _go_round(self, mode: int, waited_for: Pending | None) -> bool:
+        self._carry_out_alone()
+        if waited_for is not None and waited_for.is_done:
+            return True
+        if self.log is not None:
+            return self._follow_log(self.log, mode, waited_for)
+        requests = tuple(operation.request for operation in self.pending.values())
+        own = RankState(requests=requests, mode=mode, waits=waits_for(mode, waited_for))
+        met = world_round.meet(self.session.exchange, own, self._ranks_of_set())
+        self._note_joined(met.modes)
+        self._carry_out(met.decisions)
+        if set(met.modes) == {HAS_JOINED}:
+            self._end_join()
+            return False
+        if met.error is not None:
+            self._give_up(met.error, mode, waited_for)
+        return bool(met.decisions) or POLLS in met.modes
+
+    def _carry_out_alone(self) -> None:
+        """Carry out what is of process sets of this rank alone: nobody else has to come to it."""
+        is_alone = {number: number != 0 and len(members.ranks) == 1 for number, members in self.members.items()}
+        requests = [operation.request for operation in self.pending.values() if is_alone[operation.request.set_id]]
+        if requests:
+            self._carry_out([Decision(request=request) for request in requests])
+
+    def _follow_log(self, log: SetLog, mode: int, waited_for: Pending | None) -> bool:
+        """Wait by the log of process sets until this wait is over; see :meth:`go_round`."""
+        own = self.session.world.rank
+        requests = [
+            operation.request for key, operation in self.pending.items() if key not in log.sent or key in log.withdrawn
+        ]
+        event = Event(
+            rank=own,
+            mode=mode,
+            awaited=None if waited_for is None else waited_for.request.key,
+            words=waits_for(mode, waited_for),
+            requests=tuple(requests),
+            dropped=tuple(log.withdrawn),
+        )
+        log.sent.update(request.key for request in requests)
+
+        def take(event: Event, outcome: Outcome) -> bool:
+            if event.mode == HAS_JOINED and event.rank not in self.joined_ranks:
+                self.last_joined = event.rank
+            self.joined_ranks = log.joined()
+            self._carry_out(outcome.decisions)
+            if outcome.has_all_joined:
+                self._end_join()
+            if outcome.error is not None and own in outcome.stuck:
+                self._give_up(outcome.error, mode, waited_for)
+            return self.log is not log or (waited_for is not None and waited_for.is_done)
+
+        log.wait(event, take, called(mode, waited_for))
+        return mode != LEAVES
+
+    def _end_join(self) -> None:
+        self.has_joined = False
+        self.joined_ranks.clear()
 
     def _note_joined(self, modes: Sequence[int]) -> None:
         if not self.joined_ranks and HAS_JOINED not in modes:
@@ -225,14 +260,22 @@ class Queue:
         return {number: members.ranks for number, members in self.members.items()}
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
-        taken = [(decision, self.pending.pop(decision.request.key, None)) for decision in decisions]
+        taken = [(decision, self._take(decision.request.key)) for decision in decisions]
         try:
             self._carry_out_taken(taken)
         except BaseException as error:
             for _, operation in taken:
                 if operation is not None and not operation.is_done:
-                    operation.end(_broken_off(operation.request, error))
+                    operation.end(broken_off(operation.request, error))
             raise
+
+    def _take(self, key: Key) -> Pending | None:
+        """Return what this rank has pending under a name that has been decided on, and forget it."""
+        if self.log is not None:
+            if key in self.log.withdrawn:
+                return self.log.withdrawn.pop(key)
+            self.log.sent.discard(key)
+        return self.pending.pop(key, None)
 
     def _carry_out_taken(self, taken: Sequence[tuple[Decision, Pending | None]]) -> None:
         sent: list[tuple[Pending | None, Work]] = []
@@ -287,7 +330,7 @@ class Queue:
     def _give_up(self, error: HorovodInternalError, mode: int, waited_for: Pending | None) -> None:
         """End the wait of this rank with an error, and leave everything else as it is."""
         if waited_for is not None:
-            self.pending.pop(waited_for.request.key, None)
+            self._take(waited_for.request.key)
             waited_for.end(error)
         elif mode == HAS_JOINED:
             self.has_joined = False
@@ -345,24 +388,3 @@ def announce(name: str, take_part: Callable[[], None], set_id: int = 0) -> None:
     operation = Pending(request=request, take_part=take_part)
     queue.hold(operation)
     queue.wait(operation)
-
-
-def _called(mode: int, waited_for: Pending | None) -> str:
-    """Return what the user has called, as ``hvd.allreduce 'x'``."""
-    if waited_for is None:
-        return {HAS_JOINED: "hvd.join()", LEAVES: "hvd.shutdown()"}.get(mode, "hvd.poll()")
-    prefix, dot, name = waited_for.request.name.partition(".")
-    return f"hvd.{prefix} {name!r}" if dot else f"hvd.{prefix}"
-
-
-def _broken_off(request: Request, error: BaseException) -> HorovodInternalError:
-    return HorovodInternalError(
-        f"{request.name!r} was broken off.", evidence=f"{type(error).__name__}: {error}", do="mend that error first"
-    )
-
-
-def _words(mode: int, waited_for: Pending | None) -> str:
-    if waited_for is not None:
-        request = waited_for.request
-        return f"waits for {request.name!r}" + (f", {request}" if request.dtypes else "")
-    return {HAS_JOINED: "has called join()", LEAVES: "has come to the end"}.get(mode, "polls")

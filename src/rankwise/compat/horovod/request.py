@@ -22,7 +22,7 @@ LOST_WITHOUT_ALL = ("alltoall", "reducescatter")
 """The kinds that would send rows to a rank that has joined, where nobody takes them."""
 
 POLLS, WAITS, LEAVES, HAS_JOINED = range(4)
-"""Why a rank comes to a round: only ``POLLS`` goes on by itself when nothing has happened."""
+"""Why a rank waits: only ``POLLS`` ends by itself when nothing has happened."""
 
 Key = tuple[int, str]
 
@@ -96,7 +96,7 @@ def to_json(state: RankState) -> dict[str, Any]:
 
 def from_json(value: dict[str, Any]) -> RankState:
     """Return the state that :func:`to_json` wrote."""
-    requests = tuple(_request(one) for one in value["requests"])
+    requests = tuple(request_from_json(one) for one in value["requests"])
     return RankState(requests=requests, mode=value["mode"], waits=value["waits"])
 
 
@@ -150,25 +150,46 @@ def mismatch(request_of_rank: Mapping[int, Request]) -> HorovodInternalError | N
     return None
 
 
-def stalled(states: Sequence[RankState], ranks_of_set: Mapping[int, Collection[int]]) -> HorovodInternalError:
-    """Return the error of ranks that all wait, each for what another would have to ask for."""
+def stalled(
+    states: Mapping[int, RankState],
+    ranks_of_set: Mapping[int, Collection[int]],
+    stuck: Collection[int],
+    others: Collection[int] = (),
+) -> HorovodInternalError:
+    """Return the error of ranks that all wait, each for an operation that another of them would have to call.
+
+    Args:
+        states: of every rank, by its number.
+        ranks_of_set: the members of each process set, by its number.
+        stuck: the ranks that cannot continue.
+        others: ranks to be named besides: those that have come to their end.
+    """
     missing: list[str] = []
     seen: set[Key] = set()
-    for state in states:
-        for request in state.requests:
+    for rank in sorted(stuck):
+        for request in states[rank].requests:
             if request.key not in seen:
                 seen.add(request.key)
-                holders = {rank for rank, other in enumerate(states) if request.key in {r.key for r in other.requests}}
+                holders = {other for other, state in states.items() if request.key in {r.key for r in state.requests}}
                 absent = sorted(set(ranks_of_set[request.set_id]) - holders)
-                missing.append(f"{request.name!r} was not called on {fold_ranks(absent)}")
+                if absent:
+                    missing.append(f"{request.name!r} was not called on {fold_ranks(absent)}")
+    what = (
+        "Every rank waits for an operation that another rank would have to call: none can go on."
+        if len(stuck) == len(states)
+        else f"{fold_ranks(list(stuck)).capitalize()} cannot continue: waiting for an operation that another rank "
+        "would have to call."
+    )
+    named = sorted({*stuck, *others})
     return HorovodInternalError(
-        "Every rank waits for an operation that another rank would have to call: none can go on.",
-        evidence="\n".join([fold_values({rank: state.waits for rank, state in enumerate(states)}), *missing]),
+        what,
+        evidence="\n".join([fold_values({rank: states[rank].waits for rank in named}), *missing]),
         do="call the same names on every rank; operations without a name are matched by how many came before them",
     )
 
 
-def _request(value: list[Any]) -> Request:
+def request_from_json(value: list[Any]) -> Request:
+    """Return the request that JSON made a list of."""
     request = Request(*value)
     return request._replace(dtypes=tuple(request.dtypes), shapes=tuple(map(tuple, request.shapes)))
 

@@ -29,7 +29,7 @@ def poll(handle: int) -> bool:
             f"There is no operation {handle!r}, or its result has been taken.", do="poll before synchronize"
         )
     if not operation.is_done:
-        queue.go_round(POLLS)
+        queue.go_round(POLLS, operation)
     return operation.is_done
 
 

@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rankwise import steps
 from rankwise.collectives import gather_json
+from rankwise.compat.horovod import settings
 from rankwise.compat.horovod.errors import NotOffered, not_initialized
+from rankwise.compat.horovod.members import Members, Seat
 from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
-from rankwise.compat.horovod.queue import Members, Queue, Seat, current_queue, current_queue_or_none, set_current_queue
+from rankwise.compat.horovod.queue import Queue, current_queue, current_queue_or_none, set_current_queue
 from rankwise.device import versions
+from rankwise.environments import process
 from rankwise.errors import ConfigurationError
+from rankwise.log import log, logger
 from rankwise.process_group import join, leave
 from rankwise.session import current, current_or_none
 
@@ -43,8 +48,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - 
         process_sets = None
     given: list[ProcessSet] = list(process_sets or ())
     is_alone = current_or_none() is None
-    if is_alone:
-        join()
+    if current_queue_or_none() is None:
+        _apply_variables(joins=is_alone)
     _check_comm(comm)
     steps.stop()  # Horovod's optimizers keep models equal, each among the ranks of its process set.
     if current_queue_or_none() is None:
@@ -197,6 +202,26 @@ def _world() -> World:
     if session is None or current_queue_or_none() is None:
         raise not_initialized()
     return session.world
+
+
+def _apply_variables(*, joins: bool) -> None:
+    """Do what Horovod's variables ask for, join the world unless that has been done, and name the other variables."""
+    asked = settings.read(process.horovod_variables(), has_joined=not joins)
+    if asked.log_level is not None:
+        logger.setLevel(asked.log_level)
+    if joins:
+        chosen = process.set_interface(asked.interface, is_loopback=True) if asked.interface else ()
+        try:
+            if asked.limit_seconds is None:
+                join()
+            else:
+                join(timeout_seconds=asked.limit_seconds)
+        except BaseException:
+            process.unset(chosen)
+            raise
+        current().at_end(partial(process.unset, chosen))
+    if asked.without_effect:
+        log(f"without effect here: {', '.join(asked.without_effect)} (docs/from-horovod.md, Variables)")
 
 
 def _check_comm(comm: object) -> None:

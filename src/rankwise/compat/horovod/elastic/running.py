@@ -99,8 +99,8 @@ def _run(func: Callable[Concatenate[S, P], R], state: S, *args: P.args, **kwargs
 def _forget_operations() -> None:
     """Have this rank's operations begin anew, as Horovod's do: what others did not ask for would wait for ever."""
     queue = current_queue()
-    for operation in queue.pending.values():
+    for operation in tuple(queue.pending.values()):
+        queue.withdraw(operation)
         operation.error = HorovodInternalError(f"{operation.request.name!r} was given up for a reset.")
         operation.is_done = True
-    queue.pending.clear()
     queue.num_unnamed.clear()

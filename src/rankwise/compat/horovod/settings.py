@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Horovod's variables: which of them are honoured here, and which are named as without effect. Used by world."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
+LOG_LEVEL = "HOROVOD_LOG_LEVEL"
+LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+INTERFACE = "HOROVOD_GLOO_IFACE"
+FACTS = {
+    f"HOROVOD_{name}"
+    for name in (
+        *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"),
+        *("CONTROLLER", "CPU_OPERATIONS", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT"),
+    )
+}
+"""What a launcher sets for its ranks, and nobody asks for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What Horovod's variables ask for."""
+
+    log_level: int | None = None
+    limit_seconds: float | None = None
+    """How long a rank waits for others before it raises an error."""
+    interface: str = ""
+    """The network interface that ranks use."""
+    without_effect: tuple[str, ...] = ()
+    """Names of variables that are set, and change nothing here."""
+
+
+def read(variables: Mapping[str, str], *, has_joined: bool) -> Settings:
+    """Return what variables ask for.
+
+    Args:
+        variables: of this process.
+        has_joined: whether the world was joined before ``hvd.init()``: its limit and interface are chosen then.
+
+    Raises:
+        ConfigurationError: a value is no level, or no number of seconds.
+    """
+    given = {name: value.strip() for name, value in variables.items() if name.startswith("HOROVOD_") and value.strip()}
+    too_late = {LIMIT, INTERFACE} if has_joined else set[str]()
+    honoured = {LOG_LEVEL, LIMIT, INTERFACE} - too_late
+    return Settings(
+        log_level=_level(given.get(LOG_LEVEL)),
+        limit_seconds=None if has_joined else _seconds(given.get(LIMIT)),
+        interface="" if has_joined else given.get(INTERFACE, ""),
+        without_effect=tuple(sorted(given.keys() - honoured - FACTS)),
+    )
+
+
+def _level(word: str | None) -> int | None:
+    if word is None:
+        return None
+    if word.lower() not in LEVELS:
+        raise ConfigurationError(f"{LOG_LEVEL}={word!r} is not a level.", do="set it to one of " + ", ".join(LEVELS))
+    return LEVELS[word.lower()]
+
+
+def _seconds(word: str | None) -> float | None:
+    """Return a limit in seconds; none where it is 0, as with Horovod."""
+    if word is None:
+        return None
+    if not word.isdecimal():
+        raise ConfigurationError(f"{LIMIT}={word!r} is not a number of seconds.", do="set it to 600, for example")
+    return float(word) or None
