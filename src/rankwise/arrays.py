@@ -35,6 +35,8 @@ def tensor_of(leaf: object, name: str, other: str) -> torch.Tensor:
         return _from_int(leaf, name)
     if isinstance(leaf, float | complex):
         return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.complex128)
+    if _package_of(leaf) == "tensorflow":
+        leaf = _of_tensorflow(leaf, name)
     if hasattr(leaf, "__dlpack__"):
         return _from_dlpack(leaf, name)
     raise ConfigurationError(
@@ -95,11 +97,7 @@ def _from_dlpack(leaf: object, name: str) -> torch.Tensor:
         # A copy: what lies there may not be written to, and what is sent must not change meanwhile.
         return torch.from_dlpack(leaf).clone()
     except AttributeError as error:
-        raise ConfigurationError(
-            f"{name} cannot take a {type(leaf).__qualname__}: it stands for an array, and has no memory.",
-            evidence=str(error),
-            do=f"call {name} on what comes out of jit, grad and vmap, not inside of them",
-        ) from error
+        raise _without_memory(leaf, name, "jit, grad and vmap", str(error)) from error
     except (RuntimeError, BufferError, TypeError, ValueError) as error:
         kind = type(leaf)
         raise ConfigurationError(
@@ -109,12 +107,20 @@ def _from_dlpack(leaf: object, name: str) -> torch.Tensor:
         ) from error
 
 
+def _without_memory(leaf: object, name: str, inside_of: str, evidence: str = "") -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} cannot take a {type(leaf).__qualname__}: it stands for an array, and has no memory.",
+        evidence=evidence or None,
+        do=f"call {name} on what comes out of {inside_of}, not inside",
+    )
+
+
 def _reader_of(leaf: object) -> Any:  # noqa: ANN401 - another library's function
     """Return the function of the leaf's own library that reads what ``__dlpack__`` offers."""
     namespace = getattr(leaf, "__array_namespace__", None)
     if namespace is not None:
         return namespace().from_dlpack
-    package = type(leaf).__module__.partition(".")[0]
+    package = _package_of(leaf)
     if package == "tensorflow":
         return _tensorflow_reader
     reader = getattr(sys.modules.get(package), "from_dlpack", None)
@@ -124,6 +130,25 @@ def _reader_of(leaf: object) -> Any:  # noqa: ANN401 - another library's functio
             do="pass it as a NumPy array",
         )
     return reader
+
+
+def _package_of(leaf: object) -> str:
+    return type(leaf).__module__.partition(".")[0]
+
+
+def _of_tensorflow(leaf: Any, name: str) -> object:  # noqa: ANN401 - TensorFlow's tensor or variable
+    """Return the tensor that a variable holds, and a tensor as it is."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and dtype.name in {"string", "variant", "resource"}:
+        # Asked for the memory of such a tensor, TensorFlow ends the process.
+        raise ConfigurationError(
+            f"{name} cannot take a TensorFlow tensor of {dtype.name}: it has no memory that torch can read.",
+            do="pass its values as numbers; texts as bytes: tf.io.decode_raw(text, tf.uint8)",
+        )
+    value = leaf.value() if isinstance(leaf, sys.modules["tensorflow"].Variable) else leaf
+    if isinstance(value, sys.modules["tensorflow"].Tensor) and not hasattr(value, "__dlpack__"):
+        raise _without_memory(leaf, name, "tf.function")
+    return value
 
 
 def _tensorflow_reader(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - TensorFlow's tensor
