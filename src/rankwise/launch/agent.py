@@ -19,6 +19,7 @@ from rankwise.launch.coordinator import RETURN_SECONDS
 from rankwise.launch.failure import Failure
 from rankwise.launch.link import Link, LinkLost
 from rankwise.launch.ranks import FOR_RESTART, KILLED, Layout
+from rankwise.launch.stragglers import Stragglers
 from rankwise.stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Agent:
         self._open_link = open_link
         self._interrupts = interrupts
         self._asking = asking
+        self._stragglers = Stragglers(asking.look, ranks.is_script_over)
         self._say = say
         self._on_failed_attempt = on_failed_attempt
         self._hosts_job = hosts_job
@@ -96,6 +98,7 @@ class Agent:
             "start": self._start,
             "stop": self._begin_to_end,
             "end_rank": self._begin_to_end_rank,
+            "departed": self._note_departed,
             "save": self._have_saved,
             "say": self._say_for_all,
             "report": self._tell_of_failure,
@@ -165,6 +168,7 @@ class Agent:
             self._asking.serve(link)
         link.check()
         self._look_for_stopped(link)
+        self._look_for_stragglers()
         self._go_on_ending()
         if self._is_attempt_on and not self._ranks.running:
             self._conclude(link)
@@ -194,6 +198,12 @@ class Agent:
             else:
                 self._say(f"[rankwise] rank {failed.rank} has been stopped (SIGSTOP); kill -CONT {pid} lets it go on\n")
 
+    def _look_for_stragglers(self) -> None:
+        if self._ending is None:
+            words = self._stragglers.words(self._ranks.running_processes(), time.monotonic())
+            if words:
+                self._say(words)
+
     # -- what the coordinator says -----------------------------------------------------------------
 
     def _obey(self, message: dict[str, Any]) -> None:
@@ -206,6 +216,7 @@ class Agent:
     def _start(self, message: dict[str, Any]) -> None:
         self._ending = None
         self._kill_at.clear()
+        self._stragglers.begin()
         self._is_attempt_on = True
         hostnames = message.pop("hostnames")
         layout = Layout(**message)
@@ -224,6 +235,10 @@ class Agent:
     def _begin_to_end_rank(self, message: dict[str, Any]) -> None:
         if self._ranks.layout is not None and message["attempt"] == self._ranks.layout.attempt:
             self._kill_at[message["rank"]] = time.monotonic() + message["settle_seconds"]
+
+    def _note_departed(self, message: dict[str, Any]) -> None:
+        if self._ranks.layout is not None and message["attempt"] == self._ranks.layout.attempt:
+            self._stragglers.note_ended(message["ranks"], time.monotonic())
 
     def _have_saved(self, _: dict[str, Any]) -> None:
         """Ask the one rank of the job to save and end: alone it follows no event log."""

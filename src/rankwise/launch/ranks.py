@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.environments import variables_for
-from rankwise.launch import alone, failure
+from rankwise.launch import alone, failure, script_end
 from rankwise.launch.memory import OomCount
 from rankwise.launch.output import descriptors_closed
 from rankwise.launch.server import Ended, RankStart, Started
@@ -180,6 +180,14 @@ class LocalRanks:
         if rank in self.running:
             self._ends.setdefault(rank, KILLED)
             self.send_signal(rank, signal.SIGKILL)
+
+    def running_processes(self) -> dict[int, int]:
+        """Return the process number of each rank that runs. May be called from any thread."""
+        return {rank: pid for rank, pid in self.processes.items() if rank in self.running}
+
+    def is_script_over(self, rank: int) -> bool:
+        """Return whether the script of a rank has run to its end, though its process may not have ended."""
+        return Path(script_end.note_of(self._error_file(rank))).exists()
 
     def stack_files(self) -> dict[int, str]:
         """Return where each rank of the attempt writes its stack when it is asked for it."""

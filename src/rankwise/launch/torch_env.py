@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from rankwise import environments
+from rankwise.launch.absences import torch_rank_key
 from rankwise.torch_private.rendezvous import replace_handler
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def _env_handler(url: str, timeout: timedelta | None = None, **_: Any) -> Iterat
     limit = {} if timeout is None else {"timeout_seconds": timeout.total_seconds()}
     opened = store.connect(*reading.address, **limit, secret=reading.secret.encode())
     _kept.append(opened)
+    opened.set(f"attempt/{reading.attempt}/{torch_rank_key(rank)}", "")
     yield opened.prefixed(f"attempt/{reading.attempt}/torch").torch_store, rank, world_size
     message = "env:// cannot be joined again under rankwise's launcher; it starts ranks anew after a failure"
     raise RuntimeError(message)
