@@ -108,7 +108,7 @@ def test_the_first_failure_is_shown_last_and_whole(command: Command) -> None:
     assert ended.returncode == 1
     name = os.uname().nodename
     expected = (
-        f"[rankwise] [rank 1/3 on {name}] failed first: exit code 1\n"
+        "[rankwise] the error of rank 1:\n"
         "Traceback (most recent call last):\n"
         f'  File "{path}", line 10, in <module>\n'
         "    step()\n"
@@ -120,7 +120,11 @@ def test_the_first_failure_is_shown_last_and_whole(command: Command) -> None:
     said = "".join(line for line in ended.stderr.splitlines(keepends=True) if line.strip(" ~^\n"))
     assert said.endswith(expected), ended.stderr
     assert ended.stderr.count("Traceback") == 1
-    assert "[rankwise] ranks 0, 2 then failed too: RuntimeError\n" in ended.stderr
+    others = ended.stderr.partition(f"[rankwise] [rank 1/3 on {name}] failed first: exit code 1\n")[2]
+    for rank in (0, 2):
+        assert re.search(
+            rf"^\[rankwise\] ranks? .*{rank}.* then failed too: RuntimeError: .*\bpeer\b", others, re.MULTILINE
+        )
 
 
 def test_a_signal_is_shown_with_the_ranks_last_lines(command: Command) -> None:
@@ -138,7 +142,7 @@ def test_a_signal_is_shown_with_the_ranks_last_lines(command: Command) -> None:
     )
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 137
-    assert ended.stderr.endswith("[rankwise] the last lines it wrote to stderr:\n  allocating\n  no newline\n")
+    assert ended.stderr.endswith("[rankwise] the last lines rank 1 wrote to stderr:\n  allocating\n  no newline\n")
     assert re.search(r"\[rank 1/2 on .*\] failed first: killed by SIGKILL, exit code 137", ended.stderr)
 
 
