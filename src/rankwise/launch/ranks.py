@@ -32,6 +32,8 @@ KILLED = "had to be killed by the launcher"
 FOR_RESTART = "ended by the launcher, to start anew"
 """How a rank ended, in words: after it had been given time to end by itself, and without."""
 
+FLUSH_FAILED = 120
+"""Exit code of Python where the last flush of stdout fails."""
 STOPPED_SECONDS = 6.0
 """After how long a rank that somebody stopped (SIGSTOP) is spoken of, and where it can be, replaced."""
 
@@ -200,6 +202,7 @@ class LocalRanks:
             return {"failures": [], "ends": {}, "tails": {}, "logs": {}, "has_stopped": False, "is_alone": False}
         attempt, first = self.layout.attempt, self.layout.first_rank
         self._output.drain()
+        self._explain_broken_pipes(self._output.problem())
         for failed in self.failures.values():
             self._output.append_to_log(failed.rank, attempt, failed.traceback)
         logs = {rank: self._output.log_path(rank, attempt) for rank in self.failures}
@@ -213,6 +216,12 @@ class LocalRanks:
             "has_stopped": self.has_stopped,
             "is_alone": Path(alone.note_of(self._error_file(0))).exists(),
         }
+
+    def _explain_broken_pipes(self, problem: str) -> None:
+        """Have failures say what a rank could not know: the disk is full behind the pipe that it writes to."""
+        for rank, failed in self.failures.items() if problem else ():
+            if failed.type == "BrokenPipeError" or failed.exit_code == FLUSH_FAILED:
+                self.failures[rank] = replace(failed, how=f"could not write its output: {problem}")
 
     # -- how a rank ends ---------------------------------------------------------------------------
 
