@@ -146,6 +146,38 @@ def test_a_signal_is_shown_with_the_ranks_last_lines(command: Command) -> None:
     assert re.search(r"\[rank 1/2 on .*\] failed first: killed by SIGKILL, exit code 137", ended.stderr)
 
 
+def test_after_a_kill_it_is_said_where_that_rank_was(command: Command) -> None:
+    path = command.write(
+        "train.py",
+        """
+        import os, signal, rankwise as rw
+
+        def train(world):
+            rw.barrier()
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if world.rank == 2:
+                open("ready", "w").close()
+                open("never").read()
+            open("ready").read()
+            rw.barrier()
+
+        with rw.join() as world:
+            train(world)
+        """,
+    )
+    for name in ("ready", "never"):
+        os.mkfifo(command.folder / name)
+    ended = command.run("-n", "3", "train.py")
+    assert ended.returncode == 137
+    report = ended.stderr[ended.stderr.index("[rankwise] [rank 1/3 on ") :]
+    first, seen, *others = report.splitlines()
+    assert "failed first: killed by SIGKILL, exit code 137" in first
+    assert seen.startswith("[rankwise] it was last seen in or after barrier() at train.py:5 in train, begun ")
+    assert "[rankwise] rank 0 then failed too: PeerFailed: Rank 1 failed: SIGKILL." in others
+    assert f"[rankwise] rank 2 had to be ended by the launcher, at {path}:10 in train" in others
+
+
 def test_a_rank_that_ends_early_and_well_is_no_failure(command: Command) -> None:
     command.write(
         "train.py",

@@ -141,7 +141,7 @@ def test_a_reader_that_leaves_ends_the_ranks_as_it_would_one_program(command: Co
 TRAIN_AND_PRINT = """
 import os
 for i in range(3000):
-    os.write(1, b"x" * 300 + b"\n")
+    os.write(1, b"x" * 300 + b"\\n")
 open("trained-" + os.environ["RANK"], "w").close()
 """
 

@@ -37,6 +37,8 @@ STOP_SECONDS = 3.0
 AGAIN_SECONDS = 1.0
 """How long a machine that was told to wait waits before it comes again."""
 LOST_EXIT_CODE = 1
+WHERE_SECONDS = 2.0
+"""How long before they are asked to end it is looked where ranks are."""
 TERMINATE_SECONDS = 1.0
 """How long a rank has to end between SIGTERM and SIGKILL, after another's failure."""
 
@@ -58,6 +60,7 @@ class _Ending:
     at_once: bool
     """Nobody is waited for, since all are started anew."""
     has_asked: bool = False
+    has_looked: bool = False
 
 
 class Agent:
@@ -285,6 +288,9 @@ class Agent:
             self._ranks.kill(rank)
         if ending is None or not self._ranks.running:
             return
+        if not ending.at_once and not ending.has_looked and now >= ending.terminate_at - WHERE_SECONDS:
+            ending.has_looked = True
+            self._ranks.look_where_they_are()
         if not ending.has_asked and now >= ending.terminate_at:
             ending.has_asked = True
             self._ranks.signal_all(signal.SIGTERM)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rankwise import last_call, places, silent
 from rankwise.environments import variables_for
 from rankwise.launch import alone, failure, script_end
 from rankwise.launch.memory import OomCount
@@ -83,11 +86,13 @@ class LocalRanks:
         self._ends: dict[int, str] = {}
         self._unheard: list[Failure | int] = []
         self._still_since: dict[int, float] = {}
+        self._stood_at: dict[int, str] = {}
 
     def start(self, layout: Layout) -> None:
         """Start the ranks of an attempt; those of the one before are gone."""
         self.layout = layout
         self.failures, self.processes, self._ends, self._still_since = {}, {}, {}, {}
+        self._stood_at = {}
         self.has_stopped = False
         for local_rank in range(self.num_ranks):
             rank = layout.first_rank + local_rank
@@ -151,7 +156,7 @@ class LocalRanks:
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every rank that runs."""
         for rank in self.running:
-            self._ends.setdefault(rank, "had to be ended by the launcher")
+            self._ends.setdefault(rank, f"had to be ended by the launcher{self._at(rank)}")
             with contextlib.suppress(OSError):
                 self._server.signal(rank, number)
 
@@ -162,7 +167,7 @@ class LocalRanks:
             how: what is said of the ranks that ran until now.
         """
         for rank in self.running:
-            self._ends.setdefault(rank, how)
+            self._ends.setdefault(rank, how + self._at(rank))
         self._server.clear()
         while True:
             said = self._server.hear()
@@ -171,6 +176,21 @@ class LocalRanks:
             if isinstance(said, Ended):
                 self._note_end(said)
         self.running.clear()
+
+    def look_where_they_are(self) -> None:
+        """Find out where the ranks are that run, for when they have to be ended. Returns at once."""
+        files, attempt = self.stack_files(), self.layout
+        for rank, pid in self.running_processes().items():
+
+            def look(rank: int = rank, pid: int = pid) -> None:
+                stack = silent.stack_of(pid, files[rank], partial(self.send_signal, rank))
+                if stack and self.layout is attempt:
+                    self._stood_at[rank] = places.innermost_of_user(stack)
+
+            threading.Thread(target=look, name="rankwise-look", daemon=True).start()
+
+    def _at(self, rank: int) -> str:
+        return f", at {self._stood_at[rank]}" if rank in self._stood_at else ""
 
     def send_signal(self, rank: int, number: int) -> None:
         """Send a signal to one rank; nothing happens where it has ended. May be called from any thread."""
@@ -253,7 +273,10 @@ class LocalRanks:
         elif ended.exit_code:
             killed = ended.exit_code == -signal.SIGKILL
             out_of_memory = self._oom_count.has_risen() if killed else None
-            self.failures[rank] = failure.from_exit(rank, ended.exit_code, ended.time, out_of_memory=out_of_memory)
+            at = last_call.read(last_call.path_beside(self._stack_file(self.layout.attempt, rank)), ended.time)
+            self.failures[rank] = failure.from_exit(
+                rank, ended.exit_code, ended.time, out_of_memory=out_of_memory, at=at
+            )
             heard.append(self.failures[rank])
         elif self.running or self.layout.num_nodes > 1:
             heard.append(rank)

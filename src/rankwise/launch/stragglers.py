@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise import blame
 from rankwise.errors import LaunchError, RankwiseError, fold_ranks
 from rankwise.launch.activity import activity_of
+from rankwise.places import innermost_of_user
 from rankwise.watch import NOTICE_SECONDS
 
 if TYPE_CHECKING:
@@ -143,5 +144,5 @@ def _used(used: Activity) -> str:
 def _place(answer: Mapping[str, Any] | None) -> str:
     """Return where a rank is, as far as that is known."""
     stack = (answer or {}).get("stack")
-    at = (answer or {}).get("at") or (stack[-1] if stack else "")
+    at = (answer or {}).get("at") or (innermost_of_user(stack) if stack else "")
     return f", at {at}" if at else ""
