@@ -273,10 +273,16 @@ def first_difference(answers: Answers) -> int | None:
     return min((int(sequence) for sequence, digests in words.items() if len(digests) > 1), default=None)
 
 
-def table(answers: Answers, world_size: int) -> str:
-    """Return what every rank was doing: one line per rank, those that do the same on one line."""
+def table(answers: Answers, world_size: int = 0, *, among: Iterable[int] | None = None) -> str:
+    """Return what every rank was doing: one line per rank, those that do the same on one line.
+
+    Args:
+        answers: of a roll call.
+        world_size: number of ranks.
+        among: only these ranks.
+    """
     ranks_of: dict[tuple[str, ...], list[int]] = {}
-    for rank in range(world_size):
+    for rank in range(world_size) if among is None else sorted(among):
         ranks_of.setdefault(_doing(answers.get(rank)), []).append(rank)
     rows = [("rank", "host", "step", "collective", "at", "for")]
     for (step, doing, at, why), ranks in list(ranks_of.items())[:LONGEST_TABLE]:

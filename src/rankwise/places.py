@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import CodeType, FrameType
 
     Place = tuple[CodeType, int]
@@ -63,6 +64,15 @@ def stack_of_thread(thread_id: int) -> list[str]:
         depth += 1
         frame = frame.f_back
     return found[::-1]
+
+
+def innermost_of_user(stack: Sequence[str]) -> str:
+    """Return the innermost frame of the user's own of a stack in words, the innermost last; else its innermost.
+
+    Args:
+        stack: frames as ``/home/me/train.py:33 in load``, at least one.
+    """
+    return next((frame for frame in reversed(stack) if not _in_library(frame.partition(":")[0])), stack[-1])
 
 
 def words(place: Place | None) -> str:

@@ -19,10 +19,17 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rankwise.last_call import LastCall
     from rankwise.places import Place
 
 LENGTH = 64
 """How many collectives are remembered."""
+MOST_NOTED = 1024
+"""Of how many different ones the words are kept."""
+
+
+_NOWHERE: Place = ((lambda: None).__code__, 0)
+"""Stands for the place of a collective that no line of the user's led to."""
 
 
 @dataclass(slots=True)
@@ -52,7 +59,9 @@ class Ticket:
 class Record:
     """The last collectives of one rank, and how many there were."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_call: LastCall | None = None) -> None:
+        self._last_call = last_call
+        self._noted: dict[tuple[str, int, int], tuple[bytes, Place]] = {}
         self.recent: deque[Ticket] = deque(maxlen=LENGTH)
         self.last = 0
         """Number of the latest collective."""
@@ -85,7 +94,22 @@ class Record:
         self.counts[channel] = sequence = self.counts[channel] + 1
         ticket = Ticket(number, what, channel, sequence, places.user_place(), purpose=self.purpose)
         self.recent.append(ticket)
+        if self._last_call is not None:
+            self._last_call.note(self._note_of(ticket))
         return ticket
+
+    def _note_of(self, ticket: Ticket) -> bytes:
+        """Return what is noted of a collective; a training loop calls the same few over and over."""
+        code, line = place = ticket.place or _NOWHERE
+        # By the code's identity: its hash goes through all of it. The place keeps the code, and so its identity.
+        key = ticket.words, id(code), line
+        known = self._noted.get(key)
+        if known is None:
+            if len(self._noted) >= MOST_NOTED:
+                self._noted.clear()
+            words = f"{ticket.words} at {places.words(ticket.place)}".encode(errors="replace")
+            known = self._noted[key] = words, place
+        return known[0]
 
     def situation(self, waiting: Ticket | None, thread_id: int, asked: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank is doing, as JSON. Called from another thread than the one that does it.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rankwise import network
 from rankwise.errors import ConfigurationError, PeerMissing, RankwiseError, fold_ranks, rank_prefix
-from rankwise.log import log
+from rankwise.log import log, warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,12 +31,16 @@ EXPLICIT = "explicit"
 """The source of a reading whose address every rank was given alike."""
 ABSENT = "-"
 """Stands for the place of a rank that never joined."""
+ENDED = "ended"
+"""Stands for the place of a rank whose process has ended without an error before it joined; the launcher says so."""
 LINGER_SECONDS = 2.0
 """How long the rank that serves the store stays for the others to read the last word."""
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 ATTEMPT_SECONDS = 5.0
 """How long one attempt to reach the store may take where nothing answers at all."""
+NOTICE_SECONDS = 30.0
+"""After how long a wait for other ranks to join is mentioned, with who is missing."""
 QUIET_SECONDS = 15.0
 """How long a rank that cannot reach the store says nothing about it."""
 
@@ -227,25 +231,44 @@ def exchange_places(store: Store, reading: Reading, timeout_seconds: float) -> l
     Raises:
         PeerMissing: some did not come within ``timeout_seconds``.
     """
-    keys = [_place_key(rank) for rank in range(reading.world_size)]
+    keys = [place_key(rank) for rank in range(reading.world_size)]
     own = own_place(None if reading.address is None else reading.address[0])
     store.set_if_absent(keys[reading.rank], json.dumps(asdict(own)))
     with contextlib.suppress(TimeoutError):
-        store.wait(keys, timeout_seconds)
+        _wait_for_places(store, keys, timeout_seconds)
     # Whoever waited in vain writes the absent down, so that every rank ends with the same words.
     for key in keys:
         store.set_if_absent(key, ABSENT)
     texts = [store.get(key, timeout_seconds).decode() for key in keys]
-    missing = [rank for rank, text in enumerate(texts) if text == ABSENT]
+    missing = [rank for rank, text in enumerate(texts) if text in {ABSENT, ENDED}]
     if missing:
         _wait_for_readers(store, reading, len(texts) - len(missing))
-        raise _never_joined(reading, missing, timeout_seconds)
+        ended = [rank for rank in missing if texts[rank] == ENDED]
+        raise _ended_before(reading, ended) if ended else _never_joined(reading, missing, timeout_seconds)
     return [Place(**json.loads(text)) for text in texts]
+
+
+def _wait_for_places(store: Store, keys: Sequence[str], timeout_seconds: float) -> None:
+    """Return when every place is there; after a while one of the ranks that wait says whose are not."""
+    try:
+        store.wait(keys, min(NOTICE_SECONDS, timeout_seconds))
+    except TimeoutError:
+        if timeout_seconds <= NOTICE_SECONDS:
+            raise
+        missing = [rank for rank, key in enumerate(keys) if not store.check(key)]
+        if missing and store.add("rankwise/claims/join", 1) == 1:
+            who = fold_ranks(missing)
+            warn(
+                f"join() has been waiting for {NOTICE_SECONDS:.0f} s for {who}: not started, or not come to "
+                "rankwise.join() yet; under `rankwise run`, `rankwise stacks` shows where each rank is",
+                all_ranks=True,
+            )
+        store.wait(keys, timeout_seconds - NOTICE_SECONDS)
 
 
 def place_of(store: Store, rank: int) -> Place:
     """Return where a rank of a world that has been joined is."""
-    return Place(**json.loads(store.get(_place_key(rank), LINGER_SECONDS)))
+    return Place(**json.loads(store.get(place_key(rank), LINGER_SECONDS)))
 
 
 def address_on_job(store: Store, world: World) -> str:
@@ -255,7 +278,8 @@ def address_on_job(store: Store, world: World) -> str:
     return place_of(store, world.rank).address or EVERY_INTERFACE
 
 
-def _place_key(rank: int) -> str:
+def place_key(rank: int) -> str:
+    """Return the key of where a rank of a world is, among those of the world."""
     return f"rankwise/places/{rank}"
 
 
@@ -266,6 +290,17 @@ def _wait_for_readers(store: Store, reading: Reading, num_readers: int) -> None:
     if reading.rank == 0:
         with contextlib.suppress(TimeoutError):
             store.wait(["rankwise/absence_read_by_all"], LINGER_SECONDS)
+
+
+def _ended_before(reading: Reading, ended: list[int]) -> RankwiseError:
+    have = "has" if len(ended) == 1 else "have"
+    return PeerMissing(
+        f"join() cannot complete: {fold_ranks(ended)} {have} ended without an error and without joining.",
+        ranks=ended,
+        where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
+        evidence=reading.reason,
+        do="have every rank call rankwise.join() before its script can end",
+    )
 
 
 def _never_joined(reading: Reading, missing: list[int], timeout_seconds: float) -> RankwiseError:

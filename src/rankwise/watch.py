@@ -13,7 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from rankwise import blame, roll_call, silent
+from rankwise import blame, last_call, roll_call, silent
 from rankwise.errors import RankwiseError
 from rankwise.events import key_of, post, post_departure, post_failure
 from rankwise.forking import hold_during_forks
@@ -60,7 +60,7 @@ class Watch:
         self.timeout_seconds = timeout_seconds
         self.hostname = world.hostname
         self.world_size = world.world_size
-        self.record = Record()
+        self.record = Record(last_call.opened(last_call.path_beside(stack_file)))
         self.check: Callable[[str], None] | None = None
         """Compares the words of a collective on all ranks before it begins, where that was asked for."""
         self.error: RankwiseError | None = None

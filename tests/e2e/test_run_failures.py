@@ -108,7 +108,7 @@ def test_the_first_failure_is_shown_last_and_whole(command: Command) -> None:
     assert ended.returncode == 1
     name = os.uname().nodename
     expected = (
-        f"[rankwise] [rank 1/3 on {name}] failed first: exit code 1\n"
+        "[rankwise] the error of rank 1:\n"
         "Traceback (most recent call last):\n"
         f'  File "{path}", line 10, in <module>\n'
         "    step()\n"
@@ -120,7 +120,11 @@ def test_the_first_failure_is_shown_last_and_whole(command: Command) -> None:
     said = "".join(line for line in ended.stderr.splitlines(keepends=True) if line.strip(" ~^\n"))
     assert said.endswith(expected), ended.stderr
     assert ended.stderr.count("Traceback") == 1
-    assert "[rankwise] ranks 0, 2 then failed too: RuntimeError\n" in ended.stderr
+    others = ended.stderr.partition(f"[rankwise] [rank 1/3 on {name}] failed first: exit code 1\n")[2]
+    for rank in (0, 2):
+        assert re.search(
+            rf"^\[rankwise\] ranks? .*{rank}.* then failed too: RuntimeError: .*\bpeer\b", others, re.MULTILINE
+        )
 
 
 def test_a_signal_is_shown_with_the_ranks_last_lines(command: Command) -> None:
@@ -138,8 +142,40 @@ def test_a_signal_is_shown_with_the_ranks_last_lines(command: Command) -> None:
     )
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 137
-    assert ended.stderr.endswith("[rankwise] the last lines it wrote to stderr:\n  allocating\n  no newline\n")
+    assert ended.stderr.endswith("[rankwise] the last lines rank 1 wrote to stderr:\n  allocating\n  no newline\n")
     assert re.search(r"\[rank 1/2 on .*\] failed first: killed by SIGKILL, exit code 137", ended.stderr)
+
+
+def test_after_a_kill_it_is_said_where_that_rank_was(command: Command) -> None:
+    path = command.write(
+        "train.py",
+        """
+        import os, signal, rankwise as rw
+
+        def train(world):
+            rw.barrier()
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if world.rank == 2:
+                open("ready", "w").close()
+                open("never").read()
+            open("ready").read()
+            rw.barrier()
+
+        with rw.join() as world:
+            train(world)
+        """,
+    )
+    for name in ("ready", "never"):
+        os.mkfifo(command.folder / name)
+    ended = command.run("-n", "3", "train.py")
+    assert ended.returncode == 137
+    report = ended.stderr[ended.stderr.index("[rankwise] [rank 1/3 on ") :]
+    first, seen, *others = report.splitlines()
+    assert "failed first: killed by SIGKILL, exit code 137" in first
+    assert seen.startswith("[rankwise] it was last seen in or after barrier() at train.py:5 in train, begun ")
+    assert "[rankwise] rank 0 then failed too: PeerFailed: Rank 1 failed: SIGKILL." in others
+    assert f"[rankwise] rank 2 had to be ended by the launcher, at {path}:10 in train" in others
 
 
 def test_a_rank_that_ends_early_and_well_is_no_failure(command: Command) -> None:

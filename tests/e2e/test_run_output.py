@@ -138,6 +138,47 @@ def test_a_reader_that_leaves_ends_the_ranks_as_it_would_one_program(command: Co
     assert text.endswith("BrokenPipeError: [Errno 32] Broken pipe\n"), text
 
 
+TRAIN_AND_PRINT = """
+import os
+for i in range(3000):
+    os.write(1, b"x" * 300 + b"\\n")
+open("trained-" + os.environ["RANK"], "w").close()
+"""
+
+
+def _run_into(command: Command, file: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run as ``rankwise run ... > file``."""
+    with (command.folder / file).open("w") as opened:
+        return subprocess.run(
+            command.words(*words),
+            cwd=command.folder,
+            env=command.environment(),
+            stdout=opened,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=50,
+        )
+
+
+def test_a_full_disk_behind_stdout_is_named_and_not_called_a_broken_pipe_only(command: Command) -> None:
+    command.write("train.py", TRAIN_AND_PRINT)
+    ended = _run_into(command, "/dev/full", "-n", "2", "train.py")
+    assert ended.returncode == 1
+    assert "[rankwise] /dev/full: No space left on device; what ranks write from now on fails" in ended.stderr
+    assert "failed first: could not write its output: /dev/full: No space left on device\n" in ended.stderr
+
+
+def test_a_full_disk_behind_stdout_ends_no_rank_that_has_log_files(command: Command) -> None:
+    command.write("train.py", TRAIN_AND_PRINT)
+    ended = _run_into(command, "/dev/full", "-n", "2", "--log-dir", "logs", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("[rankwise] /dev/full: No space left on device; the ranks go on") == 1
+    for rank in (0, 1):
+        assert (command.folder / f"trained-{rank}").exists()
+        assert (command.folder / "logs" / f"rank-{rank}.out").stat().st_size == 3000 * 301
+
+
 def test_closed_streams_are_nowhere_and_not_other_files(command: Command) -> None:
     command.write("train.py", "import os, sys; print('said'); os.fstat(0); sys.exit(3)")
     words = " ".join(map(shlex.quote, command.words("-n", "2", "train.py")))

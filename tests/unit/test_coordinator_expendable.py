@@ -76,6 +76,7 @@ def test_the_last_expendable_rank_and_any_other_end_all(max_restarts: int, settl
 def test_one_that_fails_after_the_others_have_ended_well_is_borne() -> None:
     scene = scene_with_expendable(2, 3)
     scene.coordinator.depart(0, 2)
+    scene.said()
     said = scene.fail("b", 0, ValueError("late"), 3)
     assert [one["do"] for _, one in said if one["do"] != "say"] == ["end_rank"]
 

@@ -95,12 +95,32 @@ def test_the_report_ends_with_the_first_traceback() -> None:
     )
     assert failure.from_dict(json.loads(json.dumps(failure.to_dict(attempt)))) == attempt
     assert failure.report(attempt) == (
-        "[rankwise] rank 0 then failed too: PeerFailed\n"
-        "[rankwise] ranks 2-3 had to be killed by the launcher\n"
-        "[rankwise] rank 4 left\n"
         "[rankwise] [rank 1/5 on gpu-01] failed first: exit code 1\n"
         "[rankwise] its stderr is in l.err\n"
+        "[rankwise] rank 0 then failed too: PeerFailed: rank 1 failed\n"
+        "[rankwise] ranks 2-3 had to be killed by the launcher\n"
+        "[rankwise] rank 4 left\n"
+        "[rankwise] the error of rank 1:\n"
         "ValueError: boom\n"
+    )
+
+
+def test_those_that_failed_too_are_in_the_order_they_did_with_what_they_say() -> None:
+    first = failure.from_exit(2, -9, 0.0, at="in all_reduce")
+    later = failure.from_exception(ValueError("late\nand long"), 5, 1)
+    killed = failure.from_exit(4, -9, 1.0, at="in barrier")
+    echoes = [failure.from_exception(PeerFailed("rank 2 failed", rank=2), rank, 1) for rank in (3, 0)]
+    attempt = FailedAttempt(
+        attempt=0, world_size=7, failures=(first, killed, later, *echoes), ends={1: "left", 6: "left"}, borne=(4,)
+    )
+    assert failure.report(attempt) == (
+        "[rankwise] [rank 2/7] failed: killed by SIGKILL, exit code 137; "
+        "where nobody killed it, the machine was out of memory (see `dmesg`)\n"
+        "[rankwise] it was last seen in all_reduce\n"
+        "[rankwise] rank 4 failed on the way: SIGKILL, last seen in barrier\n"
+        "[rankwise] rank 5 then failed too: ValueError: late\n"
+        "[rankwise] ranks 0, 3 then failed too: PeerFailed: rank 2 failed\n"
+        "[rankwise] ranks 1, 6 left\n"
     )
 
 
@@ -112,7 +132,7 @@ def test_the_report_of_a_signal_shows_the_last_lines() -> None:
     assert failure.report(attempt) == (
         "[rankwise] [rank 0/1 on here] failed: killed by SIGKILL, exit code 137; "
         "where nobody killed it, the machine was out of memory (see `dmesg`)\n"
-        "[rankwise] the last lines it wrote to stderr:\n"
+        "[rankwise] the last lines rank 0 wrote to stderr:\n"
         "  one\n"
         "  two\n"
     )

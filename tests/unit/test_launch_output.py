@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import select
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +25,11 @@ class Shown:
         self.descriptors = {
             number: os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND) for number, path in self.paths.items()
         }
+
+    def fill_stdout(self) -> None:
+        """Put a disk that is full behind stdout."""
+        os.close(self.descriptors[1])
+        self.descriptors[1] = os.open("/dev/full", os.O_WRONLY)
 
     def __getitem__(self, number: int) -> bytes:
         return self.paths[number].read_bytes()
@@ -113,8 +119,49 @@ def test_a_full_disk_ends_the_file_and_not_the_stream(shown: Shown, tmp_path: Pa
     _write(carrier, [(0, 1, b"one\n"), (0, 1, b"two\n"), (1, 1, b"kept\n")], 2)
     carrier.close()
     assert shown[1] == b"one\ntwo\n"
-    assert b"rank-0.out is kept no longer: No space left on device" in shown[2]
+    assert b"rank-0.out is kept no longer: No space left on device; what that rank writes is shown here" in shown[2]
     assert (tmp_path / "rank-1.out").read_bytes() == b"kept\n"
+
+
+def test_what_a_rank_writes_is_shown_where_its_file_is_full_or_cannot_be_opened(shown: Shown, tmp_path: Path) -> None:
+    (tmp_path / "rank-1.out").symlink_to("/dev/full")
+    (tmp_path / "rank-2.err").mkdir()
+    carrier = Output(str(tmp_path))
+    _write(carrier, [(1, 1, b"one\n"), (2, 2, b"two\n"), (2, 1, b"kept\n")], 3)
+    carrier.close()
+    assert shown[1] == b"one\n"
+    assert b"[rank 2/3] two\n" in shown[2]
+    assert b"rank-2.err cannot be kept: Is a directory; what that rank writes is shown here from now on" in shown[2]
+    assert (tmp_path / "rank-2.out").read_bytes() == b"kept\n"
+
+
+def test_a_full_disk_behind_stdout_is_said_and_the_files_go_on(shown: Shown, tmp_path: Path) -> None:
+    shown.fill_stdout()
+    carrier = Output(str(tmp_path))
+    _write(carrier, [(0, 1, b"one\n"), (0, 1, b"two\n"), (1, 2, b"err\n")], 2)
+    carrier.close()
+    assert shown[2].count(b"No space left on device") == 1
+    assert b"[rankwise] /dev/full: No space left on device; the ranks go on" in shown[2]
+    assert (tmp_path / "rank-0.out").read_bytes() == b"one\ntwo\n"
+    assert carrier.problem() == "", "nothing failed because of it"
+
+
+def test_a_full_disk_behind_stdout_ends_the_streams_where_no_file_keeps_them(shown: Shown) -> None:
+    shown.fill_stdout()
+    carrier = Output()
+    stdin, writer, stderr = carrier.open_rank(0, 2)
+    os.write(writer, b"one\n")
+    poll = select.poll()
+    poll.register(writer, 0)
+    assert poll.poll(10_000), "the other end is still open"
+    with pytest.raises(BrokenPipeError):
+        os.write(writer, b"two\n")
+    for descriptor in (stdin, writer, stderr):
+        os.close(descriptor)
+    carrier.drain(10.0)
+    carrier.close()
+    assert carrier.problem() == "/dev/full: No space left on device"
+    assert b"[rankwise] /dev/full: No space left on device; what ranks write from now on fails" in shown[2]
 
 
 def test_an_error_that_is_no_text_is_logged_all_the_same(shown: Shown, tmp_path: Path) -> None:

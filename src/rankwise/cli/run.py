@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -223,9 +224,10 @@ class _Terminal:
     """Shows on stderr what the launcher has to say."""
 
     def say(self, text: str) -> None:
-        """Show whole lines."""
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        """Show whole lines; a full disk behind stderr ends nothing."""
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
     def report(self, failed: FailedAttempt, text: str) -> None:  # noqa: ARG002 - the text says it all
         """Show how an attempt failed."""

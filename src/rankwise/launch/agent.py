@@ -19,6 +19,7 @@ from rankwise.launch.coordinator import RETURN_SECONDS
 from rankwise.launch.failure import Failure
 from rankwise.launch.link import Link, LinkLost
 from rankwise.launch.ranks import FOR_RESTART, KILLED, Layout
+from rankwise.launch.stragglers import Stragglers
 from rankwise.launch.torch_store import Master
 from rankwise.stopping import STOPPED_EXIT_CODE
 
@@ -37,6 +38,8 @@ STOP_SECONDS = 3.0
 AGAIN_SECONDS = 1.0
 """How long a machine that was told to wait waits before it comes again."""
 LOST_EXIT_CODE = 1
+WHERE_SECONDS = 2.0
+"""How long before they are asked to end it is looked where ranks are."""
 TERMINATE_SECONDS = 1.0
 """How long a rank has to end between SIGTERM and SIGKILL, after another's failure."""
 
@@ -58,6 +61,7 @@ class _Ending:
     at_once: bool
     """Nobody is waited for, since all are started anew."""
     has_asked: bool = False
+    has_looked: bool = False
 
 
 class Agent:
@@ -81,6 +85,7 @@ class Agent:
         self._open_link = open_link
         self._interrupts = interrupts
         self._asking = asking
+        self._stragglers = Stragglers(asking.look, ranks.is_script_over)
         self._say = say
         self._on_failed_attempt = on_failed_attempt
         self._hosts_job = hosts_job
@@ -97,6 +102,7 @@ class Agent:
             "start": self._start,
             "stop": self._begin_to_end,
             "end_rank": self._begin_to_end_rank,
+            "departed": self._note_departed,
             "save": self._have_saved,
             "say": self._say_for_all,
             "report": self._tell_of_failure,
@@ -166,6 +172,7 @@ class Agent:
             self._asking.serve(link)
         link.check()
         self._look_for_stopped(link)
+        self._look_for_stragglers()
         self._go_on_ending()
         if self._is_attempt_on and not self._ranks.running:
             self._conclude(link)
@@ -195,6 +202,12 @@ class Agent:
             else:
                 self._say(f"[rankwise] rank {failed.rank} has been stopped (SIGSTOP); kill -CONT {pid} lets it go on\n")
 
+    def _look_for_stragglers(self) -> None:
+        if self._ending is None:
+            words = self._stragglers.words(self._ranks.running_processes(), time.monotonic())
+            if words:
+                self._say(words)
+
     # -- what the coordinator says -----------------------------------------------------------------
 
     def _obey(self, message: dict[str, Any]) -> None:
@@ -207,6 +220,7 @@ class Agent:
     def _start(self, message: dict[str, Any]) -> None:
         self._ending = None
         self._kill_at.clear()
+        self._stragglers.begin()
         self._is_attempt_on = True
         hostnames, master = message.pop("hostnames"), message.pop("master")
         layout = Layout(**message, master=None if master is None else Master.from_message(master))
@@ -225,6 +239,10 @@ class Agent:
     def _begin_to_end_rank(self, message: dict[str, Any]) -> None:
         if self._ranks.layout is not None and message["attempt"] == self._ranks.layout.attempt:
             self._kill_at[message["rank"]] = time.monotonic() + message["settle_seconds"]
+
+    def _note_departed(self, message: dict[str, Any]) -> None:
+        if self._ranks.layout is not None and message["attempt"] == self._ranks.layout.attempt:
+            self._stragglers.note_ended(message["ranks"], time.monotonic())
 
     def _have_saved(self, _: dict[str, Any]) -> None:
         """Ask the one rank of the job to save and end: alone it follows no event log."""
@@ -271,6 +289,9 @@ class Agent:
             self._ranks.kill(rank)
         if ending is None or not self._ranks.running:
             return
+        if not ending.at_once and not ending.has_looked and now >= ending.terminate_at - WHERE_SECONDS:
+            ending.has_looked = True
+            self._ranks.look_where_they_are()
         if not ending.has_asked and now >= ending.terminate_at:
             ending.has_asked = True
             self._ranks.signal_all(signal.SIGTERM)

@@ -54,7 +54,7 @@ class Asking:
 
     def _look_for(self, asker: str, link: Link) -> None:
         with contextlib.suppress(LinkLost, OSError):
-            link.send({"do": "answer", "to": asker, "message": {"do": "looked", "part": self._look()}})
+            link.send({"do": "answer", "to": asker, "message": {"do": "looked", "part": self.look()}})
 
     def _answer(self, asked: dict[str, Any], link: Link) -> dict[str, Any]:
         layout = self._ranks.layout
@@ -67,12 +67,17 @@ class Asking:
                 self._parts.get_nowait()
             if layout.num_nodes > 1:
                 link.send({"do": "ask", "message": {"do": "look"}})
-            parts = [self._look()]
+            parts = [self.look()]
             with contextlib.suppress(queue.Empty):
                 parts += [self._parts.get(timeout=OTHERS_SECONDS) for _ in range(layout.num_nodes - 1)]
         return looking.told(looking.merge(parts), layout.world_size)
 
-    def _look(self) -> Answers:
+    def look(self) -> Answers:
+        """Return what the ranks do: all that answer, and those of this machine that do not. Takes seconds.
+
+        Raises:
+            OSError: the job's store cannot be reached.
+        """
         layout, facts = self._ranks.layout, self._ranks.facts
         if layout is None:
             return {}
@@ -81,7 +86,7 @@ class Asking:
             return looking.look(
                 opened.prefixed(f"attempt/{layout.attempt}"),
                 layout.world_size,
-                processes={rank: pid for rank, pid in self._ranks.processes.items() if rank in self._ranks.running},
+                processes=self._ranks.running_processes(),
                 stack_files=self._ranks.stack_files(),
                 hostname=socket.gethostname(),
                 send_signal=self._ranks.send_signal,

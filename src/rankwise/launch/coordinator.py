@@ -180,6 +180,8 @@ class Coordinator:
         if self._attempt is not None and self._attempt.number == attempt:
             self._attempt.departed.add(rank)
             self._events.append((attempt, {"kind": "left", "rank": rank, "exit_code": 0, "last": None}))
+            ended = {"do": "departed", "attempt": attempt, "ranks": sorted(self._attempt.departed)}
+            self._messages += [(node_id, ended) for node_id, member in self._members.items() if member.is_running]
 
     def leave(self, node_id: str, signal_name: str, exit_code: int, now: float, *, ends_job: bool) -> None:
         """A machine's launcher was told by a signal to end, and has ended its ranks."""

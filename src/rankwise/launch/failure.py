@@ -32,6 +32,8 @@ _LOST_PEER_WORDS = (
 """What Gloo, NCCL and the store say when the process at the other end has died."""
 
 LONGEST_TEXT = 1 << 16
+LONGEST_BRIEF = 300
+"""How much is shown of the message of a rank that failed after the first."""
 OUT_OF_MEMORY = "by the kernel: the machine, or its memory limit, had no memory left"
 KILLED = "by a person, a program or a scheduler, not by the kernel for memory"
 
@@ -54,6 +56,8 @@ class Failure:
     """Of the process as ``wait`` tells it: negative for a signal."""
     how: str = ""
     """In words, where exit code and signal do not tell it."""
+    at: str = ""
+    """Where a rank that was killed had last been seen, in words; empty where that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +115,7 @@ def _cut(text: str) -> str:
     return f"{text[:head]}\n... {len(text) - head - tail} characters are left out here ...\n{text[-tail:]}"
 
 
-def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | None = None) -> Failure:
+def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | None = None, at: str = "") -> Failure:
     """Describe a process that ended badly without leaving word: a signal, or ``os._exit``.
 
     Args:
@@ -119,6 +123,7 @@ def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | N
         exit_code: of the process as ``wait`` tells it.
         when: it ended, in seconds since the epoch.
         out_of_memory: whether the kernel has killed for memory meanwhile; ``None`` where that cannot be known.
+        at: where it had last been seen, in words, where that is known.
     """
     name = signal_name(-exit_code) if exit_code < 0 else "exit"
     how = ""
@@ -134,6 +139,7 @@ def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | N
         secondary=False,
         exit_code=exit_code,
         how=how,
+        at=at,
     )
 
 
@@ -201,27 +207,37 @@ def signal_name(number: int) -> str:
 
 
 def report(failed: FailedAttempt) -> str:
-    """Return the text for a person: how the other ranks ended, then the first failure, whole."""
-    ends = {
-        one.rank: f"failed on the way: {briefly(one)}" if one.rank in failed.borne else f"then failed too: {one.type}"
-        for one in failed.failures[1:]
-    }
-    ranks_of: dict[str, list[int]] = {}
-    for rank, how in sorted({**failed.ends, **ends}.items()):
-        ranks_of.setdefault(how, []).append(rank)
-    lines = [f"[rankwise] {fold_ranks(ranks)} {how}" for how, ranks in ranks_of.items()]
-    lines.append(_first_line(failed))
+    """Return the text for a person: the first failure, how the others ended, then the first failure's error, whole."""
+    first = failed.first
+    lines = [_first_line(failed)]
+    if first.at:
+        lines.append(f"[rankwise] it was last seen {first.at}")
     if failed.log_path:
         lines.append(f"[rankwise] its stderr is in {failed.log_path}")
-    if failed.first.traceback:
-        lines.append(failed.first.traceback.rstrip("\n"))
+    others = _ends_of_others(failed)
+    lines += others
+    if first.traceback:
+        lines += [f"[rankwise] the error of rank {first.rank}:"] if others else []
+        lines.append(first.traceback.rstrip("\n"))
     elif failed.stderr_tail:
-        lines.append("[rankwise] the last lines it wrote to stderr:")
+        lines.append(f"[rankwise] the last lines rank {first.rank} wrote to stderr:")
         lines.extend(f"  {line}" for line in failed.stderr_tail)
-    advice = advice_for(f"{failed.first.type}: {failed.first.message}")
+    advice = advice_for(f"{first.type}: {first.message}")
     if advice is not None:
         lines.append(f"[rankwise] what to write instead: {advice}")
     return "\n".join(lines) + "\n"
+
+
+def _ends_of_others(failed: FailedAttempt) -> list[str]:
+    """Return how the other ranks ended, those that failed in the order they did; ranks that ended alike on one line."""
+    ranks_of: dict[str, list[int]] = {}
+    for one in failed.failures[1:]:
+        came = "failed on the way" if one.rank in failed.borne else "then failed too"
+        seen = f", last seen {one.at}" if one.at else ""
+        ranks_of.setdefault(f"{came}: {briefly(one)[:LONGEST_BRIEF]}{seen}", []).append(one.rank)
+    for rank, how in sorted(failed.ends.items()):
+        ranks_of.setdefault(how, []).append(rank)
+    return [f"[rankwise] {fold_ranks(ranks)} {how}" for how, ranks in ranks_of.items()]
 
 
 def report_elsewhere(failed: FailedAttempt) -> str:

@@ -8,6 +8,7 @@ Imported by the launcher's start.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import selectors
@@ -31,6 +32,8 @@ IDLE_SECONDS = 0.2
 """After how long an unfinished line (a prompt, a progress bar) is shown as it is."""
 LONGEST_LINE_BYTES = 1 << 16
 _LINE_ENDS = (b"\n", b"\r")
+_SHOWN_HERE = "; what that rank writes is shown here from now on"
+_LOST = "; what that rank writes is lost from now on"
 
 
 class Terminal:
@@ -39,6 +42,8 @@ class Terminal:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.is_gone = False
+        self.problem = ""
+        """Why it takes nothing more, where that is not its reader's leaving: the file, and the system's words."""
         self._open_line_of: object = None
 
     @property
@@ -58,9 +63,11 @@ class Terminal:
                 except BlockingIOError:
                     # Somebody else made the stream non-blocking, and its reader is slow.
                     select.select([], [self.descriptor], [])
-        except OSError:
+        except OSError as error:
             # The reader has left (`| head`). The ranks find out as under python: by a broken pipe.
             self.is_gone = True
+            if error.errno != errno.EPIPE:
+                self.problem = f"{_file_of(self.descriptor)}: {error.strerror}"
 
 
 @dataclass(eq=False)
@@ -69,6 +76,7 @@ class _Stream:
 
     descriptor: int
     rank: int
+    number: int
     terminal: Terminal | None
     prefix: bytes = b""
     file: BinaryIO | None = None
@@ -89,6 +97,7 @@ class Output:
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._told_of: list[Terminal] = []
         self._arrivals: deque[_Stream] = deque()
         self._all_over = threading.Condition()
         self._num_open = 0
@@ -135,6 +144,10 @@ class Output:
             ):
                 file.write(text)
 
+    def problem(self) -> str:
+        """Return why ranks cannot write: a file of the launcher's own streams that takes nothing more; else nothing."""
+        return next((one.problem for one in self._told_of), "") if self._log_dir is None else ""
+
     def drain(self, timeout_seconds: float = 2.0) -> None:
         """Return when everything has been shown that the ranks wrote; they have all ended."""
         with self._all_over:
@@ -155,15 +168,20 @@ class Output:
             return os.dup(number)
         reader, writer = os.pipe()
         path = self.log_path(rank, attempt, number)
-        stream = _Stream(reader, rank, terminal, tail=tail)
-        if path is not None:
-            stream.file = Path(path).open("ab")  # noqa: SIM115 - closed with the stream
-            stream.terminal = terminal if rank == 0 else None
-        elif number == STDERR:
+        stream = _Stream(reader, rank, number, terminal, tail=tail)
+        if number == STDERR:
             stream.prefix = rank_prefix(rank, world_size).encode() + b" "
             if terminal.is_tty:
                 # Rank 0's progress bar may stand in this line: it draws itself anew.
                 stream.prefix = b"\r\x1b[K" + stream.prefix
+        if path is not None:
+            try:
+                stream.file = Path(path).open("ab")  # noqa: SIM115 - closed with the stream
+            except OSError as error:
+                self._complain(f"{path} cannot be kept: {error.strerror}{_SHOWN_HERE}")
+            else:
+                stream.prefix = b"" if rank == 0 else stream.prefix
+                stream.terminal = terminal if rank == 0 else None
         with self._all_over:
             self._num_open += 1
         self._arrivals.append(stream)
@@ -200,9 +218,45 @@ class Output:
         except OSError as error:
             with contextlib.suppress(OSError):
                 stream.file.close()
-            words = f"[rankwise] {stream.file.name} is kept no longer: {error.strerror}\n".encode()
+            terminal = self._terminals[stream.number]
+            where = _LOST if terminal.is_gone else _SHOWN_HERE
+            self._complain(f"{stream.file.name} is kept no longer: {error.strerror}{where}")
             stream.file = None
-            self._terminals[STDERR].write(words, self, ends_line=True)
+            stream.terminal = terminal
+
+    def _complain(self, text: str) -> None:
+        """Say something on stderr, or on stdout where stderr takes nothing more."""
+        words = f"[rankwise] {text}\n".encode()
+        for number in (STDERR, STDOUT):
+            if not self._terminals[number].is_gone:
+                self._terminals[number].write(words, self, ends_line=True)
+                if not self._terminals[number].is_gone:
+                    return
+
+    def _tell_of_problem(self, terminal: Terminal) -> None:
+        """Say once why one of the launcher's own streams takes nothing more, where it is not that its reader left."""
+        if not terminal.problem or terminal in self._told_of:
+            return
+        self._told_of.append(terminal)
+        if self._log_dir is None:
+            what = (
+                "what ranks write from now on fails with a broken pipe because of it; free space, or pass "
+                "--log-dir DIR, with which the ranks go on"
+            )
+        else:
+            what = f"the ranks go on; what they write is kept in {self._log_dir}, as far as that has space"
+        self._complain(f"{terminal.problem}; {what}")
+
+    def _is_over(self, stream: _Stream) -> bool:
+        """Return whether nobody takes what the stream brings; one that a file keeps goes on behind a full disk."""
+        terminal = stream.terminal
+        if terminal is None or not terminal.is_gone:
+            return False
+        self._tell_of_problem(terminal)
+        if terminal.problem and self._log_dir is not None:
+            stream.terminal = None
+            return False
+        return True
 
     def _read(self, stream: _Stream) -> bool:
         """Read what there is; return whether there may be more."""
@@ -211,8 +265,10 @@ class Output:
             self._keep(stream, data)
         stream.pending += data
         stream.since = time.monotonic()
-        is_over = not data or (stream.terminal is not None and stream.terminal.is_gone)
+        is_over = not data or self._is_over(stream)
         _show(stream, rest=is_over or len(stream.pending) > LONGEST_LINE_BYTES)
+        # What has just been shown may be what did not fit any more.
+        is_over = is_over or self._is_over(stream)
         if is_over:
             self._selector.unregister(stream.descriptor)
             os.close(stream.descriptor)
@@ -250,6 +306,14 @@ def _prefixed(stream: _Stream, data: bytes) -> bytes:
         pieces.append(piece)
         stream.at_line_start = piece.endswith(_LINE_ENDS)
     return b"".join(pieces)
+
+
+def _file_of(descriptor: int) -> str:
+    """Return the name of an open file. Source: proc_pid_fd(5)."""
+    try:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    except OSError:
+        return "stdout" if descriptor == STDOUT else "stderr"
 
 
 def descriptors_closed(descriptors: Sequence[int]) -> None:

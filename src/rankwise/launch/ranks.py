@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rankwise import last_call, places, silent
 from rankwise.environments import variables_for
-from rankwise.launch import alone, failure
+from rankwise.launch import alone, failure, script_end
 from rankwise.launch.memory import OomCount
 from rankwise.launch.output import descriptors_closed
 from rankwise.launch.server import Ended, RankStart, Started
@@ -35,6 +38,8 @@ KILLED = "had to be killed by the launcher"
 FOR_RESTART = "ended by the launcher, to start anew"
 """How a rank ended, in words: after it had been given time to end by itself, and without."""
 
+FLUSH_FAILED = 120
+"""Exit code of Python where the last flush of stdout fails."""
 STOPPED_SECONDS = 6.0
 """After how long a rank that somebody stopped (SIGSTOP) is spoken of, and where it can be, replaced."""
 
@@ -87,6 +92,7 @@ class LocalRanks:
         self._ends: dict[int, str] = {}
         self._unheard: list[Failure | int] = []
         self._still_since: dict[int, float] = {}
+        self._stood_at: dict[int, str] = {}
 
     def start(self, layout: Layout, between: Callable[[], None] = lambda: None) -> None:
         """Start the ranks of an attempt; those of the one before are gone.
@@ -97,6 +103,7 @@ class LocalRanks:
         """
         self.layout = layout
         self.failures, self.processes, self._ends, self._still_since = {}, {}, {}, {}
+        self._stood_at = {}
         self.has_stopped = False
         for local_rank in range(self.num_ranks):
             rank = layout.first_rank + local_rank
@@ -160,7 +167,7 @@ class LocalRanks:
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every rank that runs."""
         for rank in self.running:
-            self._ends.setdefault(rank, "had to be ended by the launcher")
+            self._ends.setdefault(rank, f"had to be ended by the launcher{self._at(rank)}")
             with contextlib.suppress(OSError):
                 self._server.signal(rank, number)
 
@@ -171,7 +178,7 @@ class LocalRanks:
             how: what is said of the ranks that ran until now.
         """
         for rank in self.running:
-            self._ends.setdefault(rank, how)
+            self._ends.setdefault(rank, how + self._at(rank))
         self._server.clear()
         while True:
             said = self._server.hear(self._server.wake)
@@ -180,6 +187,21 @@ class LocalRanks:
             if isinstance(said, Ended):
                 self._note_end(said)
         self.running.clear()
+
+    def look_where_they_are(self) -> None:
+        """Find out where the ranks are that run, for when they have to be ended. Returns at once."""
+        files, attempt = self.stack_files(), self.layout
+        for rank, pid in self.running_processes().items():
+
+            def look(rank: int = rank, pid: int = pid) -> None:
+                stack = silent.stack_of(pid, files[rank], partial(self.send_signal, rank))
+                if stack and self.layout is attempt:
+                    self._stood_at[rank] = places.innermost_of_user(stack)
+
+            threading.Thread(target=look, name="rankwise-look", daemon=True).start()
+
+    def _at(self, rank: int) -> str:
+        return f", at {self._stood_at[rank]}" if rank in self._stood_at else ""
 
     def send_signal(self, rank: int, number: int) -> None:
         """Send a signal to one rank; nothing happens where it has ended. May be called from any thread."""
@@ -192,6 +214,14 @@ class LocalRanks:
             self._ends.setdefault(rank, KILLED)
             self.send_signal(rank, signal.SIGKILL)
 
+    def running_processes(self) -> dict[int, int]:
+        """Return the process number of each rank that runs. May be called from any thread."""
+        return {rank: pid for rank, pid in self.processes.items() if rank in self.running}
+
+    def is_script_over(self, rank: int) -> bool:
+        """Return whether the script of a rank has run to its end, though its process may not have ended."""
+        return Path(script_end.note_of(self._error_file(rank))).exists()
+
     def stack_files(self) -> dict[int, str]:
         """Return where each rank of the attempt writes its stack when it is asked for it."""
         attempt = self.layout.attempt if self.layout is not None else 0
@@ -203,6 +233,7 @@ class LocalRanks:
             return {"failures": [], "ends": {}, "tails": {}, "logs": {}, "has_stopped": False, "is_alone": False}
         attempt, first = self.layout.attempt, self.layout.first_rank
         self._output.drain()
+        self._explain_broken_pipes(self._output.problem())
         for failed in self.failures.values():
             self._output.append_to_log(failed.rank, attempt, failed.traceback)
         logs = {rank: self._output.log_path(rank, attempt) for rank in self.failures}
@@ -216,6 +247,12 @@ class LocalRanks:
             "has_stopped": self.has_stopped,
             "is_alone": Path(alone.note_of(self._error_file(0))).exists(),
         }
+
+    def _explain_broken_pipes(self, problem: str) -> None:
+        """Have failures say what a rank could not know: the disk is full behind the pipe that it writes to."""
+        for rank, failed in self.failures.items() if problem else ():
+            if failed.type == "BrokenPipeError" or failed.exit_code == FLUSH_FAILED:
+                self.failures[rank] = replace(failed, how=f"could not write its output: {problem}")
 
     # -- how a rank ends ---------------------------------------------------------------------------
 
@@ -247,7 +284,10 @@ class LocalRanks:
         elif ended.exit_code:
             killed = ended.exit_code == -signal.SIGKILL
             out_of_memory = self._oom_count.has_risen() if killed else None
-            self.failures[rank] = failure.from_exit(rank, ended.exit_code, ended.time, out_of_memory=out_of_memory)
+            at = last_call.read(last_call.path_beside(self._stack_file(self.layout.attempt, rank)), ended.time)
+            self.failures[rank] = failure.from_exit(
+                rank, ended.exit_code, ended.time, out_of_memory=out_of_memory, at=at
+            )
             heard.append(self.failures[rank])
         elif self.running or self.layout.num_nodes > 1:
             heard.append(rank)

@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rankwise.launch.absences import Absences
 from rankwise.launch.event_logs import EventLogs
 from rankwise.launch.failure import Failure
 from rankwise.launch.link import LARGEST_MESSAGE_BYTES, PURPOSE
@@ -44,6 +45,7 @@ class JobServer:
         self._torch_stores = torch_stores
         self._keys = keys.Keys()
         self._logs: EventLogs | None = None
+        self._absences: Absences | None = None
         self._writers: dict[str, StreamWriter] = {}
         self._gone: asyncio.Event | None = None
         self._server = AuthenticatedServer(
@@ -107,12 +109,18 @@ class JobServer:
         if attempt is not None:
             logs = self._logs_of(attempt)
             logs.follow()
+            self._absences_of(attempt).follow()
             self._coordinator.may_lose(attempt, logs.expendable())
 
     def _logs_of(self, attempt: int) -> EventLogs:
         if self._logs is None or self._logs.attempt != attempt:
             self._logs = EventLogs(self._keys, attempt)
         return self._logs
+
+    def _absences_of(self, attempt: int) -> Absences:
+        if self._absences is None or self._absences.attempt != attempt:
+            self._absences = Absences(self._keys, attempt)
+        return self._absences
 
     def _obey(self, node_id: str, message: dict[str, Any]) -> None:
         self._tell_who_may_go()
@@ -123,6 +131,8 @@ class JobServer:
             coordinator.fail(node_id, message["attempt"], Failure(**message["failure"]))
         elif do == "left":
             coordinator.depart(message["attempt"], message["rank"])
+            if coordinator.attempt == message["attempt"]:
+                self._absences_of(message["attempt"]).note_ended(message["rank"])
         elif do == "end":
             coordinator.end(node_id, message["attempt"], message["report"], now)
         elif do == "ask_to_stop":

@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from rankwise import environments, network
 from rankwise.errors import ConfigurationError, EnvironmentConflict
+from rankwise.launch.absences import torch_rank_key
 from rankwise.torch_private.rendezvous import replace_handler
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def _meet_in_job(reading: environments.Reading, timeout: timedelta | None) -> Me
     limit = {} if timeout is None else {"timeout_seconds": timeout.total_seconds()}
     opened = store.connect(*reading.address, **limit, secret=reading.secret.encode())
     _kept.append(opened)
+    opened.set(f"attempt/{reading.attempt}/{torch_rank_key(reading.rank)}", "")
     yield opened.prefixed(f"attempt/{reading.attempt}/torch").torch_store, reading.rank, reading.world_size
     message = "env:// cannot be joined again under rankwise's launcher; it starts ranks anew after a failure"
     raise RuntimeError(message)

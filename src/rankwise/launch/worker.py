@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rankwise import session, silent
-from rankwise.launch import alone, failure, torch_env, written
+from rankwise.launch import alone, failure, script_end, torch_env, written
 from rankwise.launch.target import run_as_main, without_launcher_frames
 from rankwise.launch.temporary import keep_sockets_in
 from rankwise.stopping import STOPPED_EXIT_CODE
@@ -56,11 +56,15 @@ def run_rank(start: RankStart, target: Target, doorbell: int) -> int:
             # A process the script forked and let run out of its own code: not the rank.
             sys.__excepthook__(type(error), error, error.__traceback__)
             return exit_code
+        if exit_code == 0:
+            script_end.leave_note(start.variables["RANKWISE_ERROR_FILE"])
         if exit_code not in {0, STOPPED_EXIT_CODE} and not _leave_word(error, start, exit_code, doorbell):
             sys.__excepthook__(type(error), error, error.__traceback__)
         if not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
         return exit_code
+    if os.getpid() == own_pid:
+        script_end.leave_note(start.variables["RANKWISE_ERROR_FILE"])
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, PeerMissing
 from rankwise.store.keys import LARGEST_FRAME_BYTES, PURPOSE, SECONDS, Reply
 from rankwise.store.wire import open_connection, pack_fields, receive_frame, send_frame, unpack_fields
 
@@ -186,6 +186,12 @@ class Connection(dist.Store):
             code, *answer = unpack_fields(self._exchange(request, seconds + self._answer_seconds))
         if code == bytes([Reply.TIMEOUT]):
             raise dist.DistStoreError(f"wait timeout after {seconds:.3f} s")
+        if code == bytes([Reply.GIVEN_UP]):
+            raise PeerMissing(
+                f"This wait cannot end: {answer[0].decode(errors='replace')}.",
+                ranks=[int(answer[1])],
+                do="have every rank open the process group before its script can end",
+            )
         if code == bytes([Reply.BAD_REQUEST]):
             raise ConfigurationError(
                 f"The job's store refused a call: {answer[0].decode(errors='replace')}.",

@@ -31,6 +31,15 @@ class Reply(IntEnum):
     DONE = 0
     TIMEOUT = 1
     BAD_REQUEST = 2
+    GIVEN_UP = 3
+
+
+class GivenUp(Exception):
+    """A key that is waited for will not be set, because of a rank; says why."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(why)
+        self.rank = rank
 
 
 class Keys:
@@ -39,6 +48,7 @@ class Keys:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        self._given_up: dict[str, tuple[int, str]] = {}
 
     def set(self, key: str, value: bytes) -> None:
         """Set ``key`` and wake who waits for it."""
@@ -46,6 +56,14 @@ class Keys:
         for waiter in self._waiting.pop(key, ()):
             if not waiter.done():
                 waiter.set_result(None)
+
+    def give_up(self, prefix: str, rank: int, why: str) -> None:
+        """End every wait for a key that starts with ``prefix``, now and from now on; keys that are set can be read."""
+        self._given_up.setdefault(prefix, (rank, why))
+        for key in [key for key in self._waiting if key.startswith(prefix)]:
+            for waiter in self._waiting.pop(key):
+                if not waiter.done():
+                    waiter.set_result(None)
 
     def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
         """Set ``key`` if it holds ``expected``, or is absent and ``expected`` is empty; return what it then holds.
@@ -95,6 +113,7 @@ class Keys:
         gone = [key for key in self._values if key.startswith(prefix)]
         for key in gone:
             del self._values[key]
+        self._given_up = {given: why for given, why in self._given_up.items() if not given.startswith(prefix)}
         return len(gone)
 
     def num_keys(self) -> int:
@@ -106,9 +125,13 @@ class Keys:
 
         Raises:
             TimeoutError: some were not within ``seconds``.
+            GivenUp: some will not be.
         """
         async with asyncio.timeout(_bounded(seconds)):
             while missing := [key for key in keys if key not in self._values]:
+                for prefix, reason in self._given_up.items():
+                    if any(key.startswith(prefix) for key in missing):
+                        raise GivenUp(*reason)
                 await self._set_next(missing[0])
 
     async def _set_next(self, key: str) -> None:
@@ -137,6 +160,8 @@ class Keys:
                 answer = [bytes([Reply.DONE]), *await self._answer(unpack_fields(request), reader)]
             except TimeoutError:
                 answer = [bytes([Reply.TIMEOUT])]
+            except GivenUp as error:
+                answer = [bytes([Reply.GIVEN_UP]), str(error).encode(), str(error.rank).encode()]
             except (ValueError, IndexError, struct.error) as error:
                 # Also bytes that are no text. It is the mistake of this call, and of no other.
                 answer = [bytes([Reply.BAD_REQUEST]), str(error).encode(errors="replace")]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a rank that runs on counts as at work, who hears that ranks have ended, and which waits that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+from coordinated import Scene
+
+from rankwise.launch import absences
+from rankwise.launch.absences import Absences
+from rankwise.launch.activity import Activity, activity_of
+from rankwise.rendezvous import ENDED, place_key
+from rankwise.store.keys import GivenUp, Keys
+
+
+@pytest.mark.parametrize(
+    ("used", "is_idle"),
+    [
+        (Activity(0.0, 0), True),
+        (Activity(1.4, 2000), True),
+        (Activity(1.6, 0), False),
+        (Activity(0.0, 1 << 21), False),
+        (Activity(0.0, 0, is_runnable=True), False),
+    ],
+)
+def test_a_rank_is_idle_that_neither_computes_nor_reads_nor_writes(used: Activity, *, is_idle: bool) -> None:
+    assert used.is_idle(30.0) is is_idle
+
+
+def test_what_a_child_that_has_ended_took_along_does_not_count_backwards() -> None:
+    assert Activity(1.0, 10).since(Activity(3.0, 20)) == Activity(0.0, 0)
+
+
+def test_the_processes_of_a_group_are_counted_together() -> None:
+    script = (
+        "import os, sys; os.fork() or sum(range(10**7)); sys.stdout.write('done'); sys.stdout.flush(); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 4) == b"done"
+        assert process.stdout.read(4) == b"done"
+        found = activity_of([process.pid, os.getpid() + 10**7])
+        process.communicate()
+    assert found[process.pid].cpu_seconds > 0
+    assert found[process.pid].num_bytes >= len("donedone")
+    assert found[os.getpid() + 10**7] == Activity(0.0, 0)
+
+
+def test_every_machine_with_ranks_hears_which_have_ended() -> None:
+    scene = Scene((2, 2))
+    scene.come("a")
+    scene.come("b")
+    scene.coordinator.depart(0, 3)
+    scene.coordinator.depart(0, 1)
+    scene.end("b", 0)
+    scene.coordinator.depart(0, 0)
+    told = [(to, one["ranks"]) for to, one in scene.said("departed")]
+    assert told == [("a", [3]), ("b", [3]), ("a", [1, 3]), ("b", [1, 3]), ("a", [0, 1, 3])]
+
+
+def test_a_rank_that_has_ended_is_marked_where_it_has_not_joined() -> None:
+    keys = Keys()
+    keys.set(f"attempt/2/{place_key(0)}", b"here")
+    absent = Absences(keys, 2)
+    absent.note_ended(0)
+    assert keys.peek(f"attempt/2/{place_key(0)}") == b"here"
+    absent.note_ended(1)
+    assert keys.peek(f"attempt/2/{place_key(1)}") == ENDED.encode()
+    keys.set("attempt/2/rankwise/worlds", b"1")
+    absent.follow()
+    assert [keys.peek(f"attempt/2/join/1/{place_key(rank)}") for rank in range(3)] == [b"ended", b"ended", None]
+
+
+def test_a_wait_for_a_key_that_will_not_be_set_ends() -> None:
+    keys = Keys()
+    keys.set(f"attempt/0/{absences.torch_rank_key(0)}", b"")
+    keys.set("attempt/0/torch/there", b"value")
+
+    async def wait() -> None:
+        waiting = asyncio.ensure_future(keys.get(["attempt/0/torch/missing"], 60.0))
+        await asyncio.sleep(0)
+        absent = Absences(keys, 0)
+        absent.note_ended(0)
+        assert await keys.get(["attempt/0/torch/there"], 0.0) == [b"value"]
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        absent.note_ended(1)
+        with pytest.raises(GivenUp, match="rank 1 ended without an error before it called init_process_group"):
+            await waiting
+        assert await keys.get(["attempt/0/torch/there"], 0.0) == [b"value"]
+        with pytest.raises(GivenUp):
+            await keys.get(["attempt/0/torch/other"], 60.0)
+        keys.delete_prefix("attempt/0/")
+        with pytest.raises(TimeoutError):
+            await keys.get(["attempt/0/torch/other"], 0.0)
+
+    asyncio.run(wait())
