@@ -166,6 +166,13 @@ def test_rankwise_owns_its_processes_whatever_surrounds_them(around: dict[str, s
     assert (reading.source, reading.attempt) == ("rankwise", "2")
 
 
+def test_a_torchrun_that_a_rank_started_owns_its_processes() -> None:
+    inner = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}
+    assert facts(read({**OWN, **inner})) == facts(read(inner))
+    assert read({**OWN, **inner}).source == "torchrun"
+    assert read({**OWN, "TORCHELASTIC_RUN_ID": ""}).source == "rankwise"
+
+
 @pytest.mark.parametrize("around", [OPENMPI, HYDRA, SLURM, {"OMPI_COMM_WORLD_SIZE": "9"}])
 def test_torchrun_owns_its_processes_whatever_surrounds_them(around: dict[str, str]) -> None:
     assert read({**around, **TORCHRUN}).source == "torchrun"

@@ -6,6 +6,8 @@ Starts nothing. Imported by the table of this package; the launcher calls ``vari
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rankwise.environments.reading import (
     SECRET_NAME,
     Environment,
@@ -18,6 +20,11 @@ from rankwise.environments.reading import (
     required,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+TORCHRUN_JOB = "TORCHELASTIC_RUN_ID"
+
 NAMES = (
     "RANKWISE_RUN_ID",
     "RANK",
@@ -29,6 +36,17 @@ NAMES = (
     "RANKWISE_STORE",
     "RANKWISE_ATTEMPT",
 )
+
+
+def is_below_torchrun(variables: Mapping[str, str]) -> bool:
+    """Return whether a torchrun that a rank of rankwise started stands between that rank and this process."""
+    torchrun_job = variables.get(TORCHRUN_JOB)
+    return bool(torchrun_job) and torchrun_job != variables.get("RANKWISE_RUN_ID")
+
+
+def is_own(variables: Mapping[str, str]) -> bool:
+    """Return whether the variables of torchrun in ``variables`` are those that rankwise's launcher gives."""
+    return bool(variables.get(TORCHRUN_JOB)) and not is_below_torchrun(variables)
 
 
 def variables_for(
@@ -44,6 +62,8 @@ def variables_for(
     attempt: str,
     error_file: str,
     stack_file: str = "",
+    torch_error_file: str = "",
+    max_restarts: int = 0,
     secret: str | None = None,
     interface: str | None = None,
     check: bool = False,
@@ -51,7 +71,8 @@ def variables_for(
 ) -> dict[str, str]:
     """Return the variables the launcher gives one rank; ``read`` turns them back into the facts.
 
-    Torchrun's names are among them, so that other libraries find their way too.
+    Torchrun's names are among them: other libraries recognise a launcher by ``TORCHELASTIC_RUN_ID`` and go by the
+    rest. Only rankwise's launcher gives both names of the job the same value, and ``read`` goes by that.
 
     Args:
         rank: number of the process in the whole job.
@@ -65,6 +86,8 @@ def variables_for(
         attempt: number of the restart, ``"0"`` at first, the same on every rank.
         error_file: path the rank writes its failure to.
         stack_file: path the rank writes its stack to when it is asked for it.
+        torch_error_file: path that torch's ``@record`` writes a failure to; nobody reads it here.
+        max_restarts: how often the job is restarted after a failure, at most.
         secret: what the store asks for, where it asks for something.
         interface: network interface that leads to the other machines, where there are some.
         check: whether ranks compare their collectives before they send.
@@ -80,6 +103,13 @@ def variables_for(
         "GROUP_WORLD_SIZE": str(num_nodes),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        TORCHRUN_JOB: run_id,
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_ERROR_FILE": torch_error_file,
         "RANKWISE_RUN_ID": run_id,
         "RANKWISE_STORE": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "RANKWISE_ATTEMPT": attempt,
@@ -96,7 +126,7 @@ def variables_for(
 
 def _read(around: Surroundings) -> Reading | Missing | None:
     variables = around.variables
-    if not variables.get("RANKWISE_RUN_ID"):
+    if not variables.get("RANKWISE_RUN_ID") or is_below_torchrun(variables):
         return None
     missing = required(variables, NAMES)
     if missing is not None:

@@ -6,6 +6,7 @@ Reads variables from a mapping, nothing else. Imported by the table of this pack
 
 from __future__ import annotations
 
+from rankwise.environments import rankwise
 from rankwise.environments.reading import (
     Environment,
     Missing,
@@ -34,7 +35,7 @@ NAMES = (
 
 def _read(around: Surroundings) -> Reading | Missing | None:
     variables = around.variables
-    if not variables.get("TORCHELASTIC_RUN_ID"):
+    if not variables.get("TORCHELASTIC_RUN_ID") or rankwise.is_own(variables):
         return None
     missing = required(variables, REQUIRED)
     if missing is not None:

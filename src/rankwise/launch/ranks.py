@@ -59,6 +59,7 @@ class JobFacts:
     interface: str | None
     check: bool
     guard: bool = False
+    max_restarts: int = 0
 
 
 class LocalRanks:
@@ -248,6 +249,10 @@ class LocalRanks:
         number = self.layout.attempt if self.layout is not None else 0
         return str(Path(self.facts.folder) / f"attempt-{number}-rank-{rank}.json")
 
+    def _torch_error_file(self, rank: int) -> str:
+        number = self.layout.attempt if self.layout is not None else 0
+        return str(Path(self.facts.folder) / f"torch-attempt-{number}-rank-{rank}.json")
+
     def _stack_file(self, attempt: int, rank: int) -> str:
         return str(Path(self.facts.folder) / f"stack-attempt-{attempt}-rank-{rank}.txt")
 
@@ -265,6 +270,8 @@ class LocalRanks:
             attempt=str(layout.attempt),
             error_file=self._error_file(rank),
             stack_file=self._stack_file(layout.attempt, rank),
+            torch_error_file=self._torch_error_file(rank),
+            max_restarts=self.facts.max_restarts,
             secret=self.facts.secret,
             interface=self.facts.interface,
             check=self.facts.check,

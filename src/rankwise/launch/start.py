@@ -171,6 +171,7 @@ def _take_part(job: _Job, target: Target, options: LaunchOptions, saying: Saying
             interface=meeting.interface,
             check=options.check,
             guard=options.guard,
+            max_restarts=options.max_restarts,
         )
         ranks = LocalRanks(num_ranks, facts, server=job.server, output=output, doorbell=job.doorbell)
         hello = _introduction(target, options, num_ranks, serves=meeting.listener is not None)

@@ -92,6 +92,8 @@ def _settle(variables: dict[str, str]) -> None:
     for name in [name for name in os.environ if name.startswith(OTHER_LAUNCHERS)]:
         del os.environ[name]
     os.environ.update(variables)
+    # As torchrun sets it; torch's own default aborts no communicator.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     torch_env.serve_env_scheme()
     _apply_threads(int(variables["LOCAL_WORLD_SIZE"]))
     _reseed_numpy()
