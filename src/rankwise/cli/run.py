@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rankwise.cli.words import add_command
+from rankwise.environments import asked_torch_store
 from rankwise.environments.reading import parse_address
 from rankwise.errors import ConfigurationError
 from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
@@ -90,6 +91,12 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         action="store_true",
         help="have ranks of a script of torch.distributed compare parameters and learning rates as they train",
     )
+    parser.add_argument(
+        "--torch-store",
+        choices=("on", "off"),
+        help="whether MASTER_ADDR and MASTER_PORT lead to a store of torch's, which lets in everybody who reaches it "
+        "(default: RANKWISE_TORCH_STORE, else on one machine only)",
+    )
     machines = parser.add_argument_group("several machines")
     machines.add_argument(
         "--nodes",
@@ -150,6 +157,7 @@ def execute(options: argparse.Namespace) -> int:
         interface=options.interface,
         check=options.check,
         guard=options.guard,
+        torch_store=options.torch_store or asked_torch_store(),
     )
     target: Target
     if options.module:
@@ -181,6 +189,7 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
         interface=options.interface,
         check=options.check,
         guard=options.guard,
+        torch_store=options.torch_store or asked_torch_store(),
     )
     command = Command(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
     hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)

@@ -8,6 +8,7 @@ launcher.
 from __future__ import annotations
 
 from rankwise.environments.process import (
+    asked_torch_store,
     checks_collectives,
     explain_process,
     explicit,
@@ -25,6 +26,7 @@ from rankwise.environments.table import TABLE, read
 __all__ = [
     "TABLE",
     "Reading",
+    "asked_torch_store",
     "checks_collectives",
     "explain_process",
     "explicit",

@@ -11,10 +11,11 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rankwise.environments import arguments, env, explanation, rankwise, slurm, table, torchrun
 from rankwise.environments.reading import Missing, Surroundings, told
+from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -156,6 +157,18 @@ def checks_collectives() -> bool:
 def asked_device() -> str | None:
     """Return the device that ranks are to have unless their script names one: ``RANKWISE_DEVICE=cpu``."""
     return os.environ.get("RANKWISE_DEVICE") or None
+
+
+def asked_torch_store() -> Literal["auto", "on", "off"]:
+    """Return whether a launcher serves torch's store too, unless its options say: ``RANKWISE_TORCH_STORE=off``.
+
+    Raises:
+        ConfigurationError: the variable says something else.
+    """
+    asked = os.environ.get("RANKWISE_TORCH_STORE") or "auto"
+    if asked == "auto" or asked == "on" or asked == "off":  # noqa: PLR1714 - the type follows from these
+        return asked
+    raise ConfigurationError(f"RANKWISE_TORCH_STORE={asked!r} is not known.", do="set it to on, off or auto")
 
 
 def stack_file() -> str:

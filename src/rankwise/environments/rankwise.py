@@ -64,6 +64,8 @@ def variables_for(
     stack_file: str = "",
     torch_error_file: str = "",
     max_restarts: int = 0,
+    master: tuple[str, int] | None = None,
+    master_is_served: bool = False,
     secret: str | None = None,
     interface: str | None = None,
     check: bool = False,
@@ -88,6 +90,8 @@ def variables_for(
         stack_file: path the rank writes its stack to when it is asked for it.
         torch_error_file: path that torch's ``@record`` writes a failure to; nobody reads it here.
         max_restarts: how often the job is restarted after a failure, at most.
+        master: host and port of torch's store; ``None`` names ``store`` once more, which torch's client cannot use.
+        master_is_served: whether a store of torch's is there already, so that no rank is to serve one there.
         secret: what the store asks for, where it asks for something.
         interface: network interface that leads to the other machines, where there are some.
         check: whether ranks compare their collectives before they send.
@@ -101,8 +105,9 @@ def variables_for(
         "LOCAL_WORLD_SIZE": str(local_world_size),
         "GROUP_RANK": str(node_rank),
         "GROUP_WORLD_SIZE": str(num_nodes),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": (master or store)[0],
+        "MASTER_PORT": str((master or store)[1]),
+        **({"TORCHELASTIC_USE_AGENT_STORE": "True"} if master_is_served else {}),
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(world_size),

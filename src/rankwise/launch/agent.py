@@ -19,6 +19,7 @@ from rankwise.launch.coordinator import RETURN_SECONDS
 from rankwise.launch.failure import Failure
 from rankwise.launch.link import Link, LinkLost
 from rankwise.launch.ranks import FOR_RESTART, KILLED, Layout
+from rankwise.launch.torch_store import Master
 from rankwise.stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
@@ -207,8 +208,8 @@ class Agent:
         self._ending = None
         self._kill_at.clear()
         self._is_attempt_on = True
-        hostnames = message.pop("hostnames")
-        layout = Layout(**message)
+        hostnames, master = message.pop("hostnames"), message.pop("master")
+        layout = Layout(**message, master=None if master is None else Master.from_message(master))
         if layout.num_nodes > 1:
             self._say(_place(layout, self._ranks.num_ranks, hostnames))
         self._ranks.start(layout)

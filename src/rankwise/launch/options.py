@@ -12,6 +12,7 @@ from typing import Literal
 from rankwise.errors import ConfigurationError
 
 RENDEZVOUS_TIMEOUT_SECONDS = 600.0
+TorchStoreChoice = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,8 @@ class LaunchOptions:
     """Whether ranks compare their collectives, gradients included, before they send."""
     guard: bool = False
     """Whether ranks of a script of torch.distributed compare what their optimizers step."""
+    torch_store: TorchStoreChoice = "auto"
+    """Whether MASTER_ADDR and MASTER_PORT lead to torch's own store; ``"auto"`` says so on one machine only."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rankwise.launch.failure import Failure
     from rankwise.launch.output import Output
     from rankwise.launch.server import WarmServer
+    from rankwise.launch.torch_store import Master
 
 LONGEST_LINE = 2000
 """How much is shown of a line that a failed rank wrote."""
@@ -46,6 +47,8 @@ class Layout:
     world_size: int
     node_rank: int
     num_nodes: int
+    master: Master | None = None
+    """Torch's store, for scripts that look for it; ``None`` where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,6 +269,8 @@ class LocalRanks:
             node_rank=layout.node_rank,
             num_nodes=layout.num_nodes,
             store=self.facts.store,
+            master=None if layout.master is None else layout.master.address,
+            master_is_served=layout.master is not None and layout.master.is_served,
             run_id=layout.run_id,
             attempt=str(layout.attempt),
             error_file=self._error_file(rank),

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rankwise.launch.event_logs import EventLogs
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter
 
     from rankwise.launch.coordinator import Coordinator
+    from rankwise.launch.torch_store import TorchStores
 
 TICK_SECONDS = 0.25
 FAREWELL_SECONDS = 2.0
@@ -35,8 +37,11 @@ FAREWELL_SECONDS = 2.0
 class JobServer:
     """The serving end of a job, from its first machine's coming to its end."""
 
-    def __init__(self, listener: socket.socket, secret: bytes, coordinator: Coordinator) -> None:
+    def __init__(
+        self, listener: socket.socket, secret: bytes, coordinator: Coordinator, torch_stores: TorchStores
+    ) -> None:
         self._coordinator = coordinator
+        self._torch_stores = torch_stores
         self._keys = keys.Keys()
         self._logs: EventLogs | None = None
         self._writers: dict[str, StreamWriter] = {}
@@ -54,6 +59,7 @@ class JobServer:
             asyncio.run_coroutine_threadsafe(self._all_gone(), self._server.loop).result(deadline - time.monotonic())
         self._ticking.cancel()
         self._server.close()
+        self._torch_stores.close()
 
     # -- on the loop -------------------------------------------------------------------------------
 
@@ -141,6 +147,8 @@ class JobServer:
                 continue
             if message["do"] == "start":
                 self._keys.delete_prefix(f"attempt/{message['attempt'] - 1}/")
+                master = self._torch_stores.of_attempt(message["attempt"], message["world_size"])
+                message["master"] = None if master is None else asdict(master)
             self._send(node_id, message)
 
     def _send(self, node_id: str, message: dict[str, Any]) -> None:

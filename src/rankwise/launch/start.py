@@ -211,6 +211,7 @@ def _serve(meeting: Meeting, options: LaunchOptions) -> Callable[[], None]:
     """Serve the job's store and its coordinator; return what ends it."""
     from rankwise.launch.coordinator import Coordinator  # noqa: PLC0415
     from rankwise.launch.serving import JobServer  # noqa: PLC0415
+    from rankwise.launch.torch_store import TorchStores  # noqa: PLC0415
 
     if meeting.listener is None:
         raise ConfigurationError("Another machine serves this job.")
@@ -223,7 +224,10 @@ def _serve(meeting: Meeting, options: LaunchOptions) -> Callable[[], None]:
         now=time.monotonic(),
         run_id=secrets.token_hex(8),
     )
-    return JobServer(meeting.listener, meeting.secret.encode(), coordinator).close
+    stores = TorchStores(
+        meeting.listener.getsockname()[0], host, options.torch_store, on_one_machine=options.nodes[1] == 1
+    )
+    return JobServer(meeting.listener, meeting.secret.encode(), coordinator, stores).close
 
 
 def _introduction(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bool) -> dict[str, object]:
@@ -234,6 +238,8 @@ def _introduction(target: Target, options: LaunchOptions, num_ranks: int, *, ser
         digest = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()
         words = f"{Path(target.path).name} ({digest[:12]})"
     asked = f"--nodes {options.nodes[0]}:{options.nodes[1]} --max-restarts {options.max_restarts}"
+    if options.torch_store != "auto":
+        asked += f" --torch-store {options.torch_store}"
     same = {
         "script": words,
         "options": asked,

@@ -94,7 +94,7 @@ def _settle(variables: dict[str, str]) -> None:
     os.environ.update(variables)
     # As torchrun sets it; torch's own default aborts no communicator.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    torch_env.serve_env_scheme()
+    torch_env.follow(variables)
     _apply_threads(int(variables["LOCAL_WORLD_SIZE"]))
     _reseed_numpy()
     # The launcher shows the first failure, last and whole; nobody else shows theirs.

@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def replace_handler(scheme: str, handler: Callable[..., Any]) -> None:
-    """Have torch call ``handler`` for a URL scheme that it has a handler for.
+def replace_handler(scheme: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Have torch call ``handler`` for a URL scheme that it has a handler for; return the one it had.
 
     Source: torch.distributed.rendezvous, whose ``register_rendezvous_handler`` takes new schemes only.
     """
     # torch.distributed exports a function of the same name as this module.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    before: Callable[..., Any] = rendezvous._rendezvous_handlers[scheme]  # noqa: SLF001
     rendezvous._rendezvous_handlers[scheme] = handler  # noqa: SLF001
+    return before
