@@ -25,7 +25,9 @@ RANKWISE = ("-m", "rankwise", "run", "--device", "cpu", "-n")
 def _frameworks_are_there() -> None:
     missing = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.fail(f"{', '.join(missing)}: not installed here; run `make frameworks`, which has them in .venv-frameworks")
+        pytest.fail(
+            f"{', '.join(missing)}: not installed here; run `make frameworks`, which has them in .venv-frameworks"
+        )
 
 
 class Launcher:
