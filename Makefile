@@ -5,11 +5,13 @@ BIN := .venv/bin
 READY := .venv/ready
 PEERS_BIN := .venv-peers/bin
 PEERS_READY := .venv-peers/ready
+FRAMEWORKS_BIN := .venv-frameworks/bin
+FRAMEWORKS_READY := .venv-frameworks/ready
 PYTEST := $(BIN)/python -m pytest
 CODE := src tests examples benchmarks
 VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e versions gpu bench bench-peers lock clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu bench bench-peers lock clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +62,9 @@ multihost: setup  ## hosts that are network namespaces, Slurm, Open MPI, ssh; ne
 e2e: setup  ## commands and examples, as a user runs them
 	$(PYTEST) tests/e2e
 
+frameworks: $(FRAMEWORKS_READY)  ## other frameworks' scripts under torchrun and rankwise, from .venv-frameworks
+	$(FRAMEWORKS_BIN)/python -m pytest tests/frameworks
+
 versions: $(VERSIONS:%=version-%)  ## what depends most on Python and torch, on the newer ones of both
 
 # version-3.13-2.15.0: Python, then torch.
@@ -75,15 +80,15 @@ bench: setup  ## ratios against other tools; leave the machine alone meanwhile
 bench-peers: $(PEERS_READY)  ## a training step beside other libraries, from .venv-peers
 	$(PEERS_BIN)/python benchmarks/peers.py
 
-$(PEERS_READY): requirements/peers.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rankwise needs Python 3.11 or newer: make bench-peers PYTHON=python3.12"; exit 1; }
+$(PEERS_READY) $(FRAMEWORKS_READY): .venv-%/ready: requirements/%.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rankwise needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/install python3-venv
-	$(PYTHON) -m venv --clear .venv-peers
-	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements/peers.lock
-	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
-lock:  ## pin requirements/dev.in and peers.in anew
+lock:  ## pin requirements/dev.in, frameworks.in and peers.in anew
 	$(PYTHON) requirements/lock.py
 
 clean:  ## remove what the other targets made

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from named_tests import is_a_test
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "patterns.md"
@@ -32,20 +33,6 @@ def _rows() -> list[Row]:
 
 
 ROWS = _rows()
-
-
-@cache
-def _functions_and_texts(file: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the functions of a test file, and its texts and names, with those of the files beside it."""
-    (path,) = ROOT.glob(f"tests/{file}" if "/" in file else f"tests/*/{file}")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    beside = [path.with_name(f"{module}.py") for module in modules]
-    trees = [tree, *(ast.parse(one.read_text(encoding="utf-8")) for one in beside if one.exists())]
-    nodes = [node for one in trees for node in ast.walk(one)]
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    return frozenset(functions), frozenset(texts | {node.name for node in nodes if isinstance(node, ast.FunctionDef)})
 
 
 def _words(node: ast.expr) -> str:
@@ -73,12 +60,7 @@ def test_the_page_has_its_rows() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.pattern for row in ROWS])
 def test_a_row_names_a_test_and_words_that_there_are(row: Row) -> None:
-    found = re.fullmatch(r"((?:\w+/)?test_\w+\.py)::(test_\w+)(?:\[(.+)\])?", row.test)
-    assert found is not None
-    file, test, parameter = found.groups()
-    functions, texts = _functions_and_texts(file)
-    assert test in functions
-    assert parameter is None or parameter in texts
+    assert is_a_test(row.test)
     messages = re.findall(r"`([^`]+)`", row.on_ranks)
     assert bool(messages) == any(word in row.on_ranks for word in SAID)
     assert [words for words in messages if words not in _messages()] == []
