@@ -7,19 +7,19 @@ import argparse
 import re
 import shlex
 import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.cli import run
 from rankwise.errors import ConfigurationError
+from rankwise.launch import slots as slots_of
 from rankwise.launch.target import find_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    Slots = list[tuple[str, int]]
+    from rankwise.launch.slots import Slots
 
 DESCRIPTION = """\
 Run a Horovod script, unchanged, on several ranks: horovodrun's options, and `import horovod.torch` gives rankwise's.
@@ -36,7 +36,6 @@ HELP = "run a Horovod script, with horovodrun's options"
 RESTARTS = 3
 """How often an elastic job starts anew where --reset-limit does not say."""
 COMPAT = "rankwise.compat.horovod"
-LOCAL = ("localhost", "127.0.0.1")
 
 NO_TUNING = "nothing is tuned here: tensors that are ready together travel together"
 NO_WARNINGS = "a rank that waits in vain names the missing ones and ends after 10 minutes"
@@ -180,9 +179,9 @@ def translate(options: argparse.Namespace) -> list[str]:
         )
     is_elastic = options.fewest is not None
     num_ranks = _num_ranks(options, slots, is_elastic=is_elastic)
-    used = _filled(slots, num_ranks)
+    used = slots_of.filled(slots, num_ranks)
     words = ["run"]
-    if _is_here(used):
+    if slots_of.are_here(used):
         words += ["-n", str(num_ranks)]
     else:
         words += ["--hosts", ",".join(f"{host}:{number}" for host, number in used), *_network_words(options)]
@@ -239,36 +238,8 @@ def _python_command(command: Sequence[str]) -> list[str]:
 def _slots(options: argparse.Namespace) -> Slots:
     """Return the hosts and how many ranks each has room for; none where the command names none."""
     if options.hostfile is not None:
-        return _from_file(options.hostfile)
-    if options.hosts is None:
-        return []
-    found: Slots = []
-    for word in options.hosts.split(","):
-        matched = re.fullmatch(r"([\w.-]+):([0-9]+)", word.strip())
-        if matched is None:
-            raise ConfigurationError(f"{word!r} in -H {options.hosts} is no host.", do="-H worker-0:2,worker-1:2")
-        found.append((matched[1], int(matched[2])))
-    return found
-
-
-def _from_file(path: str) -> Slots:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"The host file {path!r} cannot be read: {error.strerror}.") from error
-    found: Slots = []
-    for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        matched = re.fullmatch(r"([\w.-]+)\s+slots\s*=\s*([0-9]+)", text)
-        if text and matched is None:
-            raise ConfigurationError(
-                f"Line {number} of {path} names no host and its slots.", evidence=line, do="write: worker-0 slots=2"
-            )
-        if matched is not None:
-            found.append((matched[1], int(matched[2])))
-    if not found:
-        raise ConfigurationError(f"The host file {path!r} names no host.", do="write a line for each: worker-0 slots=2")
-    return found
+        return slots_of.from_file(options.hostfile)
+    return [] if options.hosts is None else slots_of.from_text(options.hosts, "-H ")
 
 
 def _num_ranks(options: argparse.Namespace, slots: Slots, *, is_elastic: bool) -> int:
@@ -296,21 +267,6 @@ def _num_ranks(options: argparse.Namespace, slots: Slots, *, is_elastic: bool) -
             do="pass a smaller --min-np, or more slots",
         )
     return number
-
-
-def _filled(slots: Slots, num_ranks: int) -> Slots:
-    """Return the hosts that get ranks, filled one after another."""
-    used: Slots = []
-    left = num_ranks
-    for host, number in slots:
-        if left and number:
-            used.append((host, min(number, left)))
-            left -= used[-1][1]
-    return used
-
-
-def _is_here(used: Slots) -> bool:
-    return all(host in (*LOCAL, socket.gethostname()) for host, _ in used)
 
 
 def _fewest_hosts(used: Slots, fewest: int) -> int:

@@ -12,6 +12,7 @@ from rankwise.compat.horovod.compression import Compression, Compressor, FP16Com
 from rankwise.compat.horovod.errors import HorovodInternalError, NotOffered
 from rankwise.compat.horovod.exchanging import alltoall, alltoall_async
 from rankwise.compat.horovod.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from rankwise.compat.horovod.launching import run
 from rankwise.compat.horovod.objects import allgather_object, broadcast_object
 from rankwise.compat.horovod.optimizer import DistributedOptimizer
 from rankwise.compat.horovod.parameters import broadcast_optimizer_state, broadcast_parameters
@@ -129,6 +130,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",
@@ -138,7 +140,6 @@ __all__ = [
 ]
 
 _NOT_OFFERED = {
-    "run": "start the ranks with `rankwise run -n 4 train.py`, or from Python with rankwise.launch(fn, ranks=4)",
     "horovodrun": "type `rankwise horovodrun -np 4 python train.py`, or `rankwise run -n 4 train.py`",
     "BroadcastGlobalVariablesHook": "that is TensorFlow's; use hvd.broadcast_parameters()",
     "DistributedGradientTape": "that is TensorFlow's; use hvd.DistributedOptimizer()",

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from rankwise.compat.horovod.launching import run
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ _INSTEAD = {
     "horovod.mxnet": _OTHER_ARRAYS,
     "horovod.spark": "start the job by `rankwise run --hosts a,b`, or from Python by rankwise.launch()",
     "horovod.ray": "start the job by `rankwise run --hosts a,b`, or from Python by rankwise.launch()",
-    "horovod.runner": "type `rankwise horovodrun`, or start ranks from Python by rankwise.launch()",
+    "horovod.run": "type `rankwise horovodrun`, or start ranks from Python by horovod.run()",
+    "horovod.runner": "type `rankwise horovodrun`, or start ranks from Python by horovod.run()",
     "horovod.data": "read ahead with torch.utils.data.DataLoader(num_workers=...)",
 }
 """What is not offered, and what is there in its place."""
@@ -80,7 +82,11 @@ def provide() -> None:
 def register(package: ModuleType) -> None:
     """Fill in the package ``horovod``. Called by the one in ``on_path`` when it is first imported."""
     vars(package)["__version__"] = INTERFACE_VERSION
-    vars(package)["run"] = _run
+    vars(package)["run"] = run
+    runner = ModuleType("horovod.runner", "horovod.run, by its other name.")
+    runner.__path__ = []
+    vars(runner)["run"] = run
+    sys.modules["horovod.runner"] = vars(package)["runner"] = runner
     between = ModuleType("horovod.common", "Horovod's exceptions, process sets and elastic states.")
     between.__path__ = []
     sys.modules["horovod.common"] = vars(package)["common"] = between
@@ -118,11 +124,4 @@ def _there_are_two(evidence: str) -> ConfigurationError:
         "The name `horovod` was to mean rankwise.compat.horovod, and Horovod itself is there.",
         evidence=evidence,
         do="write `import rankwise.compat.horovod as hvd` in the script, or run it where Horovod is not installed",
-    )
-
-
-def _run(*_: object, **__: object) -> None:
-    """Stand in for ``horovod.run``, which is not offered."""
-    raise ConfigurationError(
-        "horovod.run() is not offered.", do="start ranks from Python by rankwise.launch(fn, *args, ranks=4)"
     )
