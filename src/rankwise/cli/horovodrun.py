@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import shutil
 import sys
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from rankwise.cli import run
 from rankwise.errors import ConfigurationError
 from rankwise.launch import slots as slots_of
+from rankwise.launch.command import find_command, is_python
 from rankwise.launch.target import find_script
 
 if TYPE_CHECKING:
@@ -158,9 +158,17 @@ def execute(options: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser(prog="rankwise", allow_abbrev=False)
     run.add_to(parser.add_subparsers().add_parser)
     translated = parser.parse_args(words)
-    if translated.hosts is None and not translated.arguments[0].startswith("-"):
-        find_script(translated.arguments[0], ())  # a mistake in the script's name is told once, before ranks start
+    if translated.hosts is None:
+        _check_before_ranks_start(translated.arguments)
     return translated.execute(translated)
+
+
+def _check_before_ranks_start(words: Sequence[str]) -> None:
+    """Raise a mistake in the name of the script or command once, not on every rank."""
+    if words[0] == "--no-python":
+        find_command(words[1], ())
+    elif not words[0].startswith("-"):
+        find_script(words[0], ())
 
 
 def translate(options: argparse.Namespace) -> list[str]:
@@ -169,7 +177,7 @@ def translate(options: argparse.Namespace) -> list[str]:
     Raises:
         ConfigurationError: there are too few slots, or an option has no counterpart.
     """
-    command = _python_command(options.command)
+    command = _rank_command(options.command)
     slots = _slots(options)
     if options.host_discovery_script is not None:
         raise _no_discovery(options, command)
@@ -203,36 +211,35 @@ def notes(options: argparse.Namespace) -> list[str]:
             said.append(f"{name} does nothing here: {why}")
     if options.fewest is not None:
         said.append("after a failure all ranks start anew, from the newest commit of hvd.elastic's state")
-    asked = shutil.which(str(options.command[0]))
+    first = _words_of(options.command)[0]
+    asked = shutil.which(first) if is_python(first) else None
     # A virtual environment's interpreter is a link: where it lies says which packages it has.
     if asked is not None and Path(asked).parent != Path(sys.executable).parent:
         said.append(f"ranks run under the Python that runs rankwise: {sys.executable}, not {asked}")
     return said
 
 
-def _python_command(command: Sequence[str]) -> list[str]:
-    """Return the script, or ``-m`` and the module, with the arguments."""
-    words = list(command[1:] if command[:1] == ["--"] else command)
+def _words_of(command: Sequence[str]) -> list[str]:
+    """Return the words of the command that every rank runs."""
+    return list(command[1:] if command[:1] == ["--"] else command)
+
+
+def _rank_command(command: Sequence[str]) -> list[str]:
+    """Return what each rank runs: a script, ``-m`` and a module, or ``--no-python`` and a command, with arguments."""
+    words = _words_of(command)
     example = "rankwise horovodrun -np 4 python train.py"
     if not words:
         raise ConfigurationError("There is no command to run.", do=example)
-    if re.fullmatch(r"python[0-9.]*", Path(words[0]).name) is None:
-        raise ConfigurationError(
-            f"The command begins with {words[0]!r}, and ranks are Python processes.",
-            do=f"begin it with python: {example}. Variables are set before: NAME=value {example}",
-        )
+    if not is_python(words[0]):
+        return ["--no-python", *words]
     rest = words[1:]
     # Ranks write line by line in any case.
     while rest[:1] == ["-u"]:
         rest = rest[1:]
     if not rest:
         raise ConfigurationError("The command names no script.", do=example)
-    if rest[0].startswith("-") and rest[0] != "-m":
-        raise ConfigurationError(
-            f"python's option {rest[0]} is not taken.",
-            do="name a script or -m MODULE; python's own options have variables: PYTHONWARNINGS, PYTHONOPTIMIZE, ...",
-        )
-    return rest
+    # Other options are for a Python that is starting: ranks are forks of one that has started.
+    return rest if rest[0] == "-m" or not rest[0].startswith("-") else ["--no-python", *words]
 
 
 def _slots(options: argparse.Namespace) -> Slots:
