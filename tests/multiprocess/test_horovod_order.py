@@ -162,7 +162,7 @@ def _calls_with_a_joined_rank(world: World) -> tuple[Any, ...]:
         "broadcast from it": lambda: hvd.broadcast(torch.ones(1), root_rank=1),
         "alltoall": lambda: hvd.alltoall(torch.ones(3)),
         "reducescatter": lambda: hvd.reducescatter(torch.ones(3)),
-        "sparse": lambda: hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)(),
+        "sparse": lambda: [hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)()],
         "object": lambda: hvd.broadcast_object(1),
     }
     errors = []

@@ -7,16 +7,16 @@ Answers what torch itself was built with: rankwise has no extension of its own.
 from __future__ import annotations
 
 import itertools
-import os
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwise.compat.horovod import world
 from rankwise.device import accelerator
+from rankwise.environments.process import replaced
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
 T = TypeVar("T")
 
@@ -95,24 +95,13 @@ def ccl_built(verbose: bool = False) -> bool:  # noqa: FBT001, FBT002 - Horovod'
     return world.ccl_built()
 
 
-@contextmanager
-def env(**kwargs: str | None) -> Generator[None]:
-    """Set variables of the environment inside the block, and put back what was there before.
+def env(**kwargs: str | None) -> AbstractContextManager[None]:
+    """Return a context manager that sets variables of the environment, and puts back what was there before.
 
     Args:
         kwargs: the variables; those that are ``None`` are left as they are.
     """
-    chosen = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in chosen}
-    os.environ.update(chosen)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return replaced({name: value for name, value in kwargs.items() if value is not None})
 
 
 def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Horovod's argument
