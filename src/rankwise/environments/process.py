@@ -144,7 +144,7 @@ def gloo_interfaces() -> list[str]:
 
 
 def unset(names: Iterable[str]) -> None:
-    """Remove variables that :func:`set_interface` set."""
+    """Remove variables."""
     for name in names:
         os.environ.pop(name, None)
 
