@@ -75,8 +75,9 @@ def _asked_before_init(_: World) -> list[float]:
             hvd.init()
     # The parts of a list, one per rank, as test suites and pipelines of gradients use it.
     own = extensions.split_list([1, 2, 3], hvd.size())[hvd.rank()]
-    assert hvd.mpi_ops.size() == hvd.size()
-    return hvd.allreduce(torch.tensor([float(sum(own))]), op=hvd.mpi_ops.Sum).tolist()
+    mpi_ops: Any = hvd.mpi_ops
+    assert mpi_ops.size() == hvd.size()
+    return hvd.allreduce(torch.tensor([float(sum(own))]), op=mpi_ops.Sum).tolist()
 
 
 def test_a_script_asks_what_was_built_and_trains() -> None:
@@ -85,7 +86,7 @@ def test_a_script_asks_what_was_built_and_trains() -> None:
 
 def _resets(world: World) -> tuple[list[str], int, float]:
     hvd.init()
-    state = elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+    state: Any = elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
     calls: list[str] = []
     state.register_reset_callbacks([lambda: calls.append("callback")])
 

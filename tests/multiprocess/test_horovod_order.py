@@ -155,7 +155,7 @@ def _calls_with_a_joined_rank(world: World) -> tuple[Any, ...]:
     hvd.init()
     if world.rank == 1:
         return ([], [], hvd.join())
-    sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,))
+    sparse = torch.tensor([1.0, 0.0]).to_sparse()
     calls: dict[str, Callable[[], object]] = {
         "allgather": lambda: hvd.allgather(torch.full((2, 1), world.rank)),
         "broadcast": lambda: hvd.broadcast(torch.tensor([1.0]), root_rank=2),
