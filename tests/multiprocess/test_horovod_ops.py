@@ -74,7 +74,7 @@ def test_every_name_of_horovod_is_there() -> None:
 
 def test_what_is_not_offered_names_the_alternative() -> None:
     with pytest.raises(hvd.NotOffered, match="rankwise run -n 4"):
-        hvd.run  # noqa: B018 - the name is what is tested
+        hvd.horovodrun  # noqa: B018 - the name is what is tested
     with pytest.raises(NotImplementedError, match=r"torch\.profiler"):
         hvd.start_timeline("trace.json")
     with pytest.raises(AttributeError, match="allreduce_async_"):

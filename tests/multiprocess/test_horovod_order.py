@@ -151,34 +151,52 @@ def _run_out_of_data(world: World) -> tuple[list[Any], int, list[float], int]:
     return steps, last, after, hvd.join()
 
 
-def _rows_for_joined(world: World) -> tuple[Any, ...]:
+def _calls_with_a_joined_rank(world: World) -> tuple[Any, ...]:
     hvd.init()
     if world.rank == 1:
-        return (hvd.join(),)
-    rows = hvd.allgather(torch.full((2, 1), world.rank)).flatten().tolist()
-    mean = hvd.allreduce(torch.tensor([3.0]), name="mean").tolist()
-    given = hvd.broadcast(torch.tensor([float(world.rank)]), root_rank=2).tolist()
+        return ([], [], hvd.join())
+    sparse = torch.tensor([1.0, 0.0]).to_sparse()
+    calls: dict[str, Callable[[], object]] = {
+        "allgather": lambda: hvd.allgather(torch.full((2, 1), world.rank)),
+        "broadcast": lambda: hvd.broadcast(torch.tensor([1.0]), root_rank=2),
+        "broadcast from it": lambda: hvd.broadcast(torch.ones(1), root_rank=1),
+        "alltoall": lambda: hvd.alltoall(torch.ones(3)),
+        "reducescatter": lambda: hvd.reducescatter(torch.ones(3)),
+        "sparse": lambda: [hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)()],
+        "object": lambda: hvd.broadcast_object(1),
+    }
     errors = []
-    for call in (
-        lambda: hvd.broadcast(torch.ones(1), root_rank=1),
-        lambda: hvd.alltoall(torch.ones(3)),
-        lambda: hvd.reducescatter(torch.ones(3)),
-    ):
+    means = []
+    for number, (name, call) in enumerate(calls.items()):
         with pytest.raises(hvd.HorovodInternalError) as caught:
             call()
-        errors.append(str(caught.value))
-    return rows, mean, given, errors, hvd.join()
+        errors.append((name, str(caught.value)))
+        # The joined rank goes on with zeros.
+        means.append(hvd.allreduce(torch.tensor([3.0]), name=f"mean{number}").item())
+    return errors, means, hvd.join()
 
 
-def test_joined_ranks_send_nothing(run_ranks: RunRanks) -> None:
-    first, joined, last = (result.get() for result in run_ranks(_rows_for_joined, 3))
-    rows, mean, given, errors, latest = first
-    assert rows == [0, 0, 2, 2]
-    assert mean == [2.0], "a joined rank counts as one that gave zeros"
-    assert given == [2.0]
-    assert all("join()" in error for error in errors)
-    assert latest == joined[0] == last[-1] == 2
-    assert last[:3] == first[:3]
+def test_operations_that_need_every_rank_raise_where_one_has_joined(run_ranks: RunRanks) -> None:
+    first, joined, last = (result.get() for result in run_ranks(_calls_with_a_joined_rank, 3))
+    errors, means, latest = first
+    assert len(errors) == 7
+    for name, error in errors:
+        assert "needs every rank, and rank 1 called join()" in error, name
+    assert means == [2.0] * 7, "a joined rank counts as one that gave zeros"
+    assert latest == joined[2] == last[2] == 2
+    assert last[1:] == first[1:]
+
+
+def _joined_outside_of_the_set(world: World) -> list[int]:
+    hvd.init()
+    pair = hvd.add_process_set([0, 1])
+    rows = hvd.allgather(torch.tensor([world.rank]), process_set=pair).tolist() if world.rank < 2 else []
+    hvd.join()
+    return rows
+
+
+def test_a_rank_outside_of_the_process_set_may_have_joined(run_ranks: RunRanks) -> None:
+    assert [result.get() for result in run_ranks(_joined_outside_of_the_set, 3)] == [[0, 1], [0, 1], []]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

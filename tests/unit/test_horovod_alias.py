@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
+
+from rankwise.compat.horovod.alias import ON_PATH
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +46,10 @@ from horovod.torch.functions import broadcast_object
 from horovod.torch.optimizer import DistributedOptimizer as optimizer
 from horovod.common.process_sets import ProcessSet
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from horovod.common.elastic import State, ObjectState, run
+from horovod.common.elastic import State, ObjectState, run, run_fn
+from horovod.common import util, process_sets
+from horovod.common.util import env, split_list
+from horovod.runner import run as launched
 import rankwise.compat.horovod as ours
 
 assert hvd is horovod.torch is operations is ours and horovod.__version__ == "0.28.1"
@@ -53,12 +59,38 @@ assert TorchState is elastic.TorchState and run is elastic.run and Compression i
 assert HorovodInternalError is hvd.HorovodInternalError
 assert hvd.__spec__.name == hvd.__name__ == "rankwise.compat.horovod"
 own = [name for name in sys.modules if name.startswith("horovod.") and "rankwise" not in sys.modules[name].__name__]
-assert own == ["horovod.common"], own
+assert sorted(own) == ["horovod.common", "horovod.runner"], own
+assert launched is horovod.run is hvd.run and run_fn is hvd.elastic.run_fn
+assert hvd.mpi_ops.Sum is hvd.functions.Sum is process_sets.Sum is hvd.Sum and util.env is env
 hvd.init()
 print(hvd.rank(), hvd.size())
 """
     ended = run(PROVIDE + program, tmp_path)
     assert (ended.returncode, ended.stdout) == (0, "0 1\n"), ended.stderr
+
+
+def test_one_line_is_enough(tmp_path: Path) -> None:
+    program = """
+import rankwise.compat.horovod.as_horovod
+import rankwise.compat.horovod.as_horovod
+import horovod
+import horovod.torch as hvd
+hvd.init()
+print(horovod.__version__, hvd.__name__, hvd.size())
+"""
+    ended = run(program, tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "0.28.1 rankwise.compat.horovod 1\n"), ended.stderr
+
+
+def test_a_part_of_horovod_torch_is_found_with_the_one_changed_line_too(tmp_path: Path) -> None:
+    program = """
+import sys
+import rankwise.compat.horovod as hvd
+assert hvd.mpi_ops.Average is hvd.Average and hvd.functions.broadcast_object is hvd.broadcast_object
+assert "horovod" not in sys.modules
+"""
+    ended = run(program, tmp_path)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_process_that_is_started_afresh_has_it_too(tmp_path: Path) -> None:
@@ -105,13 +137,14 @@ import horovod
         ("horovod.mxnet", "arrays of other frameworks"),
         ("horovod.spark.torch", "rankwise run --hosts"),
         ("horovod.ray", "rankwise run --hosts"),
-        ("horovod.runner", "rankwise horovodrun"),
+        ("horovod.runner.launch", "rankwise horovodrun"),
+        ("horovod.run.runner", "horovod.run()"),
         ("horovod.torch.queue", "it has horovod.torch"),
     ],
 )
 def test_what_is_not_offered_names_what_is(tmp_path: Path, name: str, instead: str) -> None:
     ended = run(PROVIDE + f"import {name}", tmp_path)
-    assert f"has no {name.removesuffix('.keras').removesuffix('spark.torch')}" in ended.stderr
+    assert f"has no {name.removesuffix('.keras').removesuffix('spark.torch').removesuffix('.runner')}" in ended.stderr
     assert instead in ended.stderr
 
 
@@ -123,6 +156,33 @@ def test_a_real_horovod_is_not_hidden(tmp_path: Path) -> None:
         ended = run(before + PROVIDE, tmp_path)
         assert f"{found}{tmp_path}/horovod/__init__.py" in ended.stderr
         assert "import rankwise.compat.horovod as hvd" in ended.stderr
+
+
+def test_a_real_horovod_is_not_hidden_by_the_path_that_commands_are_given(tmp_path: Path) -> None:
+    (tmp_path / "site" / "horovod").mkdir(parents=True)
+    (tmp_path / "site" / "horovod" / "__init__.py").write_text("")
+    (tmp_path / "program.py").write_text("import horovod.torch")
+    path = os.pathsep.join([ON_PATH, str(tmp_path / "site")])
+    ended = subprocess.run(
+        [sys.executable, "program.py"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=50,
+    )
+    assert f"it is installed: {tmp_path}/site/horovod/__init__.py" in ended.stderr
+    without = subprocess.run(
+        [sys.executable, "-S", "program.py"],
+        env={**os.environ, "PYTHONPATH": ON_PATH},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=50,
+    )
+    assert "this Python lacks rankwise: install it for" in without.stderr
 
 
 def test_a_script_runs_as_under_python(tmp_path: Path) -> None:

@@ -106,6 +106,10 @@ def test_the_options_are_these(capsys: pytest.CaptureFixture[str], monkeypatch: 
             "t.py",
         ),
         ("-np 4 --min-np 2 python t.py", "-n 4 --max-restarts 3", "t.py"),
+        ("-np 2 bash -c 'exec python t.py -u'", "-n 2", "--no-python bash -c 'exec python t.py -u'"),
+        ("-np 2 -- env LR=1 ./train.sh -m", "-n 2", "--no-python env LR=1 ./train.sh -m"),
+        ("-np 2 python -W error -m pkg.train -W", "-n 2", "--no-python python -W error -m pkg.train -W"),
+        ("-np 2 -H a:2 python3 -u -c 'import t'", "--hosts a:2", "--no-python python3 -u -c 'import t'"),
     ],
 )
 def test_words_become_these(line: str, options: str, command: str) -> None:
@@ -119,12 +123,10 @@ def test_words_become_these(line: str, options: str, command: str) -> None:
         ("python t.py", "Nothing says how many ranks", "-np 4"),
         ("-np 0 python t.py", "-np is 0", "1 or more"),
         ("-np 5 -H a:2,b:2 python t.py", "-np 5 asks for more ranks than there are slots: 4", "-np 4"),
-        ("-np 2 -H a,b python t.py", "'a' in -H a,b is no host", "worker-0:2"),
+        ("-np 2 -H a,b python t.py", "'a' in -H a,b is no host", "-H worker-0:2"),
         ("-np 2 --hostfile nowhere python t.py", "'nowhere' cannot be read", None),
         ("-np 2", "no command", "rankwise horovodrun -np 4 python train.py"),
         ("-np 2 python", "names no script", "python train.py"),
-        ("-np 2 bash train.sh", "'bash'", "begin it with python"),
-        ("-np 2 python -O t.py", "option -O", "PYTHONOPTIMIZE"),
         ("-np 2 --max-np 4 python t.py", "--max-np is for an elastic job", "--min-np"),
         ("-np 4 --min-np 5 -H a:2,b:2 python t.py", "--min-np 5 is more than the 4 ranks", "smaller"),
         ("-np 4 --network-interfaces eth0,eth1 -H a:2,b:2 python t.py", "2 network interfaces", "eth0"),
@@ -170,6 +172,10 @@ def test_another_python_is_told_of(tmp_path: Path) -> None:
     ]
 
 
+def test_a_command_that_is_no_python_needs_no_word_on_pythons() -> None:
+    assert horovodrun.notes(parsed("-np 2 bash -c 'python t.py'")) == []
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_options_without_a_counterpart_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     num_values, do = REFUSED[name]
@@ -187,3 +193,10 @@ def test_an_unknown_option_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_script_that_is_not_there_is_told_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["horovodrun", "-np", "2", "python", "nowhere.py"]) == 2
     assert "There is no script 'nowhere.py'." in capsys.readouterr().err
+
+
+def test_a_command_that_is_not_there_is_told_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["horovodrun", "-np", "2", "train.sh", "--lr", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "There is no command 'train.sh'." in error
+    assert "./" in error

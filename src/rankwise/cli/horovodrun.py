@@ -4,22 +4,22 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.cli import run
 from rankwise.errors import ConfigurationError
+from rankwise.launch import slots as slots_of
+from rankwise.launch.command import find_command, is_python
 from rankwise.launch.target import find_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    Slots = list[tuple[str, int]]
+    from rankwise.launch.slots import Slots
 
 DESCRIPTION = """\
 Run a Horovod script, unchanged, on several ranks: horovodrun's options, and `import horovod.torch` gives rankwise's.
@@ -36,7 +36,6 @@ HELP = "run a Horovod script, with horovodrun's options"
 RESTARTS = 3
 """How often an elastic job starts anew where --reset-limit does not say."""
 COMPAT = "rankwise.compat.horovod"
-LOCAL = ("localhost", "127.0.0.1")
 
 NO_TUNING = "nothing is tuned here: tensors that are ready together travel together"
 NO_WARNINGS = "a rank that waits in vain names the missing ones and ends after 10 minutes"
@@ -160,9 +159,17 @@ def execute(options: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser(prog="rankwise", allow_abbrev=False)
     run.add_to(parser.add_subparsers().add_parser)
     translated = parser.parse_args(words)
-    if translated.hosts is None and not translated.arguments[0].startswith("-"):
-        find_script(translated.arguments[0], ())  # a mistake in the script's name is told once, before ranks start
+    if translated.hosts is None:
+        _check_before_ranks_start(translated.arguments)
     return translated.execute(translated)
+
+
+def _check_before_ranks_start(words: Sequence[str]) -> None:
+    """Raise a mistake in the name of the script or command once, not on every rank."""
+    if words[0] == "--no-python":
+        find_command(words[1], ())
+    elif not words[0].startswith("-"):
+        find_script(words[0], ())
 
 
 def translate(options: argparse.Namespace) -> list[str]:
@@ -171,7 +178,7 @@ def translate(options: argparse.Namespace) -> list[str]:
     Raises:
         ConfigurationError: there are too few slots, or an option has no counterpart.
     """
-    command = _python_command(options.command)
+    command = _rank_command(options.command)
     slots = _slots(options)
     if options.host_discovery_script is not None:
         raise _no_discovery(options, command)
@@ -181,9 +188,9 @@ def translate(options: argparse.Namespace) -> list[str]:
         )
     is_elastic = options.fewest is not None
     num_ranks = _num_ranks(options, slots, is_elastic=is_elastic)
-    used = _filled(slots, num_ranks)
+    used = slots_of.filled(slots, num_ranks)
     words = ["run"]
-    if _is_here(used):
+    if slots_of.are_here(used):
         words += ["-n", str(num_ranks)]
     else:
         words += ["--hosts", ",".join(f"{host}:{number}" for host, number in used), *_network_words(options)]
@@ -205,71 +212,42 @@ def notes(options: argparse.Namespace) -> list[str]:
             said.append(f"{name} does nothing here: {why}")
     if options.fewest is not None:
         said.append("after a failure all ranks start anew, from the newest commit of hvd.elastic's state")
-    asked = shutil.which(str(options.command[0]))
+    first = _words_of(options.command)[0]
+    asked = shutil.which(first) if is_python(first) else None
     # A virtual environment's interpreter is a link: where it lies says which packages it has.
     if asked is not None and Path(asked).parent != Path(sys.executable).parent:
         said.append(f"ranks run under the Python that runs rankwise: {sys.executable}, not {asked}")
     return said
 
 
-def _python_command(command: Sequence[str]) -> list[str]:
-    """Return the script, or ``-m`` and the module, with the arguments."""
-    words = list(command[1:] if command[:1] == ["--"] else command)
+def _words_of(command: Sequence[str]) -> list[str]:
+    """Return the words of the command that every rank runs."""
+    return list(command[1:] if command[:1] == ["--"] else command)
+
+
+def _rank_command(command: Sequence[str]) -> list[str]:
+    """Return what each rank runs: a script, ``-m`` and a module, or ``--no-python`` and a command, with arguments."""
+    words = _words_of(command)
     example = "rankwise horovodrun -np 4 python train.py"
     if not words:
         raise ConfigurationError("There is no command to run.", do=example)
-    if re.fullmatch(r"python[0-9.]*", Path(words[0]).name) is None:
-        raise ConfigurationError(
-            f"The command begins with {words[0]!r}, and ranks are Python processes.",
-            do=f"begin it with python: {example}. Variables are set before: NAME=value {example}",
-        )
+    if not is_python(words[0]):
+        return ["--no-python", *words]
     rest = words[1:]
     # Ranks write line by line in any case.
     while rest[:1] == ["-u"]:
         rest = rest[1:]
     if not rest:
         raise ConfigurationError("The command names no script.", do=example)
-    if rest[0].startswith("-") and rest[0] != "-m":
-        raise ConfigurationError(
-            f"python's option {rest[0]} is not taken.",
-            do="name a script or -m MODULE; python's own options have variables: PYTHONWARNINGS, PYTHONOPTIMIZE, ...",
-        )
-    return rest
+    # Other options are for a Python that is starting: ranks are forks of one that has started.
+    return rest if rest[0] == "-m" or not rest[0].startswith("-") else ["--no-python", *words]
 
 
 def _slots(options: argparse.Namespace) -> Slots:
     """Return the hosts and how many ranks each has room for; none where the command names none."""
     if options.hostfile is not None:
-        return _from_file(options.hostfile)
-    if options.hosts is None:
-        return []
-    found: Slots = []
-    for word in options.hosts.split(","):
-        matched = re.fullmatch(r"([\w.-]+):([0-9]+)", word.strip())
-        if matched is None:
-            raise ConfigurationError(f"{word!r} in -H {options.hosts} is no host.", do="-H worker-0:2,worker-1:2")
-        found.append((matched[1], int(matched[2])))
-    return found
-
-
-def _from_file(path: str) -> Slots:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"The host file {path!r} cannot be read: {error.strerror}.") from error
-    found: Slots = []
-    for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        matched = re.fullmatch(r"([\w.-]+)\s+slots\s*=\s*([0-9]+)", text)
-        if text and matched is None:
-            raise ConfigurationError(
-                f"Line {number} of {path} names no host and its slots.", evidence=line, do="write: worker-0 slots=2"
-            )
-        if matched is not None:
-            found.append((matched[1], int(matched[2])))
-    if not found:
-        raise ConfigurationError(f"The host file {path!r} names no host.", do="write a line for each: worker-0 slots=2")
-    return found
+        return slots_of.from_file(options.hostfile)
+    return [] if options.hosts is None else slots_of.from_text(options.hosts, "-H ")
 
 
 def _num_ranks(options: argparse.Namespace, slots: Slots, *, is_elastic: bool) -> int:
@@ -297,21 +275,6 @@ def _num_ranks(options: argparse.Namespace, slots: Slots, *, is_elastic: bool) -
             do="pass a smaller --min-np, or more slots",
         )
     return number
-
-
-def _filled(slots: Slots, num_ranks: int) -> Slots:
-    """Return the hosts that get ranks, filled one after another."""
-    used: Slots = []
-    left = num_ranks
-    for host, number in slots:
-        if left and number:
-            used.append((host, min(number, left)))
-            left -= used[-1][1]
-    return used
-
-
-def _is_here(used: Slots) -> bool:
-    return all(host in (*LOCAL, socket.gethostname()) for host, _ in used)
 
 
 def _fewest_hosts(used: Slots, fewest: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +19,7 @@ from rankwise.environments.reading import Missing, Surroundings, told
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable, Mapping
 
     from rankwise.environments.explanation import Explanation
     from rankwise.environments.reading import Reading
@@ -144,9 +145,21 @@ def gloo_interfaces() -> list[str]:
 
 
 def unset(names: Iterable[str]) -> None:
-    """Remove variables that :func:`set_interface` set."""
+    """Remove variables."""
     for name in names:
         os.environ.pop(name, None)
+
+
+@contextmanager
+def replaced(variables: Mapping[str, str]) -> Generator[None]:
+    """Set variables inside the block, for code of the user's that reads them, and put back what was there before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        unset(name for name, value in before.items() if value is None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def checks_collectives() -> bool:

@@ -5,13 +5,17 @@ The public surface of ``horovod.torch`` 0.28. Operations are matched between ran
 and travel when ranks wait: in ``synchronize``, in any call that is not ``_async``, in ``barrier``, ``join``, ``poll``.
 """
 
+import sys
+
 from rankwise.compat.horovod import elastic
 from rankwise.compat.horovod.alias import provide
 from rankwise.compat.horovod.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
 from rankwise.compat.horovod.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 from rankwise.compat.horovod.errors import HorovodInternalError, NotOffered
 from rankwise.compat.horovod.exchanging import alltoall, alltoall_async
+from rankwise.compat.horovod.extensions import check_extension
 from rankwise.compat.horovod.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from rankwise.compat.horovod.launching import run
 from rankwise.compat.horovod.objects import allgather_object, broadcast_object
 from rankwise.compat.horovod.optimizer import DistributedOptimizer
 from rankwise.compat.horovod.parameters import broadcast_optimizer_state, broadcast_parameters
@@ -96,6 +100,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_extension",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -129,6 +134,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",
@@ -137,22 +143,24 @@ __all__ = [
     "synchronize",
 ]
 
+_PARTS = ("functions", "mpi_ops")
+"""Modules of ``horovod.torch`` that scripts reach as attributes: ``hvd.mpi_ops.Sum``."""
 _NOT_OFFERED = {
-    "run": "start the ranks with `rankwise run -n 4 train.py`, or from Python with rankwise.launch(fn, ranks=4)",
     "horovodrun": "type `rankwise horovodrun -np 4 python train.py`, or `rankwise run -n 4 train.py`",
     "BroadcastGlobalVariablesHook": "that is TensorFlow's; use hvd.broadcast_parameters()",
     "DistributedGradientTape": "that is TensorFlow's; use hvd.DistributedOptimizer()",
     "DistributedTrainer": "that is MXNet's; use hvd.DistributedOptimizer()",
     "PartialDistributedOptimizer": "that is TensorFlow's; give hvd.DistributedOptimizer() only some parameters",
     "callbacks": "those are Keras's; average what you log with hvd.allreduce()",
-    "check_extension": "nothing is built here; leave it out",
     "mpi_lib": "there is none; use the functions of this module",
     "mpi_lib_v2": "there is none; use the functions of this module",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Say what takes the place of a name that is not here."""
+    """Return this module by the names of the parts that Horovod has it in; of others, say what takes their place."""
+    if name in _PARTS:
+        return sys.modules[__name__]
     if name in _NOT_OFFERED:
         raise NotOffered(f"rankwise.compat.horovod does not offer {name!r}.", do=_NOT_OFFERED[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

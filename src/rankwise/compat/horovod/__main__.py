@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rankwise.compat.horovod.alias import provide
+from rankwise.compat.horovod.alias import ON_PATH, provide
 from rankwise.errors import RankwiseError
+from rankwise.launch.command import Command, find_command
 from rankwise.launch.target import Target, find_module, find_script, run_as_main
 
 USAGE_ERROR = 2
@@ -17,22 +18,33 @@ Run a Horovod script as `python train.py arguments` would, with `import horovod.
 
 Below any launcher:
   rankwise run -n 4 -m rankwise.compat.horovod train.py
-  mpirun -n 4 python -m rankwise.compat.horovod train.py"""
+  mpirun -n 4 python -m rankwise.compat.horovod train.py
+  rankwise run -n 4 -m rankwise.compat.horovod --no-python bash train.sh"""
 
 
-def _target(words: list[str]) -> Target:
+def _target(words: list[str]) -> Target | Command:
     parser = argparse.ArgumentParser(
         prog="python -m rankwise.compat.horovod",
         usage="python -m rankwise.compat.horovod train.py [arguments]\n"
-        "       python -m rankwise.compat.horovod -m module [arguments]",
+        "       python -m rankwise.compat.horovod -m module [arguments]\n"
+        "       python -m rankwise.compat.horovod --no-python command [arguments]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
-    parser.add_argument("command", nargs=argparse.PARSER, metavar="train.py | module", help="what to run")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
+    kind.add_argument(
+        "--no-python",
+        dest="no_python",
+        action="store_true",
+        help="what follows is a command, which takes the place of this process; its Python programs find horovod too",
+    )
+    parser.add_argument("command", nargs=argparse.PARSER, metavar="train.py | module | command", help="what to run")
     options = parser.parse_args(words)
     name, *arguments = options.command
+    if options.no_python:
+        return find_command(name, arguments)
     return find_module(name, arguments) if options.module else find_script(name, arguments)
 
 
@@ -44,7 +56,10 @@ def main() -> None:
     except RankwiseError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(USAGE_ERROR)
-    run_as_main(target)
+    if isinstance(target, Command):
+        target.replace_this_process([ON_PATH])
+    else:
+        run_as_main(target)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class AdasumOptimizer(WrappedOptimizer):
         under_way: list[tuple[Any, Any]] = []
         for parameter, start in zip(moved, starts, strict=True):
             compressed, context = self._compression.compress(parameter.detach() - start)
-            under_way.append((allreduce_async_(compressed, name=self._names[parameter], op=Adasum), context))
+            under_way.append((allreduce_async_(compressed, name=self._parameter_names[parameter], op=Adasum), context))
         for parameter, start, (handle, context) in zip(moved, starts, under_way, strict=True):
             parameter.copy_(start + self._compression.decompress(synchronize(handle), context))
         if self._passes is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from rankwise.compat.horovod.launching import run
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
 INTERFACE_VERSION = "0.28.1"
 """Of the Horovod whose interface is offered; what ``horovod.__version__`` says."""
+ON_PATH = str(Path(__file__).parent / "on_path")
+"""The folder that a process imports ``horovod`` from; after everything else that it imports from, where it can be."""
 _PACKAGE = "rankwise.compat.horovod"
-_ON_PATH = str(Path(__file__).parent / "on_path")
 
 _MODULES = {
     "horovod.torch": _PACKAGE,
@@ -38,6 +40,7 @@ _MODULES = {
     "horovod.common.elastic": f"{_PACKAGE}.elastic",
     "horovod.common.exceptions": f"{_PACKAGE}.exceptions",
     "horovod.common.process_sets": _PACKAGE,
+    "horovod.common.util": f"{_PACKAGE}.extensions",
 }
 """What a script may import, and what it gets."""
 
@@ -48,7 +51,8 @@ _INSTEAD = {
     "horovod.mxnet": _OTHER_ARRAYS,
     "horovod.spark": "start the job by `rankwise run --hosts a,b`, or from Python by rankwise.launch()",
     "horovod.ray": "start the job by `rankwise run --hosts a,b`, or from Python by rankwise.launch()",
-    "horovod.runner": "type `rankwise horovodrun`, or start ranks from Python by rankwise.launch()",
+    "horovod.run": "type `rankwise horovodrun`, or start ranks from Python by horovod.run()",
+    "horovod.runner": "type `rankwise horovodrun`, or start ranks from Python by horovod.run()",
     "horovod.data": "read ahead with torch.utils.data.DataLoader(num_workers=...)",
 }
 """What is not offered, and what is there in its place."""
@@ -67,20 +71,26 @@ def provide() -> None:
         if _is_ours(present.__spec__):
             return
         raise _there_are_two(f"it has been imported from {getattr(present, '__file__', None) or 'elsewhere'}")
-    found = importlib.machinery.PathFinder.find_spec("horovod", [one for one in sys.path if one != _ON_PATH])
-    # A folder of that name without an __init__.py is nobody's Horovod: what this provides goes before it.
-    if found is not None and found.origin is not None:
-        raise _there_are_two(f"it is installed: {found.origin}")
-    if _ON_PATH not in sys.path:
-        sys.path.append(_ON_PATH)
+    _check_installed()
+    if ON_PATH not in sys.path:
+        sys.path.append(ON_PATH)
     importlib.invalidate_caches()
     importlib.import_module("horovod")
 
 
 def register(package: ModuleType) -> None:
-    """Fill in the package ``horovod``. Called by the one in ``on_path`` when it is first imported."""
+    """Fill in the package ``horovod``. Called by the one in ``on_path`` when it is first imported.
+
+    Raises:
+        ConfigurationError: Horovod itself is installed here; ``PYTHONPATH`` may come before it.
+    """
+    _check_installed()
     vars(package)["__version__"] = INTERFACE_VERSION
-    vars(package)["run"] = _run
+    vars(package)["run"] = run
+    runner = ModuleType("horovod.runner", "horovod.run, by its other name.")
+    runner.__path__ = []
+    vars(runner)["run"] = run
+    sys.modules["horovod.runner"] = vars(package)["runner"] = runner
     between = ModuleType("horovod.common", "Horovod's exceptions, process sets and elastic states.")
     between.__path__ = []
     sys.modules["horovod.common"] = vars(package)["common"] = between
@@ -110,7 +120,14 @@ class _Refusing:
 
 
 def _is_ours(spec: ModuleSpec | None) -> bool:
-    return spec is not None and spec.origin is not None and spec.origin.startswith(_ON_PATH)
+    return spec is not None and spec.origin is not None and spec.origin.startswith(ON_PATH)
+
+
+def _check_installed() -> None:
+    found = importlib.machinery.PathFinder.find_spec("horovod", [one for one in sys.path if one != ON_PATH])
+    # A folder of that name without an __init__.py is nobody's Horovod: what this provides goes before it.
+    if found is not None and found.origin is not None:
+        raise _there_are_two(f"it is installed: {found.origin}")
 
 
 def _there_are_two(evidence: str) -> ConfigurationError:
@@ -118,11 +135,4 @@ def _there_are_two(evidence: str) -> ConfigurationError:
         "The name `horovod` was to mean rankwise.compat.horovod, and Horovod itself is there.",
         evidence=evidence,
         do="write `import rankwise.compat.horovod as hvd` in the script, or run it where Horovod is not installed",
-    )
-
-
-def _run(*_: object, **__: object) -> None:
-    """Stand in for ``horovod.run``, which is not offered."""
-    raise ConfigurationError(
-        "horovod.run() is not offered.", do="start ranks from Python by rankwise.launch(fn, *args, ranks=4)"
     )

@@ -29,7 +29,7 @@ class AveragingOptimizer(WrappedOptimizer):
         if process_set.included() and (process_set.size() or 1) > 1:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             trained = [parameter for parameter in parameters if parameter.requires_grad]
-            names = [self._names[parameter] for parameter in trained]
+            names = [self._parameter_names[parameter] for parameter in trained]
             self._gradients = Gradients(names, trained, reduction, self.backward_passes_per_step)
             self._passes = self._gradients.passes
             self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
@@ -65,9 +65,11 @@ class AveragingOptimizer(WrappedOptimizer):
         is_late = self._should_synchronize and closure is not None and gradients is not None and not self.is_pending
         if self._should_synchronize and not is_late:
             if self._synchronized:
+                # Begins as Horovod's, which people filter on.
                 warnings.warn(
-                    "optimizer.step() combines gradients again that optimizer.synchronize() has combined: put it into "
-                    "`with optimizer.skip_synchronize():`",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). Gradients that are combined already are combined again: write "
+                    "`with optimizer.skip_synchronize(): optimizer.step()`.",
                     stacklevel=2,
                 )
             self.synchronize()

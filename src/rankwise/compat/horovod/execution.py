@@ -44,7 +44,7 @@ class Work:
     size: int
     """How many they are."""
     tensors: Sequence[torch.Tensor]
-    """What this rank sends, none with a gradient; zeros, or no rows, where it has joined."""
+    """What this rank sends, none with a gradient; zeros where it has joined."""
     is_in_place: bool = False
     """Whether the results are written into ``tensors``."""
     splits: Sequence[int] = ()
@@ -52,10 +52,9 @@ class Work:
 
 
 def stand_ins(request: Request, device: torch.device) -> list[torch.Tensor]:
-    """Return what a rank that has joined sends: zeros, or no rows where rows may differ."""
-    rows = (0,) if request.kind == "allgather" else ()
+    """Return what a rank that has joined sends: zeros."""
     return [
-        torch.zeros((*rows, *shape), dtype=dtype_named(dtype), device=device)
+        torch.zeros(shape, dtype=dtype_named(dtype), device=device)
         for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
     ]
 

@@ -68,7 +68,9 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - as people write and call it
     _check(optimizer, backward_passes_per_step, gradient_predivide_factor, op)
     _check_ways(op, compression, process_set)
     if num_groups != 0:
-        warnings.warn("`num_groups` is called `groups` since Horovod 0.21.", DeprecationWarning, stacklevel=2)
+        # Begins as Horovod's, which people filter on.
+        message = "Parameter `num_groups` has been replaced by `groups`. Pass groups=."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     names = _names(optimizer, named_parameters)
     _check_groups(groups)

@@ -35,7 +35,9 @@ def chosen_op(op: int | None, average: bool | None) -> ReduceOp:  # noqa: FBT001
             raise ConfigurationError("op= and average= were both given.", do="pass op= only: hvd.Average or hvd.Sum")
         return known_op(op)
     if average is not None:
-        warnings.warn("average= is deprecated: pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        # Begins as Horovod's, which people filter on.
+        message = "Parameter `average` has been replaced with `op`. Pass op=hvd.Average or op=hvd.Sum."
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     return Average
 

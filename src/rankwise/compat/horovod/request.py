@@ -18,8 +18,8 @@ ANNOUNCED = "step"
 """The kind of what sends nothing itself, and is done where it is announced."""
 ROWS_MAY_DIFFER = ("allgather", "alltoall")
 """The kinds whose tensors need not have the same first dimension on all ranks."""
-LOST_WITHOUT_ALL = ("alltoall", "reducescatter")
-"""The kinds that would send rows to a rank that has joined, where nobody takes them."""
+NEED_EVERY_RANK = ("allgather", "broadcast", "alltoall", "reducescatter")
+"""The kinds that zeros of a rank that has joined cannot stand in for; Horovod refuses them too."""
 
 POLLS, WAITS, LEAVES, HAS_JOINED = range(4)
 """Why a rank waits: only ``POLLS`` ends by itself when nothing has happened."""
@@ -199,10 +199,11 @@ def _field(request: Request, name: str) -> object:
 
 
 def _lost_in_join(request: Request, missing: Collection[int]) -> HorovodInternalError | None:
-    if request.kind == "broadcast" and request.root in missing:
-        what = f"{request.name!r} takes from rank {request.root}, which has called join()."
-    elif request.kind in LOST_WITHOUT_ALL:
-        what = f"{request.name!r} would send rows to {fold_ranks(sorted(missing))}, which called join()."
-    else:
+    if request.kind not in NEED_EVERY_RANK:
         return None
-    return HorovodInternalError(what, do="call it before any rank calls hvd.join(), or use allreduce")
+    return HorovodInternalError(
+        f"{request.name!r} needs every rank, and {fold_ranks(sorted(missing))} called join().",
+        evidence=f"{request}; a rank that has called join() takes part in allreduce and barrier only",
+        do="call it before any rank calls hvd.join(), or use allreduce; for sparse gradients pass "
+        "hvd.DistributedOptimizer(sparse_as_dense=True)",
+    )

@@ -62,8 +62,9 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the ot
 
     Called by: every rank, each when it is through.
 
-    Zeros count: in an average as one of the ranks, in a minimum, maximum or product as the number zero. An allgather
-    gets no rows from a joined rank.
+    Zeros count: in an average as one of the ranks, in a minimum, maximum or product as the number zero. Operations that
+    zeros cannot stand in for, allgather, broadcast, alltoall and reducescatter, raise ``HorovodInternalError`` on the
+    ranks that call them while another rank has joined; the ranks that have joined stay so.
 
     Args:
         device: not needed; the zeros are made where the others' tensors are.

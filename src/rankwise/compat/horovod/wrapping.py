@@ -22,7 +22,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
     """What wrapping adds to an optimizer: the first base of a class that is otherwise the optimizer's own."""
 
     backward_passes_per_step: int
-    _names: dict[nn.Parameter, str]
+    _parameter_names: dict[nn.Parameter, str]
+    """Called as in Horovod's optimizers, whose subclasses and scripts read it."""
     _passes: Passes | None
     """``None`` where there is nobody to combine with."""
     _frozen: list[nn.Parameter]
@@ -44,11 +45,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, and combine their gradients too."""
         super().add_param_group(param_group)
-        known = {*map(id, self._names)}
+        known = {*map(id, self._parameter_names)}
         index = len(self.param_groups) - 1
         for number, parameter in enumerate(self.param_groups[index]["params"]):
             if id(parameter) not in known:
-                self._names[parameter] = f"allreduce.noname.{index}.{number}"
+                self._parameter_names[parameter] = f"allreduce.noname.{index}.{number}"
         self._follow(self.param_groups[index]["params"])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -90,7 +91,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Count the gradients of parameters; of a frozen one, when it is no more."""
         if self._passes is not None:
             trained = [parameter for parameter in parameters if parameter.requires_grad]
-            self._passes.follow([self._names[parameter] for parameter in trained], trained)
+            self._passes.follow([self._parameter_names[parameter] for parameter in trained], trained)
             self._frozen += [parameter for parameter in parameters if not parameter.requires_grad]
 
     def _follow_unfrozen(self) -> None:
@@ -114,7 +115,7 @@ def wrapped(kind: type[W], optimizer: torch.optim.Optimizer, names: dict[nn.Para
     # A scheduler may have put a step of the optimizer itself here.
     vars(result).pop("step", None)
     result.backward_passes_per_step = passes
-    result._names = names  # noqa: SLF001 - of this module
+    result._parameter_names = names  # noqa: SLF001 - of this module
     result._passes = None  # noqa: SLF001 - of this module
     result._frozen = []  # noqa: SLF001 - of this module
     result._synchronized = False  # noqa: SLF001 - of this module

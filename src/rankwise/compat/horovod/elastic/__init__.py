@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from rankwise.compat.horovod.elastic.running import run
+from rankwise.compat.horovod.elastic.running import run, run_fn
 from rankwise.compat.horovod.elastic.sampler import ElasticSampler
 from rankwise.compat.horovod.elastic.state import ObjectState, State
 from rankwise.compat.horovod.elastic.torch_state import TorchState
 from rankwise.compat.horovod.errors import NotOffered
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run", "run_fn"]
 
 
 def __getattr__(name: str) -> object:
     """Say what takes the place of a name that is not here."""
-    if name == "run_fn":
-        raise NotOffered("hvd.elastic does not offer 'run_fn'.", do="decorate the function with hvd.elastic.run")
+    if name == "notification_manager":
+        raise NotOffered(
+            f"hvd.elastic does not offer {name!r}.",
+            do="leave it out: State.check_host_updates() knows of machines that joined or left",
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -43,6 +43,21 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         PeerFailed, PeerMissing: another rank ended. The launcher starts all anew, where it may.
         HorovodInternalError: five times in a row, without a commit in between.
     """
+    return run_fn(func, _nothing_more)
+
+
+def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], object]) -> Callable[Concatenate[S, P], R]:
+    """Do as :func:`run`, and call ``reset`` after a failed operation, before the state's reset callbacks.
+
+    Called by: every rank, as for :func:`run`.
+
+    Args:
+        func: the training.
+        reset: without arguments. Where a job restarts, ranks are new processes, and nothing is to be reset.
+
+    Raises:
+        HorovodInternalError, PeerFailed, PeerMissing: as :func:`run`.
+    """
 
     @functools.wraps(func)
     def wrapper(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -56,7 +71,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         state.commit_to(opened)
         try:
             _take_up(state, opened)
-            return _run(func, state, *args, **kwargs)
+            return _run(func, reset, state, *args, **kwargs)
         finally:
             state.commit_to(None)
 
@@ -71,7 +86,13 @@ def _take_up(state: State, opened: Commits | None) -> None:
         state.on_reset()
 
 
-def _run(func: Callable[Concatenate[S, P], R], state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+def _nothing_more() -> None:
+    """Stand in for a function that resets what :func:`run` does not."""
+
+
+def _run(
+    func: Callable[Concatenate[S, P], R], reset: Callable[[], object], state: S, /, *args: P.args, **kwargs: P.kwargs
+) -> R:
     skip_sync = False
     num_tries, num_commits = 0, state.num_commits
     while True:
@@ -93,6 +114,7 @@ def _run(func: Callable[Concatenate[S, P], R], state: S, *args: P.args, **kwargs
         except HostsUpdatedInterrupt as interrupt:
             skip_sync = interrupt.skip_sync
         _forget_operations()
+        reset()
         state.on_reset()
 
 

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``horovod.common.util``: what was built, as scripts and test suites ask before they start, and a few small functions.
+
+Answers what torch itself was built with: rankwise has no extension of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rankwise.compat.horovod import world
+from rankwise.device import accelerator
+from rankwise.environments.process import replaced
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+T = TypeVar("T")
+
+EXTENSIONS = ["torch"]
+"""Of the frameworks that Horovod has extensions for, those that are offered here."""
+
+
+def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: str) -> None:
+    """Return where Horovod's extension for a framework would be there: for torch.
+
+    Args:
+        ext_name: ``"horovod.torch"``.
+        ext_env_var: not used: nothing is built.
+        pkg_path: not used.
+        args: not used.
+
+    Raises:
+        ImportError: another framework's.
+    """
+    del ext_env_var, pkg_path, args
+    if not extension_available(ext_name.removeprefix("horovod.")):
+        message = (
+            f"{ext_name} is not offered: rankwise stands in for horovod.torch. Use torch, or rankwise.all_reduce()"
+        )
+        raise ImportError(message, name=ext_name)
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: FBT001, FBT002 - Horovod's argument
+    """Return whether a framework is offered: ``"torch"`` is.
+
+    Args:
+        ext_base_name: ``"torch"``, ``"tensorflow"``, ``"mxnet"``.
+        verbose: not used.
+    """
+    del verbose
+    return ext_base_name in EXTENSIONS
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: FBT001, FBT002 - Horovod's argument
+    """Return whether a framework is offered and finds a GPU of CUDA or ROCm.
+
+    Args:
+        ext_base_name: ``"torch"``.
+        verbose: not used.
+    """
+    return extension_available(ext_base_name, verbose) and accelerator.count_of("cuda") > 0
+
+
+def mpi_built(verbose: bool = False) -> bool:  # noqa: FBT001, FBT002 - Horovod's argument
+    """Return False: MPI carries nothing."""
+    del verbose
+    return world.mpi_built()
+
+
+def gloo_built(verbose: bool = False) -> bool:  # noqa: FBT001, FBT002 - Horovod's argument
+    """Return whether torch was built with Gloo."""
+    del verbose
+    return world.gloo_built()
+
+
+def nccl_built(verbose: bool = False) -> int:  # noqa: FBT001, FBT002 - Horovod's argument
+    """Return the version of torch's NCCL as one number, or 0."""
+    del verbose
+    return world.nccl_built()
+
+
+def ddl_built(verbose: bool = False) -> bool:  # noqa: FBT001, FBT002 - Horovod's argument
+    """Return False."""
+    del verbose
+    return world.ddl_built()
+
+
+def ccl_built(verbose: bool = False) -> bool:  # noqa: FBT001, FBT002 - Horovod's argument
+    """Return False."""
+    del verbose
+    return world.ccl_built()
+
+
+def env(**kwargs: str | None) -> AbstractContextManager[None]:
+    """Return a context manager that sets variables of the environment, and puts back what was there before.
+
+    Args:
+        kwargs: the variables; those that are ``None`` are left as they are.
+    """
+    return replaced({name: value for name, value in kwargs.items() if value is not None})
+
+
+def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Horovod's argument
+    """Return ``n`` parts of a sequence in order, as even as possible, the longer ones first.
+
+    Raises:
+        ConfigurationError: ``n`` is less than 1.
+    """
+    if n < 1:
+        raise ConfigurationError(f"n must be at least 1, got {n}.", do="pass how many parts to make")
+    size, longer = divmod(len(l), n)
+    starts = [number * size + min(number, longer) for number in range(n + 1)]
+    return [l[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Return whether a number of ranks is 1, 2, 4, 8 and so on."""
+    return num_rank > 0 and num_rank.bit_count() == 1
+
+
+def is_iterable(x: Any) -> bool:  # noqa: ANN401 - anything
+    """Return whether ``iter(x)`` works."""
+    try:
+        iter(x)
+    except TypeError:
+        return False
+    return True
