@@ -15,6 +15,7 @@ from rankwise.environments.process import (
     nodes_of_job,
     read_launcher,
     read_process,
+    slurm_variables_for,
     stack_file,
 )
 from rankwise.environments.rankwise import variables_for
@@ -34,6 +35,7 @@ __all__ = [
     "read",
     "read_launcher",
     "read_process",
+    "slurm_variables_for",
     "stack_file",
     "variables_for",
 ]

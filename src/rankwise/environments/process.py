@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.environments import arguments, env, explanation, rankwise, slurm, table, torchrun
+from rankwise.environments import arguments, env, explanation, rankwise, slurm, slurm_rank, table, torchrun
 from rankwise.environments.reading import Missing, Surroundings, told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from rankwise.environments.explanation import Explanation
     from rankwise.environments.reading import Reading
@@ -109,6 +109,13 @@ def nodes_of_job() -> int:
         return 1
     number = variables.get("SLURM_JOB_NUM_NODES", "1")
     return int(number) if number.isdecimal() else 1
+
+
+def slurm_variables_for(*, rank: int, local_rank: int, node_rank: int, ranks_per_node: Sequence[int]) -> dict[str, str]:
+    """Return Slurm's variables for a rank of the launcher that this process is; none where no Slurm job is around."""
+    return slurm_rank.variables_for_rank(
+        os.environ, rank=rank, local_rank=local_rank, node_rank=node_rank, ranks_per_node=ranks_per_node
+    )
 
 
 def in_kubernetes() -> bool:

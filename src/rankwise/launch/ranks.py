@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.environments import variables_for
+from rankwise.environments import slurm_variables_for, variables_for
 from rankwise.launch import alone, failure
 from rankwise.launch.memory import OomCount
 from rankwise.launch.output import descriptors_closed
@@ -22,6 +22,8 @@ from rankwise.launch.server import Ended, RankStart, Started
 from rankwise.stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rankwise.launch.failure import Failure
     from rankwise.launch.output import Output
     from rankwise.launch.server import WarmServer
@@ -46,6 +48,7 @@ class Layout:
     world_size: int
     node_rank: int
     num_nodes: int
+    ranks_per_node: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,13 +256,14 @@ class LocalRanks:
 
     def _variables(self, layout: Layout, local_rank: int) -> dict[str, str]:
         rank = layout.first_rank + local_rank
-        return variables_for(
+        own = variables_for(
             rank=rank,
             world_size=layout.world_size,
             local_rank=local_rank,
             local_world_size=self.num_ranks,
             node_rank=layout.node_rank,
             num_nodes=layout.num_nodes,
+            ranks_per_node=layout.ranks_per_node,
             store=self.facts.store,
             run_id=layout.run_id,
             attempt=str(layout.attempt),
@@ -269,6 +273,9 @@ class LocalRanks:
             interface=self.facts.interface,
             check=self.facts.check,
             guard=self.facts.guard,
+        )
+        return own | slurm_variables_for(
+            rank=rank, local_rank=local_rank, node_rank=layout.node_rank, ranks_per_node=layout.ranks_per_node
         )
 
 
