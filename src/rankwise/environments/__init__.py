@@ -15,6 +15,7 @@ from rankwise.environments.process import (
     nodes_of_job,
     read_launcher,
     read_process,
+    set_horovod_variables,
     slurm_variables_for,
     stack_file,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "read",
     "read_launcher",
     "read_process",
+    "set_horovod_variables",
     "slurm_variables_for",
     "stack_file",
     "variables_for",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.environments import arguments, env, explanation, rankwise, slurm, slurm_rank, table, torchrun
+from rankwise.environments.horovod_variables import horovod_variables
 from rankwise.environments.reading import Missing, Surroundings, told
 
 if TYPE_CHECKING:
@@ -116,6 +117,18 @@ def slurm_variables_for(*, rank: int, local_rank: int, node_rank: int, ranks_per
     return slurm_rank.variables_for_rank(
         os.environ, rank=rank, local_rank=local_rank, node_rank=node_rank, ranks_per_node=ranks_per_node
     )
+
+
+def set_horovod_variables() -> None:
+    """Give this process the variables of horovodrun, from those of whatever launched it; none where nobody did.
+
+    Raises:
+        EnvironmentConflict: as :func:`read_process`.
+        ConfigurationError: as :func:`read_process`.
+    """
+    reading = read_process()
+    if reading.source != table.NOBODY:
+        os.environ.update(horovod_variables(reading))
 
 
 def in_kubernetes() -> bool:
