@@ -162,7 +162,11 @@ def test_8_bit_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
         options = {"checkpoint": tmp_path / "model.safetensors"} if on_meta else {}
         place(model, {"": "disk", "0": "cpu"}, int8=True, offload_folder=tmp_path / "offload", **options)
         assert model.state_dict().keys() == one.state_dict().keys()
-        part = placement(model).parts[0]
+        report = placement(model)
+        part = report.parts[0]
+        # The weights' own dtype is what torchao says: the one that the layer calculates in.
+        assert [one.dtypes for one in report.parts] == [("int8", "float32")] * 3
+        assert str(report).count("int8, float32") == 3
         assert part.num_bytes < sum(p.nbytes for p in one[0].parameters()) / 2.5
         with torch.no_grad():
             output = model(x)

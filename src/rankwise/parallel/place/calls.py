@@ -135,7 +135,7 @@ def place(
             home_of.setdefault(id(parameter), chosen.choices[unit.name].device)
     homes = Homes(home_of, runs_on, to_int8)
     _check_kept(units, homes)
-    parts = [_part(unit, size, chosen, home_of) for unit, size in zip(units, sizes, strict=True)]
+    parts = [_part(unit, size, chosen, homes) for unit, size in zip(units, sizes, strict=True)]
     with ExitStack() as on_error, ExitStack() as always:
         opened = None if checkpoint is None else always.enter_context(open_tensor_files(checkpoint))
         with_values = [slot for unit in units for slot in unit.slots if homes.of(unit, slot) != "meta"]
@@ -303,11 +303,22 @@ def _check_budgets(plan: Plan, sizes: Sequence[Size], budgets: dict[str, int] | 
         )
 
 
-def _part(unit: Unit, size: Size, plan: Plan, home_of: dict[int, str]) -> PlacedPart:
+def _part(unit: Unit, size: Size, plan: Plan, where: Homes) -> PlacedPart:
     choice = plan.choices[unit.name]
-    homes = {home_of[id(parameter)] for parameter in unit.parameters}
+    homes = {where.of_parameter[id(parameter)] for parameter in unit.parameters}
     why = choice.why
     if size.tied_to is not None and homes != {choice.device}:
         why += f"; weights shared with {size.tied_to} are on {', '.join(sorted(homes - {choice.device}))}"
     device = choice.device if unit.parameters or choice.device != "disk" else plan.runs_on(unit.name)
-    return PlacedPart(unit.name, device, size.num_bytes, plan.runs_on(unit.name), why)
+    return PlacedPart(
+        unit.name, device, size.num_bytes, _dtypes(unit, where.to_int8), runs_on=plan.runs_on(unit.name), why=why
+    )
+
+
+def _dtypes(unit: Unit, to_int8: set[int]) -> tuple[str, ...]:
+    """Return in which kinds of numbers a part is kept, that of the most bytes first."""
+    num_bytes: dict[str, int] = {}
+    for slot in {id(slot.tensor): slot for slot in unit.slots}.values():
+        name = "int8" if id(slot.tensor) in to_int8 else str(slot.tensor.dtype).removeprefix("torch.")
+        num_bytes[name] = num_bytes.get(name, 0) + _bytes_at_home(slot, to_int8)
+    return tuple(sorted(num_bytes, key=num_bytes.__getitem__, reverse=True))
