@@ -66,7 +66,9 @@ def test_more_ranks_than_cpus_is_said_as_srun_says_it(cpus: str, expected: str |
 
 
 def test_machines_may_have_different_numbers_of_ranks() -> None:
-    around = dict.fromkeys(("SLURM_JOB_ID", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GTIDS"), "1")
+    around: dict[str, str] = dict.fromkeys(
+        ("SLURM_JOB_ID", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GTIDS"), "1"
+    )
     where: dict[str, Any] = {"rank": 4, "local_rank": 0, "node_rank": 2, "ranks_per_node": (1, 3, 2)}
     own = variables_for_rank(around, **where)
     assert own["SLURM_TASKS_PER_NODE"] == "1,3,2"
