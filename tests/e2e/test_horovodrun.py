@@ -137,3 +137,26 @@ def test_horovods_variables_are_honoured_or_named(command: Command) -> None:
     assert not (command.folder / "timeline.json").exists()
     # What ranks say below the level is not printed; what the launcher says is.
     assert "without effect" not in ended(HOROVOD_LOG_LEVEL="warning").stderr
+
+
+WHO = """
+    import json, os
+    found = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
+    import horovod.torch as hvd
+    hvd.init()
+    told = (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size)
+    assert found == {f"HOROVOD_{one.__name__.upper()}": str(one()) for one in told}, found
+    print("rank", found["HOROVOD_RANK"], "of", found["HOROVOD_SIZE"], "attempt", os.environ["RANKWISE_ATTEMPT"])
+    hvd.barrier()
+    if os.environ["RANKWISE_ATTEMPT"] == "0" and hvd.rank() == 1:
+        os._exit(3)
+    hvd.barrier()
+"""
+
+
+def test_each_rank_has_horovodruns_variables_after_a_restart_too(command: Command) -> None:
+    command.write("train.py", WHO)
+    ended = horovodrun(command, "-np", "2", "--min-np", "2", "--reset-limit", "1", "python", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    told = [f"rank {rank} of 2 attempt {attempt}" for attempt in range(2) for rank in range(2)]
+    assert sorted(ended.stdout.splitlines()) == sorted(told)

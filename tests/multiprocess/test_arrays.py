@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays of other libraries: the same kind comes back from every collective.
 
-JAX is the real one; the real TensorFlow is in tests/frameworks, where it is installed. What no library here does (no way
-back, memory torch cannot read) is stood in for.
+JAX is the real one; the real TensorFlow is in tests/frameworks, where it is installed. What no library here does (no
+way back, memory torch cannot read) is stood in for.
 """
 
 from __future__ import annotations

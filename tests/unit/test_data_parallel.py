@@ -208,3 +208,14 @@ def test_wrong_arguments_say_what_to_do() -> None:
         data_parallel(data_parallel(nn.Linear(2, 2), TWO), TWO)
     with pytest.raises(ConfigurationError, match="finds no batch"):
         data_parallel(nn.Linear(2, 2), TWO)(3)
+
+
+def test_one_of_several_ranks_is_refused_before_it_has_joined_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=r"one of 2 ranks(.*\n)+.*RANK=1(.*\n)+.*replicate.* after .*join"):
+        data_parallel(built(), TWO)
+    # Exported for other libraries: join() would refuse it, but nothing says that there are several ranks.
+    monkeypatch.delenv("RANK")
+    model = data_parallel(built(), TWO)
+    assert model(**batch(4))["loss"].isfinite()

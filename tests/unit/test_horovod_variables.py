@@ -1,44 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horovod's variables are honoured, or named as without effect."""
+"""The variables of horovodrun, from what a rank's launcher says."""
 
 from __future__ import annotations
 
-import logging
+from typing import Any
 
 import pytest
 
-from rankwise.compat.horovod.settings import Settings, read
-from rankwise.errors import ConfigurationError
+from rankwise.environments import variables_for
+from rankwise.environments.horovod_variables import horovod_variables
+from rankwise.environments.table import read
+
+NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 
-def test_what_has_a_meaning_here_is_honoured() -> None:
-    given = {
-        "HOROVOD_LOG_LEVEL": "WARNING",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90",
-        "HOROVOD_GLOO_IFACE": "eth0",
-        "HOROVOD_RANK": "1",
-        "HOROVOD_TIMELINE": "/tmp/t.json",  # noqa: S108 - never opened
-        "HOROVOD_CYCLE_TIME": "5",
-        "HOROVOD_FUSION_THRESHOLD": "",
-        "PATH": "/bin",
-    }
-    without_effect = ("HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE")
-    assert read(given, has_joined=False) == Settings(
-        log_level=logging.WARNING, limit_seconds=90.0, interface="eth0", without_effect=without_effect
-    )
-    late = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_IFACE", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_TIMELINE")
-    assert read(given, has_joined=True) == Settings(log_level=logging.WARNING, without_effect=late)
-
-
-def test_no_limit_is_no_limit() -> None:
-    assert read({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, has_joined=False) == Settings()
+def numbers(variables: dict[str, str]) -> list[int | None]:
+    found = horovod_variables(read(variables))
+    assert set(found) <= {f"HOROVOD_{name}" for name in NAMES}
+    return [int(found[f"HOROVOD_{name}"]) if f"HOROVOD_{name}" in found else None for name in NAMES]
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "do"),
-    [("LOG_LEVEL", "loud", "trace, debug, info"), ("STALL_SHUTDOWN_TIME_SECONDS", "soon", "600")],
+    ("rank", "local_rank", "node_rank", "cross"),
+    [(0, 0, 0, (0, 3)), (1, 0, 1, (1, 3)), (2, 1, 1, (0, 2)), (3, 2, 1, (0, 1)), (4, 0, 2, (2, 3)), (5, 1, 2, (1, 2))],
 )
-def test_a_bad_value_is_an_error(name: str, value: str, do: str) -> None:
-    with pytest.raises(ConfigurationError, match=value) as caught:
-        read({f"HOROVOD_{name}": value}, has_joined=False)
-    assert do in str(caught.value.do)
+def test_the_cross_rank_counts_machines_that_have_the_local_rank(
+    rank: int, local_rank: int, node_rank: int, cross: tuple[int, int]
+) -> None:
+    counts = (1, 3, 2)
+    common: dict[str, Any] = {"run_id": "job", "attempt": "0", "error_file": "x", "store": ("127.0.0.1", 4321)}
+    variables = variables_for(
+        rank=rank,
+        world_size=6,
+        local_rank=local_rank,
+        local_world_size=counts[node_rank],
+        node_rank=node_rank,
+        num_nodes=3,
+        ranks_per_node=counts,
+        **common,
+    )
+    assert numbers(variables) == [rank, 6, local_rank, counts[node_rank], *cross]
+
+
+def test_what_a_launcher_leaves_open_is_left_open() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    torchrun |= {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "1", "GROUP_RANK": "1"}
+    assert numbers(torchrun) == [3, 4, 1, None, None, None]
+    even = {**torchrun, "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    assert numbers(even) == [3, 4, 1, 2, 1, 2]
+    assert numbers({**even, "LOCAL_WORLD_SIZE": "3"}) == [3, 4, 1, 3, None, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -41,6 +41,32 @@ def test_a_checkpoint_goes_straight_into_place(on_meta: bool, tmp_path: Path) ->
     optimizer.step()
     assert file.read_bytes() == content
     assert difference(model, one) > 0.0
+
+
+def test_one_call_goes_from_a_folder_of_weights_to_a_placed_model(tmp_path: Path) -> None:
+    one = net()
+    tensors = {key: tensor for key, tensor in one.state_dict().items() if key != "head.weight"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    options: dict[str, Any] = {"checkpoint": tmp_path, "offload_folder": tmp_path / "offload"}
+    seen: list[str] = []
+
+    def build() -> Net:
+        built = Net()
+        seen.extend({str(parameter.device) for parameter in built.parameters()})
+        return built.double()
+
+    model = place(build, {"": "cpu", "blocks": "disk"}, **options)
+    assert seen == ["meta"]
+    assert difference(model, one) == 0.0
+    assert {part.device for part in placement(model).parts} == {"cpu", "disk"}
+    # Its class will do where that needs no arguments.
+    assert difference(place(Net, **options).double(), one) < 1e-6
+    with pytest.raises(ConfigurationError, match="a function that builds one"):
+        place(build)
+    with pytest.raises(ConfigurationError, match="given a int, which is no model"):
+        place(lambda: 3, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match="weights of this Linear"):
+        place(lambda: nn.Linear(2, 2), checkpoint=tmp_path)
 
 
 def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
@@ -162,7 +188,11 @@ def test_8_bit_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
         options = {"checkpoint": tmp_path / "model.safetensors"} if on_meta else {}
         place(model, {"": "disk", "0": "cpu"}, int8=True, offload_folder=tmp_path / "offload", **options)
         assert model.state_dict().keys() == one.state_dict().keys()
-        part = placement(model).parts[0]
+        report = placement(model)
+        part = report.parts[0]
+        # The weights' own dtype is what torchao says: the one that the layer calculates in.
+        assert [one.dtypes for one in report.parts] == [("int8", "float32")] * 3
+        assert str(report).count("int8, float32") == 3
         assert part.num_bytes < sum(p.nbytes for p in one[0].parameters()) / 2.5
         with torch.no_grad():
             output = model(x)

@@ -8,6 +8,7 @@ from launcher_variables import SLURM
 
 from rankwise import environments
 from rankwise.environments import slurm
+from rankwise.environments.per_node import parse_counts
 from rankwise.environments.table import read
 from rankwise.errors import ConfigurationError
 
@@ -62,6 +63,6 @@ def test_a_long_host_list_costs_nothing_until_it_is_read() -> None:
 
 
 def test_tasks_per_node() -> None:
-    assert slurm.tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert parse_counts("2(x3),1", "NAME") == [2, 2, 2, 1]
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        slurm.tasks_per_node("2(x)")
+        parse_counts("2(x)", "NAME")

@@ -12,7 +12,7 @@ import pytest
 from rankwise.cli import main
 from rankwise.errors import ConfigurationError
 from rankwise.launch.slurm import exit_code, fields_of
-from rankwise.launch.slurm_script import JobOptions, batch_script, seconds_of
+from rankwise.launch.slurm_script import JobOptions, batch_script, directive_name, seconds_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,11 +91,26 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(
         ({"partition": "a\nb"}, "not a value"),
         ({"account": ""}, "not a value"),
         ({"more": ["qos=high"]}, "not an option of sbatch"),
+        ({"more": ["--nodes=4"]}, r"(?s)#SBATCH --nodes=1\n.*pass --nodes to rankwise submit"),
+        ({"more": ["-N4"]}, "rankwise writes #SBATCH --nodes=1"),
+        ({"time": "2:00:00", "more": ["-t 1:00:00"]}, "rankwise writes #SBATCH --time=2:00:00"),
+        ({"more": ["--no-requeue"]}, "(?s)rankwise writes #SBATCH --requeue.*leave it out"),
+        ({"more": ["--signal=B:USR1@60"]}, "pass --save-seconds to rankwise submit"),
+        ({"more": ["--ntasks-per-node 4"]}, "pass --ranks-per-node to rankwise submit"),
+        ({"more": ["--qos=high", "--qos=low"]}, "One directive was given two values"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         JobOptions(**options)
+
+
+def test_no_directive_is_written_twice() -> None:
+    more = ["--requeue", "--qos=high", "--nodes=2", "--qos=high", "--open-mode=append", "--signal=USR1@60"]
+    script = batch_script(JobOptions(nodes=2, save_seconds=0, more=more), "python", ["train.py"])
+    names = [directive_name(line.removeprefix("#SBATCH ")) for line in script.splitlines() if "#SBATCH" in line]
+    assert sorted(names) == sorted(set(names))
+    assert {"qos", "nodes", "requeue", "signal"} <= set(names)
 
 
 @pytest.mark.parametrize(

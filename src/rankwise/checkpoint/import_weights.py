@@ -110,7 +110,8 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
             raise ConfigurationError(
                 f"{next(key for key in elsewhere[0] if key in common)} is on the meta device, on every rank.",
                 evidence=f"so are {len(common) - 1} more weights",
-                do="give the model memory first: model.to_empty(device=...)",
+                do="give the model memory first: model.to_empty(device=...); or have it read as it is placed: "
+                "rankwise.place(model, checkpoint=...)",
             )
         ranks.confirm(f"loading {path}", lambda: _copy_all(opened[0], copies))
     finally:

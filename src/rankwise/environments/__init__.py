@@ -17,6 +17,8 @@ from rankwise.environments.process import (
     nodes_of_job,
     read_launcher,
     read_process,
+    set_horovod_variables,
+    slurm_variables_for,
     stack_file,
 )
 from rankwise.environments.rankwise import variables_for
@@ -38,6 +40,8 @@ __all__ = [
     "read",
     "read_launcher",
     "read_process",
+    "set_horovod_variables",
+    "slurm_variables_for",
     "stack_file",
     "variables_for",
 ]

@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rankwise.environments import arguments, env, explanation, rankwise, slurm, table, torchrun
+from rankwise.environments import arguments, env, explanation, rankwise, slurm, slurm_rank, table, torchrun
+from rankwise.environments.horovod_variables import horovod_variables
 from rankwise.environments.reading import Missing, Surroundings, told
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from rankwise.environments.explanation import Explanation
     from rankwise.environments.reading import Reading
@@ -111,6 +112,25 @@ def nodes_of_job() -> int:
         return 1
     number = variables.get("SLURM_JOB_NUM_NODES", "1")
     return int(number) if number.isdecimal() else 1
+
+
+def slurm_variables_for(*, rank: int, local_rank: int, node_rank: int, ranks_per_node: Sequence[int]) -> dict[str, str]:
+    """Return Slurm's variables for a rank of the launcher that this process is; none where no Slurm job is around."""
+    return slurm_rank.variables_for_rank(
+        os.environ, rank=rank, local_rank=local_rank, node_rank=node_rank, ranks_per_node=ranks_per_node
+    )
+
+
+def set_horovod_variables() -> None:
+    """Give this process the variables of horovodrun, from those of whatever launched it; none where nobody did.
+
+    Raises:
+        EnvironmentConflict: as :func:`read_process`.
+        ConfigurationError: as :func:`read_process`.
+    """
+    reading = read_process()
+    if reading.source != table.NOBODY:
+        os.environ.update(horovod_variables(reading))
 
 
 def in_kubernetes() -> bool:
@@ -220,6 +240,6 @@ def _ancestor(name: str) -> str | None:
     return None
 
 
-def horovod_variables() -> dict[str, str]:
+def given_horovod_variables() -> dict[str, str]:
     """Return Horovod's variables, which scripts that were written for it may be started with."""
     return {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}

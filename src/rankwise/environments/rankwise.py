@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rankwise.environments.per_node import format_counts, parse_counts
 from rankwise.environments.reading import (
     SECRET_NAME,
     Environment,
@@ -21,7 +22,7 @@ from rankwise.environments.reading import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 TORCHRUN_JOB = "TORCHELASTIC_RUN_ID"
 
@@ -36,6 +37,7 @@ NAMES = (
     "RANKWISE_STORE",
     "RANKWISE_ATTEMPT",
 )
+RANKS_PER_NODE = "RANKWISE_RANKS_PER_NODE"
 
 
 def is_below_torchrun(variables: Mapping[str, str]) -> bool:
@@ -57,6 +59,7 @@ def variables_for(
     local_world_size: int,
     node_rank: int,
     num_nodes: int,
+    ranks_per_node: Sequence[int] = (),
     store: tuple[str, int],
     run_id: str,
     attempt: str,
@@ -83,6 +86,7 @@ def variables_for(
         local_world_size: number of processes on its machine.
         node_rank: number of its machine.
         num_nodes: number of machines.
+        ranks_per_node: how many processes each machine has, where that is known.
         store: host and port of the store that the launcher serves.
         run_id: name of the job.
         attempt: number of the restart, ``"0"`` at first, the same on every rank.
@@ -119,6 +123,7 @@ def variables_for(
         "RANKWISE_STORE": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "RANKWISE_ATTEMPT": attempt,
         "RANKWISE_ERROR_FILE": error_file,
+        **({RANKS_PER_NODE: format_counts(ranks_per_node)} if ranks_per_node else {}),
         **({"RANKWISE_STACK_FILE": stack_file} if stack_file else {}),
         **({SECRET_NAME: secret} if secret else {}),
         **({"RANKWISE_CHECK": "1"} if check else {}),
@@ -143,12 +148,18 @@ def _read(around: Surroundings) -> Reading | Missing | None:
         local_world_size=given(variables, "LOCAL_WORLD_SIZE"),
         node_rank=given(variables, "GROUP_RANK"),
         num_nodes=given(variables, "GROUP_WORLD_SIZE"),
+        ranks_per_node=_ranks_per_node(variables),
         address=parse_address(variables["RANKWISE_STORE"], "RANKWISE_STORE"),
         secret=job_secret(variables),
         store_is_served=True,
         source="rankwise",
         attempt=variables["RANKWISE_ATTEMPT"],
     )
+
+
+def _ranks_per_node(variables: Mapping[str, str]) -> tuple[int, ...] | None:
+    text = variables.get(RANKS_PER_NODE)
+    return tuple(parse_counts(text, RANKS_PER_NODE)) if text else None
 
 
 ROW = Environment(

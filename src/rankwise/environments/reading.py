@@ -36,6 +36,8 @@ class Reading:
     """Number of this machine."""
     num_nodes: int | None = None
     """How many machines there are."""
+    ranks_per_node: tuple[int, ...] | None = None
+    """How many processes each machine has, in the order of their numbers."""
     address: tuple[str, int] | None = None
     """Host and port of the job's store."""
     file: str | None = None

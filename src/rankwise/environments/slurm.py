@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from rankwise.environments.per_node import parse_counts
 from rankwise.environments.reading import (
     Environment,
     Missing,
@@ -76,24 +77,6 @@ def _bad_list(text: str) -> ConfigurationError:
     )
 
 
-def tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks of each machine: ``2(x3),1`` is 2, 2, 2, 1.
-
-    Raises:
-        ConfigurationError: the list cannot be read.
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
-        if match is None:
-            raise ConfigurationError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read.",
-                do="it should look like 2(x3),1",
-            )
-        counts.extend([int(match[1])] * int(match[2] or 1))
-    return counts
-
-
 def step_port(job_id: int, step_id: int) -> int:
     """Return the port of a step's store, from 20000 to 29999, where the user names none.
 
@@ -125,7 +108,7 @@ def _read(around: Surroundings) -> Reading | Missing | None:
         given(variables, "SLURM_STEP_NUM_TASKS"),
         given(variables, "SLURM_NODEID"),
     )
-    counts = tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
+    counts = parse_counts(variables["SLURM_STEP_TASKS_PER_NODE"], "SLURM_STEP_TASKS_PER_NODE")
     if sum(counts) != world_size or node_rank >= len(counts):
         raise ConfigurationError(
             "Slurm's variables of this step do not fit together.",
@@ -141,6 +124,7 @@ def _read(around: Surroundings) -> Reading | Missing | None:
         local_world_size=counts[node_rank],
         node_rank=node_rank,
         num_nodes=len(counts),
+        ranks_per_node=tuple(counts),
         address=_address(variables, num_nodes=len(counts)),
         secret=job_secret(variables),
         # The number of a job comes back when the controller is set up anew; the name of its cluster

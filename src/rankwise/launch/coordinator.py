@@ -261,6 +261,7 @@ class Coordinator:
         self.phase = Phase.RUNNING
         first_rank = 0
         hostnames = [member.node.hostname for member in members]
+        ranks_per_node = [member.node.num_ranks for member in members]
         for node_rank, member in enumerate(members):
             member.ranks = range(first_rank, first_rank + member.node.num_ranks)
             member.is_running = True
@@ -272,6 +273,7 @@ class Coordinator:
                 "attempt": self._attempt.number,
                 "node_rank": node_rank,
                 "num_nodes": len(members),
+                "ranks_per_node": ranks_per_node,
                 "first_rank": member.ranks.start,
                 "world_size": world_size,
                 "hostnames": hostnames,

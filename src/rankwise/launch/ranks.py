@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise import last_call, places, silent
-from rankwise.environments import variables_for
+from rankwise.environments import slurm_variables_for, variables_for
 from rankwise.launch import alone, failure, script_end
 from rankwise.launch.memory import OomCount
 from rankwise.launch.output import descriptors_closed
@@ -25,7 +25,7 @@ from rankwise.launch.server import Ended, RankStart, Started
 from rankwise.stopping import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rankwise.launch.failure import Failure
     from rankwise.launch.output import Output
@@ -54,6 +54,7 @@ class Layout:
     world_size: int
     node_rank: int
     num_nodes: int
+    ranks_per_node: Sequence[int]
     master: Master | None = None
     """Torch's store, for scripts that look for it; ``None`` where there is none."""
 
@@ -308,13 +309,14 @@ class LocalRanks:
 
     def _variables(self, layout: Layout, local_rank: int) -> dict[str, str]:
         rank = layout.first_rank + local_rank
-        return variables_for(
+        own = variables_for(
             rank=rank,
             world_size=layout.world_size,
             local_rank=local_rank,
             local_world_size=self.num_ranks,
             node_rank=layout.node_rank,
             num_nodes=layout.num_nodes,
+            ranks_per_node=layout.ranks_per_node,
             store=self.facts.store,
             master=None if layout.master is None else layout.master.address,
             master_is_served=layout.master is not None and layout.master.is_served,
@@ -328,6 +330,9 @@ class LocalRanks:
             interface=self.facts.interface,
             check=self.facts.check,
             guard=self.facts.guard,
+        )
+        return own | slurm_variables_for(
+            rank=rank, local_rank=local_rank, node_rank=layout.node_rank, ranks_per_node=layout.ranks_per_node
         )
 
 

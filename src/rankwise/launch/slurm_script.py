@@ -6,6 +6,7 @@ Pure: calls no Slurm command, reads no variable. Imported by the command line an
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +20,31 @@ if TYPE_CHECKING:
 SAVE_SECONDS = 120
 SLACK_SECONDS = 60
 """How much earlier than asked Slurm may send its signal (sbatch(1), ``--signal``)."""
+
+OWN_WORDS = {
+    "nodes": "--nodes",
+    "time": "--time",
+    "partition": "--partition",
+    "account": "--account",
+    "job-name": "--job-name",
+    "output": "--output",
+    "gpus-per-node": "--gpus-per-node",
+    "cpus-per-task": "--cpus-per-rank",
+    "ntasks-per-node": "--ranks-per-node",
+    "signal": "--save-seconds",
+}
+"""By which option of ``rankwise submit`` a directive of sbatch is set, where there is one."""
+SHORT_NAMES = {
+    "N": "nodes",
+    "t": "time",
+    "p": "partition",
+    "A": "account",
+    "J": "job-name",
+    "o": "output",
+    "c": "cpus-per-task",
+}
+"""What sbatch's short options set, of those that rankwise writes."""
+OPPOSITES = {"no-requeue": "requeue"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +84,18 @@ class JobOptions:
                 do=f"pass --ranks-per-node {self.gpus_per_node}, or --gpus-per-node {self.num_ranks}",
             )
         self._check_words()
+        self._check_more()
         self._check_time()
 
     @property
     def num_ranks(self) -> int:
         """How many ranks each node gets."""
         return self.ranks_per_node or self.gpus_per_node or 1
+
+    @property
+    def cpus_per_node(self) -> int:
+        """How many CPU cores each node's agent gets, with its ranks."""
+        return self.num_ranks * self.cpus_per_rank
 
     def _check_words(self) -> None:
         for word in (self.time, self.partition, self.account, self.job_name, self.output, *self.more):
@@ -72,6 +104,29 @@ class JobOptions:
         for option in self.more:
             if not option.startswith("-"):
                 raise ConfigurationError(f"{option!r} is not an option of sbatch.", do="pass --sbatch=--qos=high")
+
+    def _check_more(self) -> None:
+        """Refuse what would give a directive a second value; sbatch goes by the last one, and says nothing."""
+        written: dict[str, str] = {}
+        own = {directive_name(line): line for line in _own_directives(self)}
+        for option in map(_option, self.more):
+            name = directive_name(option)
+            if name in own and option != own[name]:
+                what = OWN_WORDS.get(name)
+                raise ConfigurationError(
+                    f"--sbatch={option} gives a directive of the batch script a second value.",
+                    evidence=f"rankwise writes #SBATCH {own[name]}",
+                    do=f"leave it out, and pass {what} to rankwise submit"
+                    if what
+                    else "leave it out: ranks are "
+                    "started, stopped and requeued by rankwise's own; for others, write the batch script by hand",
+                )
+            if written.setdefault(name, option) != option:
+                raise ConfigurationError(
+                    "One directive was given two values.",
+                    evidence=f"--sbatch={written[name]}\n--sbatch={option}",
+                    do="leave one of them out",
+                )
 
     def _check_time(self) -> None:
         limit_seconds = seconds_of(self.time) if self.time is not None else None
@@ -111,18 +166,18 @@ def batch_script(options: JobOptions, python: str, target: Sequence[str]) -> str
         python: the interpreter, which the nodes find under the same path.
         target: words of the command after ``rankwise run`` and its options: ``["train.py", "--lr", "0.1"]``.
     """
-    cpus = options.num_ranks * options.cpus_per_rank
     run = [python, "-m", "rankwise", "run", "-n", str(options.num_ranks), *target]
     lines = [
         "#!/bin/bash",
-        *_directives(options, cpus),
+        *_directives(options),
+        *_further_directives(options),
         "",
         "# Drawn here, so that no file holds it: by it the agents and ranks of this job know one another.",
         "export RANKWISE_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         "",
         "# One agent per node, which starts the ranks there. One that ends does not take the others with it: they have",
         "# heard of it, and may still be saving.",
-        f"srun --export=ALL --cpus-per-task={cpus} --kill-on-bad-exit=0 \\",
+        f"srun --export=ALL --cpus-per-task={options.cpus_per_node} --kill-on-bad-exit=0 \\",
         f"    {shlex.join(run)}",
         "code=$?",
         "",
@@ -136,7 +191,20 @@ def batch_script(options: JobOptions, python: str, target: Sequence[str]) -> str
     return "\n".join(lines)
 
 
-def _directives(options: JobOptions, cpus: int) -> list[str]:
+def directive_name(option: str) -> str:
+    """Return which directive an option of sbatch sets, by its long name: ``nodes`` of ``-N4`` and ``--nodes=4``."""
+    if option.startswith("--"):
+        name = re.split(r"[=\s]", option[2:], maxsplit=1)[0]
+        return OPPOSITES.get(name, name)
+    return SHORT_NAMES.get(option[1:2], option[:2])
+
+
+def _own_directives(options: JobOptions) -> list[str]:
+    """Return the options that rankwise writes itself, without the comments between them."""
+    return [line.removeprefix("#SBATCH ") for line in _directives(options) if line.startswith("#SBATCH ")]
+
+
+def _directives(options: JobOptions) -> list[str]:
     given = {
         "job-name": options.job_name,
         "output": options.output or f"{options.job_name}-%j.log",
@@ -145,7 +213,7 @@ def _directives(options: JobOptions, cpus: int) -> list[str]:
         "account": options.account,
         "nodes": options.nodes,
         "ntasks-per-node": 1,
-        "cpus-per-task": cpus,
+        "cpus-per-task": options.cpus_per_node,
         "gpus-per-node": options.gpus_per_node or None,
     }
     lines = [f"#SBATCH --{name}={_word(str(value))}" for name, value in given.items() if value is not None]
@@ -156,7 +224,13 @@ def _directives(options: JobOptions, cpus: int) -> list[str]:
             f"# So long before the limit, or up to {SLACK_SECONDS} s earlier, the ranks are told to save and stop.",
             f"#SBATCH --signal=USR2@{options.save_seconds}",
         ]
-    return [*lines, *(f"#SBATCH {_option(option)}" for option in options.more)]
+    return lines
+
+
+def _further_directives(options: JobOptions) -> list[str]:
+    """Return the user's own, each once, without those that rankwise writes already."""
+    own = _own_directives(options)
+    return [f"#SBATCH {option}" for option in dict.fromkeys(map(_option, options.more)) if option not in own]
 
 
 def _option(text: str) -> str:

@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 
+from rankwise import environments
 from rankwise.device import accelerator
 from rankwise.device.kinds import is_accelerator, kind_named
 from rankwise.device.streams import on_stream, stream_of_thread
@@ -70,18 +71,12 @@ def data_parallel(model: M, devices: Sequence[str | torch.device | int] | None =
         ``model`` itself. With one device it is left as it is, and a line says so.
 
     Raises:
-        ConfigurationError: there are several ranks; the model is no module, not on the first device, placed, or its
-            forward was replaced before; or devices are of different kinds.
+        ConfigurationError: there are several ranks, joined or not; the model is no module, not on the first device,
+            placed, or its forward was replaced before; or devices are of different kinds.
 
     Source: torch.nn.DataParallel.
     """
-    session = current_or_none()
-    if session is not None and session.world.world_size > 1:
-        raise ConfigurationError(
-            f"data_parallel() is for one process, and this is one of {session.world.world_size} ranks.",
-            where=str(session.world),
-            do="use rankwise.replicate(model): each rank has a device of its own",
-        )
+    _check_is_alone()
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(
             f"data_parallel() takes a module, and was given a {type(model).__name__}.",
@@ -107,6 +102,26 @@ def data_parallel(model: M, devices: Sequence[str | torch.device | int] | None =
     warn(COST.format(first=places[0]))
     vars(model)["forward"] = _Spread(model, places)
     return model
+
+
+def _check_is_alone() -> None:
+    """Raise where this process is one of several ranks: each would train a model of its own, on everyone's devices."""
+    session = current_or_none()
+    if session is not None:
+        num_ranks, where, evidence = session.world.world_size, str(session.world), None
+    else:
+        try:
+            reading = environments.read_process()
+        except RankwiseError:
+            return  # Variables that fit no launch are join()'s to refuse, and this script does not join.
+        num_ranks, where, evidence = reading.world_size, None, reading.reason
+    if num_ranks > 1:
+        raise ConfigurationError(
+            f"data_parallel() is for one process, and this is one of {num_ranks} ranks.",
+            where=where,
+            evidence=evidence,
+            do="use rankwise.replicate(model) after rankwise.join(): each rank has a device of its own",
+        )
 
 
 def _devices(model: nn.Module, wanted: Sequence[str | torch.device | int] | None) -> list[torch.device]:

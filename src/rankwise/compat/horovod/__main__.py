@@ -7,6 +7,7 @@ import argparse
 import sys
 
 from rankwise.compat.horovod.alias import ON_PATH, provide
+from rankwise.environments import set_horovod_variables
 from rankwise.errors import RankwiseError
 from rankwise.launch.command import Command, find_command
 from rankwise.launch.target import Target, find_module, find_script, run_as_main
@@ -53,6 +54,7 @@ def main() -> None:
     try:
         provide()
         target = _target(sys.argv[1:])
+        set_horovod_variables()
     except RankwiseError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(USAGE_ERROR)

@@ -206,7 +206,7 @@ def _world() -> World:
 
 def _apply_variables(*, joins: bool) -> None:
     """Do what Horovod's variables ask for, join the world unless that has been done, and name the other variables."""
-    asked = settings.read(process.horovod_variables(), has_joined=not joins)
+    asked = settings.read(process.given_horovod_variables(), has_joined=not joins)
     if asked.log_level is not None:
         logger.setLevel(asked.log_level)
     if joins:

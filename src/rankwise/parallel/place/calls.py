@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,7 +47,7 @@ from rankwise.tensor_files import open_tensor_files
 from rankwise.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from rankwise.parallel.blocks import Kept
     from rankwise.parallel.place.units import Slot, Unit
@@ -67,8 +67,34 @@ class _Placed:
 _placed: WeakKeyDictionary[nn.Module, _Placed] = WeakKeyDictionary()
 
 
+@overload
 def place(
     model: M,
+    plan: str | Mapping[str, str] = "auto",
+    *,
+    budgets: Mapping[str, str | int] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    keep_whole: Kept | Iterable[Kept] = (),
+    int8: bool = False,
+) -> M: ...
+
+
+@overload
+def place(
+    model: Callable[[], M],
+    plan: str | Mapping[str, str] = "auto",
+    *,
+    budgets: Mapping[str, str | int] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    keep_whole: Kept | Iterable[Kept] = (),
+    int8: bool = False,
+) -> M: ...
+
+
+def place(
+    model: M | Callable[[], M],
     plan: str | Mapping[str, str] = "auto",
     *,
     budgets: Mapping[str, str | int] | None = None,
@@ -95,7 +121,8 @@ def place(
 
     Args:
         model: with its weights, or built on the meta device (``with torch.device("meta"):``) and loaded from
-            ``checkpoint``. In the dtype that it shall have.
+            ``checkpoint``. In the dtype that it shall have. With ``checkpoint``, a function without arguments (or the
+            class) that builds it will do: it is called with the meta device.
         plan: ``"auto"`` or ``"balanced"`` (GPUs get equal shares), ``"balanced_low_0"`` (the first GPU as little as
             possible), ``"sequential"`` (one GPU after the other is filled); or a mapping of module names to devices, of
             which the longest that fits wins, ``""`` stands for everything else.
@@ -108,7 +135,7 @@ def place(
             ``requires_grad=False``.
 
     Returns:
-        ``model`` itself. ``print(rankwise.placement(model))`` shows what went where, and why.
+        ``model`` itself, or what was built. ``print(rankwise.placement(model))`` shows what went where, and why.
 
     Raises:
         ConfigurationError: something in the plan or the budgets is not there, or splits a block, or there is no
@@ -116,8 +143,9 @@ def place(
         CheckpointError: the files are damaged, or of another model. The model is then as before.
         WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
     """
-    _check_model(model)
     _check_paths(checkpoint=checkpoint, offload_folder=offload_folder)
+    model = _built(model) if checkpoint is not None else cast("M", model)
+    _check_model(model)
     check_torch("place", partial(trial, lambda small, plan, folder: place(small, plan, offload_folder=folder)))
     units = units_of(model, keep_whole)
     to_int8 = quantisable(model) if int8 else set[int]()
@@ -135,7 +163,7 @@ def place(
             home_of.setdefault(id(parameter), chosen.choices[unit.name].device)
     homes = Homes(home_of, runs_on, to_int8)
     _check_kept(units, homes)
-    parts = [_part(unit, size, chosen, home_of) for unit, size in zip(units, sizes, strict=True)]
+    parts = [_part(unit, size, chosen, homes) for unit, size in zip(units, sizes, strict=True)]
     with ExitStack() as on_error, ExitStack() as always:
         opened = None if checkpoint is None else always.enter_context(open_tensor_files(checkpoint))
         with_values = [slot for unit in units for slot in unit.slots if homes.of(unit, slot) != "meta"]
@@ -172,10 +200,19 @@ def placement(model: nn.Module) -> Placement:
     return placed.placement
 
 
+def _built(model: M | Callable[[], M]) -> M:
+    """Return the model; where a function is given that builds it, what that builds on the meta device."""
+    if isinstance(model, nn.Module) or not callable(model):
+        return cast("M", model)
+    with torch.device("meta"):
+        return model()
+
+
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise ConfigurationError(f"place() was given {what}, which is no model.", do="pass a torch.nn.Module")
+        do = "pass a torch.nn.Module; with checkpoint=, a function that builds one"
+        raise ConfigurationError(f"place() was given {what}, which is no model.", do=do)
     if is_placed(model):
         raise ConfigurationError(
             "This model, or a part of it, is placed already.", do="call place() once, for the whole model"
@@ -303,11 +340,22 @@ def _check_budgets(plan: Plan, sizes: Sequence[Size], budgets: dict[str, int] | 
         )
 
 
-def _part(unit: Unit, size: Size, plan: Plan, home_of: dict[int, str]) -> PlacedPart:
+def _part(unit: Unit, size: Size, plan: Plan, where: Homes) -> PlacedPart:
     choice = plan.choices[unit.name]
-    homes = {home_of[id(parameter)] for parameter in unit.parameters}
+    homes = {where.of_parameter[id(parameter)] for parameter in unit.parameters}
     why = choice.why
     if size.tied_to is not None and homes != {choice.device}:
         why += f"; weights shared with {size.tied_to} are on {', '.join(sorted(homes - {choice.device}))}"
     device = choice.device if unit.parameters or choice.device != "disk" else plan.runs_on(unit.name)
-    return PlacedPart(unit.name, device, size.num_bytes, plan.runs_on(unit.name), why)
+    return PlacedPart(
+        unit.name, device, size.num_bytes, _dtypes(unit, where.to_int8), runs_on=plan.runs_on(unit.name), why=why
+    )
+
+
+def _dtypes(unit: Unit, to_int8: set[int]) -> tuple[str, ...]:
+    """Return in which kinds of numbers a part is kept, that of the most bytes first."""
+    num_bytes: dict[str, int] = {}
+    for slot in {id(slot.tensor): slot for slot in unit.slots}.values():
+        name = "int8" if id(slot.tensor) in to_int8 else str(slot.tensor.dtype).removeprefix("torch.")
+        num_bytes[name] = num_bytes.get(name, 0) + _bytes_at_home(slot, to_int8)
+    return tuple(sorted(num_bytes, key=num_bytes.__getitem__, reverse=True))

@@ -17,6 +17,9 @@ class PlacedPart:
     device: str
     num_bytes: int
     """Parameters and buffers, tied ones counted once."""
+    dtypes: tuple[str, ...]
+    """Kinds of numbers that its parameters and buffers are kept in, that of the most bytes first; ``int8`` with
+    ``place(int8=True)``, where ``weight.dtype`` says what the layer calculates in."""
     runs_on: str
     """The device that executes it; its weights are fetched to it where that is another one."""
     why: str
@@ -39,9 +42,16 @@ class Placement:
         return total
 
     def __str__(self) -> str:
-        head = ("module", "device", "bytes", "runs on", "why")
+        head = ("module", "device", "bytes", "numbers", "runs on", "why")
         rows = [
-            (part.module or "(the model)", part.device, in_words(part.num_bytes), part.runs_on, part.why)
+            (
+                part.module or "(the model)",
+                part.device,
+                in_words(part.num_bytes),
+                ", ".join(part.dtypes),
+                part.runs_on,
+                part.why,
+            )
             for part in self.parts
         ]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]

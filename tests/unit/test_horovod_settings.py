@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Horovod's variables are honoured, or named as without effect."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rankwise.compat.horovod.settings import Settings, read
+from rankwise.errors import ConfigurationError
+
+
+def test_what_has_a_meaning_here_is_honoured() -> None:
+    given = {
+        "HOROVOD_LOG_LEVEL": "WARNING",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90",
+        "HOROVOD_GLOO_IFACE": "eth0",
+        "HOROVOD_RANK": "1",
+        "HOROVOD_TIMELINE": "/tmp/t.json",  # noqa: S108 - never opened
+        "HOROVOD_CYCLE_TIME": "5",
+        "HOROVOD_FUSION_THRESHOLD": "",
+        "PATH": "/bin",
+    }
+    without_effect = ("HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE")
+    assert read(given, has_joined=False) == Settings(
+        log_level=logging.WARNING, limit_seconds=90.0, interface="eth0", without_effect=without_effect
+    )
+    late = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_IFACE", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_TIMELINE")
+    assert read(given, has_joined=True) == Settings(log_level=logging.WARNING, without_effect=late)
+
+
+def test_no_limit_is_no_limit() -> None:
+    assert read({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, has_joined=False) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "do"),
+    [("LOG_LEVEL", "loud", "trace, debug, info"), ("STALL_SHUTDOWN_TIME_SECONDS", "soon", "600")],
+)
+def test_a_bad_value_is_an_error(name: str, value: str, do: str) -> None:
+    with pytest.raises(ConfigurationError, match=value) as caught:
+        read({f"HOROVOD_{name}": value}, has_joined=False)
+    assert do in str(caught.value.do)
