@@ -14,7 +14,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-FRAMEWORKS = ("accelerate", "ignite", "lightning", "monai", "timm", "transformers")
+FRAMEWORKS = ("accelerate", "ignite", "lightning", "monai", "tensorflow", "timm", "transformers")
 MOST_SECONDS = 50
 """A command may take, at most."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")

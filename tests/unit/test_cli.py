@@ -38,6 +38,10 @@ options:
                         (RANKWISE_CHECK=1)
   --guard               have ranks of a script of torch.distributed compare parameters and
                         learning rates as they train
+  --torch-store {on,off}
+                        whether MASTER_ADDR and MASTER_PORT lead to a store of torch's, which lets
+                        in everybody who reaches it (default: RANKWISE_TORCH_STORE, else on one
+                        machine only)
   -m                    what follows is a module
 
 several machines:
