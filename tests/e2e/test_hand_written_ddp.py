@@ -215,3 +215,30 @@ def test_a_torch_with_nccl_on_a_machine_without_gpus() -> None:
 def test_errors_that_say_it_themselves_are_left_alone() -> None:
     assert advice_for("CUDA error: an illegal memory access was encountered") is None
     assert advice_for("Port 5 is taken (EADDRINUSE).\n  do        give another port") is None
+
+
+def test_a_model_that_is_freed_after_its_group_was_destroyed_keeps_no_rank_from_ending(command: Command) -> None:
+    # Threads of gloo that want the interpreter's lock right after backward do not get it until the model is freed.
+    command.write(
+        "train.py",
+        """
+        import sys
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        def train():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            model = DistributedDataParallel(torch.nn.Linear(3, 3))
+            model(torch.ones(2, 3)).sum().backward()
+            dist.destroy_process_group()
+
+        sys.setswitchinterval(60)
+        for _ in range(60):
+            train()
+        print("trained")
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["trained"] * 2

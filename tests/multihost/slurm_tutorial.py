@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-def train() -> None:
-    """Be one rank."""
+def train() -> DistributedDataParallel:
+    """Be one rank, and return its model: torch may never free one after its group, which torchrun leaves as it is."""
     rank = int(os.environ.get("SLURM_PROCID", os.environ["RANK"]))
     world_size = int(os.environ.get("SLURM_NTASKS", os.environ["WORLD_SIZE"]))
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -35,6 +35,7 @@ def train() -> None:
         torch.save(model.module.state_dict(), sys.argv[1])
     dist.barrier()
     dist.destroy_process_group()
+    return model
 
 
 def note(folder: Path) -> None:
@@ -51,6 +52,6 @@ def note(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    train()
+    trained = train()
     if len(sys.argv) > 2:
         note(Path(sys.argv[2]))

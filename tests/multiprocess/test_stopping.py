@@ -252,7 +252,7 @@ def _beside_the_best(_: World, folder: str) -> str:
             if number == 2:
                 current().stopping.ask("the test")
     except SystemExit:
-        return ",".join(sorted(path.name for path in Path(folder).glob("*/*")))
+        return ",".join(sorted(path.name for path in Path(folder).glob("*/checkpoint-*")))
     return "never stopped"
 
 
