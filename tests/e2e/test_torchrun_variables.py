@@ -42,9 +42,9 @@ def test_a_rank_has_the_names_and_numbers_that_torchrun_gives(command: Command) 
         before = {*command.environment(), "TORCHELASTIC_SIGNALS_TO_HANDLE"}
         given = {name for name in theirs if name not in before}
         assert "TORCHELASTIC_RUN_ID" in given
-        assert given - own.keys() == {"TORCHELASTIC_USE_AGENT_STORE"}
+        assert given - own.keys() == set()
         different = {"NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
-        same = given - different - {"OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE"}
+        same = given - different - {"OMP_NUM_THREADS"}
         assert {name: own[name] for name in same} == {name: theirs[name] for name in same}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rankwise import session, silent
-from rankwise.launch import alone, failure, held_groups, script_end, torch_env, written
+from rankwise.launch import alone, ddp_end, failure, script_end, torch_env, written
 from rankwise.launch.target import run_as_main, without_launcher_frames
 from rankwise.launch.temporary import keep_sockets_in
 from rankwise.stopping import STOPPED_EXIT_CODE
@@ -102,7 +102,7 @@ def _settle(variables: dict[str, str]) -> None:
     # As torchrun sets it; torch's own default aborts no communicator.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     torch_env.follow(variables)
-    held_groups.follow()
+    ddp_end.follow()
     _apply_threads(int(variables["LOCAL_WORLD_SIZE"]))
     _reseed_numpy()
     # The launcher shows the first failure, last and whole; nobody else shows theirs.
