@@ -242,3 +242,23 @@ def test_a_model_that_is_freed_after_its_group_was_destroyed_keeps_no_rank_from_
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["trained"] * 2
+
+
+def test_one_world_after_another_finds_its_own_ranks(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import torch
+        import torch.distributed as dist
+
+        for number in range(3):
+            dist.init_process_group("gloo")
+            total = torch.tensor([dist.get_rank() + number])
+            dist.all_reduce(total)
+            dist.destroy_process_group()
+        print(total.item())
+        """,
+    )
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["5"] * 2

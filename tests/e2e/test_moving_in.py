@@ -8,8 +8,10 @@ both sides have set ``check`` in the end, or print lines that start with RESULT,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 import subprocess
 import textwrap
 from dataclasses import dataclass
@@ -42,8 +44,10 @@ WARM
 for number in NUMBERS:
     child = os.fork()
     if child == 0:
-        # Keys of the job's store are kept apart by attempt, so that snippets do not find those of one another.
+        # Keys of the job's store are kept apart by attempt, so that snippets do not find those of one another; torch's
+        # store has one attempt, so theirs is at a port of their own.
         os.environ["RANKWISE_ATTEMPT"] = str(number)
+        os.environ["MASTER_PORT"] = PORTS[number]
         if os.environ["RANK"] == "0":
             os.dup2(os.open(f"{number}.out", os.O_CREAT | os.O_WRONLY), 1)
         code = 1
@@ -128,7 +132,9 @@ def started(command: Command, snippets: Sequence[Snippet], side: int) -> subproc
         parts = (snippet.setup, textwrap.dedent(snippet.sides[side]), snippet.check, AFTERWARDS)
         (place / "train.py").write_text("\n".join(parts), encoding="utf-8")
     numbers = str([snippet.number for snippet in snippets])
-    runner = RUNNER.replace("NUMBERS", numbers).replace("WARM", WARM.get(first.page, ""))
+    ports = free_ports(len(snippets))
+    by_number = repr({snippet.number: port for snippet, port in zip(snippets, ports, strict=True)})
+    runner = RUNNER.replace("NUMBERS", numbers).replace("PORTS", by_number).replace("WARM", WARM.get(first.page, ""))
     (folder / "all.py").write_text(runner, encoding="utf-8")
     before = LEFT.get(first.page, ()) if side == 0 and len(first.sides) > 1 else ()
     return subprocess.Popen(
@@ -140,6 +146,13 @@ def started(command: Command, snippets: Sequence[Snippet], side: int) -> subproc
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def free_ports(count: int) -> list[str]:
+    """Return ports that are free, and were held together: no two are the same."""
+    with contextlib.ExitStack() as held:
+        servers = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [str(server.getsockname()[1]) for server in servers]
 
 
 def folder_of(command: Command, snippet: Snippet, side: int) -> Path:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from rankwise import environments, network
 from rankwise.errors import ConfigurationError, EnvironmentConflict
-from rankwise.launch.absences import torch_rank_key
+from rankwise.launch.absences import TORCH_PREFIX, torch_rank_key
 from rankwise.torch_private.rendezvous import replace_handler
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ def _meet_in_job(reading: environments.Reading, timeout: timedelta | None) -> Me
     opened = store.connect(*reading.address, **limit, secret=reading.secret.encode())
     _kept.append(opened)
     opened.set(f"attempt/{reading.attempt}/{torch_rank_key(reading.rank)}", "")
-    yield opened.prefixed(f"attempt/{reading.attempt}/torch").torch_store, reading.rank, reading.world_size
+    # Torch names the keys of one world after another alike: the next must not find the addresses of the one before.
+    prefix = f"attempt/{reading.attempt}/{TORCH_PREFIX}{len(_kept)}"
+    yield opened.prefixed(prefix).torch_store, reading.rank, reading.world_size
     message = "env:// cannot be joined again under rankwise's launcher; it starts ranks anew after a failure"
     raise RuntimeError(message)
 
