@@ -35,6 +35,8 @@ SERVED = "TORCHELASTIC_USE_AGENT_STORE"
 
 _kept: list[Store] = []
 """Torch keeps only its own half of a store that is written in Python."""
+_served_ranks: list[int] = []
+"""The rank that this process has had in each world at torch's store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,9 +133,17 @@ def _meet_by_tcp(told: _Handlers, url: str, more: dict[str, Any]) -> Met:
 
 def _meet_as_torch(told: _Handlers, address: tuple[str, int], meet: Callable[[], Met]) -> Met:
     """Meet as torch does, where it is told of a served store at the address of that store only."""
-    with _torch_told(is_served=told.is_served and _is_same(address, told.master)):
-        met = next(meet())
-    yield met
+    is_served = told.is_served and _is_same(address, told.master)
+    with _torch_told(is_served=is_served):
+        store, rank, world_size = next(meet())
+    if is_served:
+        _served_ranks.append(rank)
+        if len(_served_ranks) > 1:
+            import torch.distributed as dist  # noqa: PLC0415 - in memory already
+
+            # As above. The first has no prefix: other programs, which know of none, may join it too.
+            store = dist.PrefixStore(f"world/{len(_served_ranks)}", store)
+    yield store, rank, world_size
     message = "this world cannot be joined again"
     raise RuntimeError(message)
 
