@@ -122,7 +122,7 @@ def _script() -> str:
 def read(path: Path) -> bytes | None:
     """Return the content of a lock file; ``None`` where it is not there.
 
-    Opens it anew each time: network file systems compare with the server then.
+    Opens it again each time: network file systems compare with the server then.
     """
     try:
         return path.read_bytes()

@@ -248,7 +248,7 @@ class Output:
         self._complain(f"{terminal.problem}; {what}")
 
     def _is_over(self, stream: _Stream) -> bool:
-        """Return whether nobody takes what the stream brings; one that a file keeps goes on behind a full disk."""
+        """Return whether nobody takes what the stream brings; one that a file keeps continues behind a full disk."""
         terminal = stream.terminal
         if terminal is None or not terminal.is_gone:
             return False

@@ -83,7 +83,7 @@ class Negotiation:
     """What every rank waits for and has pending, as of the last event that was applied.
 
     A rank takes part in an operation only while it waits. That keeps ranks from waiting for one that computes, and
-    makes the order of events a safe order for operations that block: whoever takes part in one is on its way to it.
+    makes the order of events a safe order for operations that block: a rank that takes part in one is on its way to it.
     """
 
     def __init__(self, world_size: int) -> None:

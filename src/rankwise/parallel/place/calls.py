@@ -121,7 +121,7 @@ def place(
 
     Args:
         model: with its weights, or built on the meta device (``with torch.device("meta"):``) and loaded from
-            ``checkpoint``. In the dtype that it shall have. With ``checkpoint``, a function without arguments (or the
+            ``checkpoint``. In the dtype that it must have. With ``checkpoint``, a function without arguments (or the
             class) that builds it will do: it is called with the meta device.
         plan: ``"auto"`` or ``"balanced"`` (GPUs get equal shares), ``"balanced_low_0"`` (the first GPU as little as
             possible), ``"sequential"`` (one GPU after the other is filled); or a mapping of module names to devices, of
