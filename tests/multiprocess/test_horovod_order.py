@@ -171,7 +171,7 @@ def _calls_with_a_joined_rank(world: World) -> tuple[Any, ...]:
         with pytest.raises(hvd.HorovodInternalError) as caught:
             call()
         errors.append((name, str(caught.value)))
-        # The joined rank goes on with zeros.
+        # The joined rank continues with zeros.
         means.append(hvd.allreduce(torch.tensor([3.0]), name=f"mean{number}").item())
     return errors, means, hvd.join()
 

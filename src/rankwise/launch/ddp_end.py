@@ -14,7 +14,7 @@ from typing import Any
 
 def follow() -> None:
     """Have models of DDP that are made from now on release their group last, which gives the lock back meanwhile."""
-    # In memory already in a rank; whoever only starts ranks need not wait for torch.
+    # In memory already in a rank; a process that only starts ranks need not wait for torch.
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
     initialize = DistributedDataParallel.__init__

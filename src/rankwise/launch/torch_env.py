@@ -99,7 +99,7 @@ def _meet_by_env(told: _Handlers, url: str, more: dict[str, Any]) -> Met:
 
 
 def _meet_in_job(reading: environments.Reading, timeout: timedelta | None) -> Met:
-    # In memory already in a rank; whoever only starts ranks need not wait for torch.
+    # In memory already in a rank; a process that only starts ranks need not wait for torch.
     from rankwise import store  # noqa: PLC0415
 
     if reading.address is None or reading.secret is None:
