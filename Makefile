@@ -8,10 +8,10 @@ PEERS_READY := .venv-peers/ready
 FRAMEWORKS_BIN := .venv-frameworks/bin
 FRAMEWORKS_READY := .venv-frameworks/ready
 PYTEST := $(BIN)/python -m pytest
-CODE := src tests examples benchmarks
+CODE := src tests examples benchmarks docs/architecture.py
 VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu bench bench-peers lock clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers lock clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,6 +73,9 @@ version-%:
 
 gpu: setup  ## the same on GPUs; needs at least one, and is not part of test
 	$(PYTEST) tests/gpu
+
+mutants: setup  ## small mistakes in a copy of the code, one at a time: which of them do the tests notice?
+	$(BIN)/python tests/mutants/run.py $(ONLY)
 
 bench: setup  ## ratios against other tools; leave the machine alone meanwhile
 	$(BIN)/python benchmarks/run.py

@@ -20,7 +20,7 @@ from rankwise.testing import run_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 SIZES = {
     "4 kB": (2**12, 100, 1.0),

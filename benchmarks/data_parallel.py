@@ -14,8 +14,8 @@ from measure import Row, median_ratio, seconds, show
 from torch import nn
 
 import rankwise as rw
-from rankwise.launch.function import launch
-from rankwise.parallel.threads import data_parallel
+from rankwise.launch.function.launch import launch
+from rankwise.parallel.data_parallel import data_parallel
 
 NUM_DEVICES = 2
 LOCAL_BATCH_SIZE = 64

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_BATCHES = 8
 ROUNDS = 40

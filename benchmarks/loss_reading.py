@@ -20,13 +20,13 @@ from models import MODELS
 from torch.nn import functional
 
 import rankwise as rw
-from rankwise.parallel.trained import trained_as
+from rankwise.parallel.core.strategy_registry import strategy_of
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_RANKS = 2
 REACH = {"60 small layers": 1.03, "transformer": 1.01}
@@ -49,7 +49,7 @@ def compare(_: World, name: str) -> dict[str, dict[str, list[float]]]:
     model, shape = MODELS[name]()
     rw.replicate(model)
     reading = torch.autograd.backward
-    on_ranks = trained_as(model).loss  # type: ignore[union-attr] # a replicated model's
+    on_ranks = strategy_of(model).loss  # type: ignore[union-attr] # a replicated model's
     report = on_ranks.report
     x, target = torch.randn(shape), torch.randn(shape)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_RANKS = 2
 NUM_BATCHES = 8

@@ -17,14 +17,14 @@ from measure import Row, interleaved, median_ratio, seconds, show
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from rankwise.parallel.device_mesh import mesh, submesh
-from rankwise.parallel.pipeline.calls import pipeline
+from rankwise.parallel.core.device_mesh import mesh, submesh
+from rankwise.parallel.pipeline.pipeline import pipeline
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_RANKS = 2
 MICRO_BATCHES = 4

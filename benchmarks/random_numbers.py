@@ -14,14 +14,14 @@ from torch import nn
 
 import rankwise as rw
 from rankwise import testing
+from rankwise.comm.session import current
 from rankwise.parallel.randomness import kernels, scope
-from rankwise.parallel.randomness.model import DrawsOfModel
-from rankwise.session import current
+from rankwise.parallel.randomness.model_draws import DrawsOfModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 ROUNDS = 12
 WIDTH, TRANSFORMER_WIDTH = 64, 256

@@ -17,14 +17,14 @@ from measure import Row, interleaved, median_ratio, seconds, show
 from models import MODELS
 
 import rankwise as rw
-from rankwise.record import Record, Ticket
-from rankwise.session import current
+from rankwise.comm.session import current
+from rankwise.health.flight_recorder import FlightRecorder, Ticket
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_RANKS = 2
 ROUNDS = 60
@@ -43,13 +43,13 @@ REACH = 1.01
 """The ratio to stay at or below."""
 
 
-class _NoRecord(Record):
+class _NoRecord(FlightRecorder):
     """Numbers collectives, which they need, and remembers nothing."""
 
-    def begin(self, what: str, channel: int = 0) -> Ticket:
+    def begin(self, what: str, exchange_id: int = 0) -> Ticket:
         self.last += 1
-        self._counts[channel] += 1
-        return Ticket(self.last, what, channel, self._counts[channel])
+        self.counts[exchange_id] += 1
+        return Ticket(self.last, what, exchange_id, self.counts[exchange_id])
 
 
 def compare(world: World, name: str, num_steps: int) -> tuple[dict[str, list[float]], float, float]:
@@ -59,14 +59,14 @@ def compare(world: World, name: str, num_steps: int) -> tuple[dict[str, list[flo
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     torch.manual_seed(world.rank)
     batch = torch.randn(shape)
-    watch = current().watch
-    if watch is None:
+    detector = current().detector
+    if detector is None:
         raise RuntimeError("a world of one records nothing")
 
-    def side(kind: type[Record]) -> Callable[[], float]:
+    def side(kind: type[FlightRecorder]) -> Callable[[], float]:
         def steps() -> float:
             # The same record all along, since its numbers must go on: only what it does differs.
-            watch.record.__class__ = kind
+            detector.recorder.__class__ = kind
             dist.barrier()
             started = time.perf_counter()
             for _ in range(num_steps):
@@ -77,11 +77,11 @@ def compare(world: World, name: str, num_steps: int) -> tuple[dict[str, list[flo
 
         return steps
 
-    sides = {"with": side(Record), "without": side(_NoRecord)}
+    sides = {"with": side(FlightRecorder), "without": side(_NoRecord)}
     interleaved(sides, WARM_UP_ROUNDS)
-    before = watch.record.last
+    before = detector.recorder.last
     figures = interleaved(sides, ROUNDS)
-    per_step = (watch.record.last - before) / (2 * ROUNDS * num_steps)
+    per_step = (detector.recorder.last - before) / (2 * ROUNDS * num_steps)
     return figures, _of_one_record(), per_step
 
 
@@ -90,7 +90,7 @@ def _of_one_record() -> float:
     names: dict[str, Any] = {}
     exec(compile(IN_A_HOOK, rw.__file__, "exec"), names)  # noqa: S102 - as if rankwise held it
     started = time.perf_counter()
-    names["call"](HOOK_DEPTH, Record().begin, NUM_RECORDS, time.monotonic)
+    names["call"](HOOK_DEPTH, FlightRecorder().begin, NUM_RECORDS, time.monotonic)
     return (time.perf_counter() - started) / NUM_RECORDS
 
 

@@ -14,12 +14,13 @@ from measure import interleaved, machine
 from torch import nn
 
 import rankwise as rw
-from rankwise import testing, torch_versions
+from rankwise import testing
+from rankwise.world import torch_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 REPETITIONS = 7
 RANKS = {"shard": 2, "tensor_parallel": 2, "pipeline": 2, "place": 1}

@@ -21,7 +21,7 @@ import rankwise as rw
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_RANKS = 4
 NUM_BLOCKS = 32

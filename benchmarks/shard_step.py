@@ -24,7 +24,7 @@ from rankwise.testing import run_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 REPETITIONS = 30
 REACH = 1.02

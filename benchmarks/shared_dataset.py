@@ -18,7 +18,7 @@ import rankwise as rw
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_RANKS = 4
 NUM_BYTES = 10**9

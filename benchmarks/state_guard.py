@@ -18,13 +18,13 @@ from measure import Row, interleaved, median_ratio, seconds, show
 from models import MODELS
 
 import rankwise as rw
-from rankwise.parallel.trained import trained_as
+from rankwise.parallel.core.strategy_registry import strategy_of
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_RANKS = 2
 NAMES = ("60 small layers", "transformer")
@@ -55,7 +55,7 @@ def replicated(_: World, name: str) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     model, shape = MODELS[name]()
     rw.replicate(model)
-    loss = trained_as(model).loss  # type: ignore[union-attr]
+    loss = strategy_of(model).loss  # type: ignore[union-attr]
     guard, run = loss.guard, train(model, torch.randn(shape), STEPS[name])
 
     def side(kept: object) -> Callable[[], float]:

@@ -25,7 +25,7 @@ from rankwise.testing import run_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_RANKS = 2
 REPETITIONS = 40

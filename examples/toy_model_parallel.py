@@ -17,7 +17,7 @@ from torch import nn
 import rankwise as rw
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise import World
 
 PROMISE = 1e-10
 

@@ -8,6 +8,7 @@ import gc
 import os
 import select
 import sys
+import tarfile
 import threading
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -32,6 +33,15 @@ os.environ[MARK] = str(os.getpid())
 tqdm.tqdm.monitor_interval = 0
 
 
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that an earlier rankwise wrote, unpacked; not to be changed. ``tests/kept/make.py`` wrote them."""
+    folder = tmp_path_factory.mktemp("kept")
+    with tarfile.open(Path(__file__).parent / "kept" / "files.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     # Looking at every process of the machine takes milliseconds, too long for the many tests that
@@ -50,9 +60,9 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _left_world() -> Iterator[str]:
     """A process group, or a session of rankwise; only asked for where somebody imported them."""
-    session = sys.modules.get("rankwise.session")
+    session = sys.modules.get("rankwise.comm.session")
     if session is not None and session.current_or_none() is not None:
-        sys.modules["rankwise.process_group"].leave()
+        sys.modules["rankwise.comm.join"].leave()
         yield "a joined world"
     group = sys.modules.get("torch.distributed")
     if group is not None and group.is_available() and group.is_initialized():

@@ -8,17 +8,17 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rankwise import torch_versions
 from rankwise.version import VERSION
+from rankwise.world import torch_versions
 
 if TYPE_CHECKING:
-    from rankwise.agreement import rank_zero_first
     from rankwise.checkpoint.checkpointer import Checkpointer
     from rankwise.checkpoint.export import save_weights
     from rankwise.checkpoint.import_weights import load_weights
     from rankwise.checkpoint.load import load
     from rankwise.checkpoint.save import save
-    from rankwise.collectives import (
+    from rankwise.comm.agreement import rank_zero_first
+    from rankwise.comm.collectives import (
         all_gather,
         all_gather_object,
         all_gather_uneven,
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
         new_group,
         reduce_scatter,
     )
+    from rankwise.comm.join import join, leave
+    from rankwise.comm.optimizer_steps import independent
+    from rankwise.comm.point_to_point.send_recv import recv, send
     from rankwise.data.loader import DataLoader
     from rankwise.data.sampler import ShardedSampler
     from rankwise.data.shared import share
-    from rankwise.launch.function import launch, launcher
+    from rankwise.launch.function.launch import launch, launcher
     from rankwise.log import log
     from rankwise.parallel.compress.methods import PowerSGD, TopK
-    from rankwise.parallel.device_mesh import mesh
-    from rankwise.parallel.local_sgd.calls import local_sgd
+    from rankwise.parallel.core.device_mesh import mesh
+    from rankwise.parallel.data_parallel import data_parallel
+    from rankwise.parallel.local_sgd.local_sgd import local_sgd
     from rankwise.parallel.local_sgd.outer import DiLoCo
-    from rankwise.parallel.pipeline.calls import pipeline
-    from rankwise.parallel.place.calls import place, placement
-    from rankwise.parallel.randomness.calls import as_one_rank
+    from rankwise.parallel.no_sync_and_weight import no_sync, weight
+    from rankwise.parallel.parameter_server.parameter_server import parameter_server
+    from rankwise.parallel.pipeline.pipeline import pipeline
+    from rankwise.parallel.place.place import place, placement
+    from rankwise.parallel.randomness.as_one_rank import as_one_rank
     from rankwise.parallel.replicate import replicate
-    from rankwise.parallel.server.calls import parameter_server
-    from rankwise.parallel.shard.calls import shard
-    from rankwise.parallel.tensor.calls import tensor_parallel
-    from rankwise.parallel.threads import data_parallel
-    from rankwise.parallel.trained import no_sync, weight
-    from rankwise.point_to_point.calls import recv, send
-    from rankwise.process_group import join, leave
+    from rankwise.parallel.shard.shard import shard
+    from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
     from rankwise.progress import print, progress  # noqa: A004 - prints on rank zero
-    from rankwise.steps import independent
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 __version__ = VERSION
 torch_versions.check()
@@ -65,47 +65,47 @@ _ROOM_OF = {
     "PowerSGD": "parallel.compress.methods",
     "ShardedSampler": "data.sampler",
     "TopK": "parallel.compress.methods",
-    "World": "world",
-    "all_gather": "collectives",
-    "all_gather_object": "collectives",
-    "all_gather_uneven": "collectives",
-    "all_reduce": "collectives",
-    "all_to_all": "collectives",
-    "as_one_rank": "parallel.randomness.calls",
-    "barrier": "collectives",
-    "broadcast": "collectives",
-    "broadcast_object": "collectives",
-    "data_parallel": "parallel.threads",
-    "independent": "steps",
-    "join": "process_group",
-    "launch": "launch.function",
-    "launcher": "launch.function",
-    "leave": "process_group",
+    "World": "world.facts",
+    "all_gather": "comm.collectives",
+    "all_gather_object": "comm.collectives",
+    "all_gather_uneven": "comm.collectives",
+    "all_reduce": "comm.collectives",
+    "all_to_all": "comm.collectives",
+    "as_one_rank": "parallel.randomness.as_one_rank",
+    "barrier": "comm.collectives",
+    "broadcast": "comm.collectives",
+    "broadcast_object": "comm.collectives",
+    "data_parallel": "parallel.data_parallel",
+    "independent": "comm.optimizer_steps",
+    "join": "comm.join",
+    "launch": "launch.function.launch",
+    "launcher": "launch.function.launch",
+    "leave": "comm.join",
     "load": "checkpoint.load",
     "load_weights": "checkpoint.import_weights",
-    "local_sgd": "parallel.local_sgd.calls",
+    "local_sgd": "parallel.local_sgd.local_sgd",
     "log": "log",
-    "mean": "collectives",
-    "mesh": "parallel.device_mesh",
-    "new_group": "collectives",
-    "no_sync": "parallel.trained",
-    "parameter_server": "parallel.server.calls",
-    "pipeline": "parallel.pipeline.calls",
-    "place": "parallel.place.calls",
-    "placement": "parallel.place.calls",
+    "mean": "comm.collectives",
+    "mesh": "parallel.core.device_mesh",
+    "new_group": "comm.collectives",
+    "no_sync": "parallel.no_sync_and_weight",
+    "parameter_server": "parallel.parameter_server.parameter_server",
+    "pipeline": "parallel.pipeline.pipeline",
+    "place": "parallel.place.place",
+    "placement": "parallel.place.place",
     "print": "progress",
     "progress": "progress",
-    "rank_zero_first": "agreement",
-    "recv": "point_to_point.calls",
-    "reduce_scatter": "collectives",
+    "rank_zero_first": "comm.agreement",
+    "recv": "comm.point_to_point.send_recv",
+    "reduce_scatter": "comm.collectives",
     "replicate": "parallel.replicate",
     "save": "checkpoint.save",
     "save_weights": "checkpoint.export",
-    "send": "point_to_point.calls",
-    "shard": "parallel.shard.calls",
+    "send": "comm.point_to_point.send_recv",
+    "shard": "parallel.shard.shard",
     "share": "data.shared",
-    "tensor_parallel": "parallel.tensor.calls",
-    "weight": "parallel.trained",
+    "tensor_parallel": "parallel.tensor_parallel.tensor_parallel",
+    "weight": "parallel.no_sync_and_weight",
 }
 
 __all__ = [

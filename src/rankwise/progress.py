@@ -6,7 +6,7 @@ from __future__ import annotations
 import builtins
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rankwise.session import current_or_none
+from rankwise.comm.session import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.comm.join import join
 from rankwise.errors import ConfigurationError
-from rankwise.process_group import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,7 @@ def run_ranks(
         pipes: list[Any] = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            job = _Job(
+            job = _RankCall(
                 fn=fn,
                 rank=rank,
                 world_size=world_size,
@@ -144,7 +144,7 @@ def _end(processes: list[BaseProcess]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class _RankCall:
     """What one rank is to do."""
 
     fn: Callable[..., Any]
@@ -157,7 +157,7 @@ class _Job:
     args: tuple[object, ...]
 
 
-def _run_rank(job: _Job, sender: Connection) -> None:
+def _run_rank(job: _RankCall, sender: Connection) -> None:
     torch.set_num_threads(1)
     value, error = None, None
     alone = job.world_size == 1

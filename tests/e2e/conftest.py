@@ -18,19 +18,21 @@ from typing import TYPE_CHECKING
 import pytest
 
 import rankwise
+from tests.e2e.warm import MARK, Running, WarmPython
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-MARK = "RANKWISE_TEST_MARK"
+Started = subprocess.Popen[str] | Running
 
 
 class Command:
     """Runs ``rankwise`` in a folder of its own; knows every process that came of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, warm_python: WarmPython) -> None:
         self.folder = folder
         self._mark = uuid.uuid4().hex
+        self._warm_python = warm_python
 
     def write(self, name: str, text: str) -> Path:
         """Write a file of the test's program."""
@@ -39,37 +41,46 @@ class Command:
         path.write_text(textwrap.dedent(text), encoding="utf-8")
         return path
 
-    def environment(self, **more: str) -> dict[str, str]:
-        """Return this process's environment, marked."""
+    @staticmethod
+    def variables() -> dict[str, str]:
+        """Return this process's environment."""
         chosen = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED"}
         own = {name: value for name, value in os.environ.items() if name not in chosen}
         # Wherever this rankwise came from, with PYTHONPATH perhaps relative to another folder.
         own["PYTHONPATH"] = str(Path(rankwise.__file__).parents[1])
-        return {**own, MARK: self._mark, **more}
+        return own
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Return this process's environment, marked."""
+        return {**self.variables(), MARK: self._mark, **more}
 
     def run(self, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run ``rankwise run ...`` to its end."""
-        return subprocess.run(
-            self.words(*words),
-            cwd=self.folder,
-            env=self.environment(**(env or {})),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=50,
-        )
+        with self._start(words, env or {}, session=False) as running:
+            try:
+                stdout, stderr = running.communicate(timeout=50)
+            except BaseException:
+                running.kill()
+                raise
+        return subprocess.CompletedProcess(running.args, running.wait(), stdout, stderr)
 
-    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start ``rankwise run ...`` in a process group of its own."""
+    def start(self, *words: str, env: dict[str, str] | None = None) -> Started:
+        """Start ``rankwise run ...`` in a session of its own."""
+        return self._start(words, env or {}, session=True)
+
+    def _start(self, words: Sequence[str], more: dict[str, str], *, session: bool) -> Started:
+        variables = self.environment(**more)
+        if self._warm_python.can_start(variables):
+            return self._warm_python.start(["run", *words], self.folder, variables, session=session)
         return subprocess.Popen(
             self.words(*words),
             cwd=self.folder,
-            env=self.environment(**(env or {})),
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
+            start_new_session=session,
         )
 
     def words(self, *words: str) -> Sequence[str]:
@@ -96,10 +107,18 @@ class Command:
         return self.processes()
 
 
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """The process that commands are forked from."""
+    ours = WarmPython(Command.variables())
+    yield ours
+    ours.close()
+
+
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[Command]:
+def command(tmp_path: Path, warm_python: WarmPython) -> Iterator[Command]:
     """The command, in an empty folder; afterwards nothing of it may be left."""
-    ours = Command(tmp_path)
+    ours = Command(tmp_path, warm_python)
     yield ours
     left = ours.wait_until_gone(ours.processes(), 5.0)
     for pid in left:

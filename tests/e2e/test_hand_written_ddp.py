@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from rankwise.launch.advice import advice_for
-from rankwise.launch.local_rank import is_among, option_in
+from rankwise.launch.fork_server.local_rank_option import is_among, option_in
+from rankwise.launch.report.failure_report import advice_for
 
 if TYPE_CHECKING:
     from conftest import Command

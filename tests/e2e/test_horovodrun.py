@@ -104,11 +104,11 @@ def test_horovods_variables_are_honoured_or_named(command: Command) -> None:
         """
         import os
         import horovod.torch as hvd
-        from rankwise.compat.horovod.queue import current_queue
+        from rankwise.compat.horovod.negotiation.queue import current_queue
 
         hvd.init()
         hvd.barrier()
-        print(os.environ.get("GLOO_SOCKET_IFNAME"), current_queue().session.watch.timeout_seconds)
+        print(os.environ.get("GLOO_SOCKET_IFNAME"), current_queue().session.detector.timeout_seconds)
         """,
     )
     words = [sys.executable, "-m", "rankwise", "horovodrun", "-np", "2", "python", "train.py"]

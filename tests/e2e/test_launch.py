@@ -301,8 +301,8 @@ import os, threading
 import rankwise as rw
 
 def waits():
-    print("ready", os.getpid(), flush=True)
     try:
+        print("ready", os.getpid(), flush=True)
         threading.Event().wait()
     finally:
         print("cleaned", flush=True)
@@ -373,8 +373,8 @@ def test_a_launched_function_raises_what_a_rank_raised_that_the_others_went_on_w
         """
     import os, signal, rankwise as rw
     from rankwise.errors import RankFailed
-    from rankwise.events import post_expendable
-    from rankwise.session import current
+    from rankwise.health.event_log import post_expendable
+    from rankwise.comm.session import current
 
     class Bad(Exception):
         pass
@@ -387,9 +387,9 @@ def test_a_launched_function_raises_what_a_rank_raised_that_the_others_went_on_w
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise Bad("sample 17")
-        watch = current().watch
-        with watch._changed:
-            assert watch._changed.wait_for(lambda: watch.departed(2), 40)
+        detector = current().detector
+        with detector.changed:
+            assert detector.changed.wait_for(lambda: detector.departed(2), 40)
         print("went on")
         return world.rank
 

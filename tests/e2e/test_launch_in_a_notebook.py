@@ -103,8 +103,9 @@ def train(data):
         return Box(torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 def waits():
-    print("ready")
     try:
+        # An interrupt may follow at once.
+        print("ready")
         threading.Event().wait()
     finally:
         print("cleaned")

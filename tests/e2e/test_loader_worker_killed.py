@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 SCRIPT = """
     import os, signal, time, torch, rankwise as rw
-    from rankwise.watch import Watch
+    from rankwise.health.collective_timeout import CollectiveWait
 
     class Data(torch.utils.data.Dataset):
         def __len__(self):
@@ -24,17 +24,14 @@ SCRIPT = """
     def raise_error(*_):
         raise RuntimeError("told to go on without")
 
-    wait, begun = Watch.wait, []
+    check, begun = CollectiveWait.check, []
 
-    def wait_and_begin(self, ticket, is_done):
-        def begin(seconds):
-            if begun:
-                begun.pop()()
-            return is_done(seconds)
+    def begin_and_check(self):
+        if begun:
+            begun.pop()()
+        check(self)
 
-        wait(self, ticket, begin)
-
-    Watch.wait = wait_and_begin
+    CollectiveWait.check = begin_and_check
     with rw.join(exchange="{exchange}") as world:
         signal.signal(signal.SIGALRM, raise_error)
         batches = iter(torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1))

@@ -16,7 +16,7 @@ import os, signal, sys, torch
 from torch import nn
 from torch.utils.data import TensorDataset
 import rankwise as rw
-from rankwise.session import current
+from rankwise.comm.session import current
 
 mode, victim, harm = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 BEGINNING = """
     import os, signal, threading, rankwise as rw
     from rankwise.errors import PeerFailed
-    from rankwise.events import post_expendable
-    from rankwise.session import current
+    from rankwise.health.event_log import post_expendable
+    from rankwise.comm.session import current
 
     def wait_for(*ranks):
-        watch = current().watch
-        with watch._changed:
-            assert watch._changed.wait_for(lambda: all(map(watch.departed, ranks)), 40)
-        assert watch.error is None
+        detector = current().detector
+        with detector.changed:
+            assert detector.changed.wait_for(lambda: all(map(detector.departed, ranks)), 40)
+        assert detector.error is None
 
     attempt = os.environ["RANKWISE_ATTEMPT"]
     world = rw.join()
@@ -86,10 +86,10 @@ def test_the_last_of_them_and_any_other_rank_end_all(command: Command) -> None:
     wait_for(2)
     if world.rank == (1 if attempt == "0" else 0):
         os.kill(os.getpid(), signal.SIGTERM if attempt == "0" else signal.SIGABRT)
-    watch = current().watch
-    with watch._changed:
-        watch._changed.wait_for(lambda: watch.error, 40)
-    raise watch.error
+    detector = current().detector
+    with detector.changed:
+        detector.changed.wait_for(lambda: detector.error, 40)
+    raise detector.error
     """,
     )
     ended = command.run("-n", "3", "--max-restarts", "1", "train.py")

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 BEGINNING = """
     import os, signal, sys, torch, rankwise as rw
-    from rankwise.events import post_expendable
-    from rankwise.session import current
+    from rankwise.health.event_log import post_expendable
+    from rankwise.comm.session import current
 
     def die(rank):
         if world.rank == rank:
@@ -55,8 +55,8 @@ def test_ranks_go_on_without_those_that_may_go_there(command: Command) -> None:
         + """
     store = current().store
     if world.rank == 0:
-        with current().watch._changed:
-            assert current().watch._changed.wait_for(lambda: current().watch.departed(1), 40)
+        with current().detector.changed:
+            assert current().detector.changed.wait_for(lambda: current().detector.departed(1), 40)
         store.set("go", "on")
     else:
         die(1)

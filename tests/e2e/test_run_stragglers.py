@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 QUICKLY = """
 import sys
-from rankwise import rendezvous
 from rankwise.cli import main
-from rankwise.launch import stragglers
+from rankwise.launch.agent import stragglers
+from rankwise.store import bootstrap
 
-rendezvous.NOTICE_SECONDS = stragglers.NOTICE_SECONDS = 0.5
+bootstrap.NOTICE_SECONDS = stragglers.NOTICE_SECONDS = 0.5
 sys.exit(main(["run", *sys.argv[1:]]))
 """
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rankwise import network
-from rankwise.parallel.loss.report_lane import lane_length
+from rankwise.parallel.loss.reports import channel_length
 from rankwise.store.wire import listen
+from rankwise.world import network
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -206,7 +206,7 @@ def test_ranks_compare_what_they_call_where_that_is_asked(command: Command) -> N
     assert told in ended.stderr
     after = ended.stderr.rpartition(told)[2]
     assert 'rank 0: all_reduce("sum", float32[2]) at train.py:7 in <module>' in after
-    assert f"rank 1: loss of Linear, bucket 0: float64[{lane_length(2)}] at train.py:9 in <module>" in after
+    assert f"rank 1: loss of Linear, bucket 0: float64[{channel_length(2)}] at train.py:9 in <module>" in after
 
 
 def test_stacks_shows_where_ranks_are(command: Command, launchers: Launchers) -> None:

@@ -189,7 +189,7 @@ def test_nothing_of_rankwise_is_in_it_nor_elsewhere_to_be_reached(command: Comma
         BEGINNING
         + """
     import rankwise as rw
-    from rankwise import network
+    from rankwise.world import network
 
     with rw.join() as world:
         rw.all_reduce(torch.ones(3))

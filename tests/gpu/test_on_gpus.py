@@ -17,7 +17,7 @@ from rankwise.testing import run_ranks
 if TYPE_CHECKING:
     from spread_training import Found
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_GPUS = torch.accelerator.device_count()
 KIND = getattr(torch.accelerator.current_accelerator(), "type", "cuda")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import rankwise as rw
-from rankwise.session import current
+from rankwise.comm.session import current
 
 TOLERANCE = {"fp16": 1e-3, "int8": 0.05, "powersgd": 0.05, "top-k": 0.9}
 """How much of all gradients may be missing in the end."""

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import rankwise as rw
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_SAMPLES = 47
 GLOBAL_BATCH_SIZE = 6

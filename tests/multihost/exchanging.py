@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import rankwise as rw
-from rankwise.exchange.protocol import LaneSize
-from rankwise.session import current
+from rankwise.comm.backends.protocol import ChannelSize
+from rankwise.comm.session import current
 
 NUM_ELEMENTS = 700_001
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -50,22 +50,22 @@ def _gradients(world: rw.World) -> list[torch.Tensor]:
 
 
 def _means(world: rw.World) -> list[torch.Tensor]:
-    """What travels on lanes without flags."""
+    """What travels on channels without flags."""
     exchange = current().exchange
     assert exchange is not None
-    (lane,) = exchange.twin().lanes([LaneSize(NUM_ELEMENTS, 0, torch.float64, torch.device("cpu"))])
+    (channel,) = exchange.dup().channels([ChannelSize(NUM_ELEMENTS, 0, torch.float64, torch.device("cpu"))])
     found = []
     for step in range(2):
         share = float(world.rank + step)
-        lane.claim()
-        lane.body.copy_(_of_rank(world.rank, torch.float64) * lane.factor(share))
-        lane.start(share, share, [])
-        lane.finish()
+        channel.claim()
+        channel.body.copy_(_of_rank(world.rank, torch.float64) * channel.factor(share))
+        channel.start(share, share, [])
+        channel.finish()
         shares = [rank + step for rank in range(world.world_size)]
         expected = sum(share * _of_rank(rank, torch.float64) for rank, share in enumerate(shares)) / sum(shares)
-        torch.testing.assert_close(lane.result, expected, rtol=1e-12, atol=1e-12)
-        assert lane.total() == sum(shares)
-        found.append(lane.result.clone())
+        torch.testing.assert_close(channel.result, expected, rtol=1e-12, atol=1e-12)
+        assert channel.total() == sum(shares)
+        found.append(channel.result.clone())
     return found
 
 

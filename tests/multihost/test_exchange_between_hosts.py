@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rankwise.parallel.loss.report_lane import lane_length
+from rankwise.parallel.loss.reports import channel_length
 
 if TYPE_CHECKING:
     from hosts import Hosts
@@ -68,7 +68,8 @@ def test_with_checking_gradients_that_meet_another_collective_are_told_before_th
         assert ended.exit_code == 1
         assert "CollectiveMismatch: Ranks called different collectives." in ended.stderr
         assert (
-            f": loss of Linear, bucket 0: float64[{lane_length(num_ranks)}] at <string>:8 in <module>" in ended.stderr
+            f": loss of Linear, bucket 0: float64[{channel_length(num_ranks)}] at <string>:8 in <module>"
+            in ended.stderr
         )
         assert f'rank {num_ranks - 1}: all_reduce("sum", float32[2]) at <string>:6 in <module>' in ended.stderr
         if num_ranks > 2:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 TRAINING = Path(__file__).with_name("training.py")
 JOIN_AND_LOOK = f"""
 import json, os, subprocess, rankwise as rw, torch.distributed as dist
-from rankwise.session import current
+from rankwise.comm.session import current
 with rw.join() as world:
-    current().exchange.twin().meet("a twin")
+    current().exchange.dup().barrier("a dup")
     dist.all_reduce(rw.all_reduce(__import__("torch").ones(1)), group=dist.new_group())
     sockets = subprocess.run(["ss", "-Htlnp"], capture_output=True, text=True, check=True).stdout.splitlines()
     own = {{line.split()[3] for line in sockets if f"pid={{os.getpid()}}," in line}}

@@ -25,7 +25,7 @@ from rankwise.testing import kill_self
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 EPOCHS = 3
 KILLED_AT_STEP = 3

@@ -11,7 +11,7 @@ from torch import nn
 import rankwise as rw
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 Found = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 

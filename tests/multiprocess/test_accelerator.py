@@ -16,16 +16,16 @@ from torch.utils.data import TensorDataset
 from trained_otherwise import train_in_words, train_seldom
 
 import rankwise as rw
-from rankwise.device.choice import choose_backend, choose_device
+from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
-from rankwise.session import current
 from rankwise.testing import run_ranks
+from rankwise.world.device.choice import choose_backend, choose_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 pytestmark = pytest.mark.timeout(180)  # the first of these tests may have to compile the device
 
@@ -210,7 +210,7 @@ def test_the_loader_puts_batches_on_the_device(num_workers: int) -> None:
 
 def _pinned(world: World) -> tuple[bool, bool, bool]:
     from rankwise.data.batches import pin, to_device
-    from rankwise.device.streams import new_stream, pins
+    from rankwise.world.device.streams import new_stream, pins
 
     device = torch.device(world.device)
     moved = [
@@ -378,7 +378,7 @@ def test_what_needs_a_backend_of_the_device_says_so(strategy: str) -> None:
 
 
 def _random(world: World) -> bool:
-    from rankwise.device.accelerator import kept_random_states
+    from rankwise.world.device.accelerator import kept_random_states
 
     torch.manual_seed(5)
     device = torch.device(world.device)

@@ -16,7 +16,7 @@ from rankwise.errors import NotJoined
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _spread(model: nn.Module, how: str) -> nn.Module:

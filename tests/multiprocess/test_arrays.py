@@ -21,7 +21,7 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _jax_everywhere(world: World) -> None:

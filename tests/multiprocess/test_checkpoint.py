@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rankwise.checkpoint import files, manifest
+from rankwise.checkpoint import checksums, manifest
 from rankwise.checkpoint import save as saving
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.load import load
 from rankwise.checkpoint.save import save
-from rankwise.collectives import all_reduce, barrier
+from rankwise.comm.collectives import all_reduce, barrier
 from rankwise.errors import CheckpointError, PeerFailed, RankwiseError
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _trained(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -95,7 +95,7 @@ def test_what_one_rank_saves_three_load(tmp_path: Path) -> None:
 
 def _save_twice_then_damage(world: World, path: str, file: str, place: int) -> tuple[str, dict[str, Any], str]:
     # Small pieces, so that the damaged byte is in the share of one rank only.
-    files.PIECE_BYTES = manifest.PIECE_BYTES = 1024
+    checksums.PIECE_BYTES = manifest.PIECE_BYTES = 1024
     checkpoints = Checkpointer(path)
     for number in (1, 2):
         target = checkpoints.save(extra={"n": number, "t": torch.ones(100_000), "u": torch.ones(100_001)})
@@ -269,7 +269,7 @@ def _leave_with_a_save_under_way(world: World, path: str) -> None:
     write = saving.STAGES["writing the tensors of"]
     opened = threading.Event()
 
-    def late(job: saving.Job) -> Any:
+    def late(job: saving.SaveJob) -> Any:
         if world.rank == 1:
             opened.wait()
         return write(job)
@@ -327,3 +327,57 @@ def test_what_one_rank_refuses_is_loaded_on_none(tmp_path: Path) -> None:
     for texts in (first, second):
         assert "rank 0: optimizer" in texts[1]
         assert "rank 1: model" in texts[1]
+
+
+def _load_from_folders_of_their_own(world: World, path: str, odd: int) -> tuple[str, float]:
+    """Every folder holds a whole checkpoint, as on disks of machines, and that of rank ``odd`` another one."""
+    model = torch.nn.Linear(2, 2)
+    number = 2 if world.rank == odd else 1
+    with pytest.raises(CheckpointError) as caught:
+        load(f"{path}/{number}", model=model, extra={})
+    assert Checkpointer(f"{path}/folder-{number}").restore(model=model, extra={}) is None
+    return str(caught.value), model.weight.sum().item()
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_checkpoints_that_differ_between_ranks_are_loaded_on_none(tmp_path: Path, odd: int) -> None:
+    run_ranks(_save_two, 1, str(tmp_path))[0].get()
+    for message, total in (
+        result.get() for result in run_ranks(_load_from_folders_of_their_own, 3, str(tmp_path), odd)
+    ):
+        assert "ranks see different manifests there; is the folder on a file system they share?" in message
+        assert total not in {4.0, 8.0}, "nothing was loaded"
+
+
+def _save_two(world: World, path: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    for number in (1, 2):
+        torch.nn.init.constant_(model.weight, float(number))
+        save(f"{path}/{number}", model=model, extra={})
+        Checkpointer(f"{path}/folder-{number}").save(model=model, extra={})
+
+
+def _save_where_a_file_is_cut(world: World, path: str) -> tuple[str, str]:
+    """The file of rank 1 is shorter where rank 0 looks, as on a file system that lags behind."""
+    write_tensors = saving.write_tensors
+
+    def cut(job: saving.SaveJob) -> Any:
+        told = write_tensors(job)
+        if world.rank == 1:
+            with (job.staging / told["name"]).open("r+b") as file:
+                file.truncate(told["size_bytes"] - 1)
+        return told
+
+    saving.STAGES[next(label for label, stage in saving.STAGES.items() if stage is write_tensors)] = cut
+    model, _ = _trained()
+    with pytest.raises((CheckpointError, PeerFailed)) as caught:
+        save(f"{path}/one", model=model)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_file_that_has_not_arrived_whole_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    results = [result.get() for result in run_ranks(_save_where_a_file_is_cut, 2, str(tmp_path))]
+    assert [kind for kind, _ in results] == ["CheckpointError", "PeerFailed"]
+    for _, message in results:
+        assert "is not saved: rank zero finds that part-00001.safetensors is truncated" in message
+    assert list(tmp_path.iterdir()) == []

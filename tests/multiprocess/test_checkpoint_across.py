@@ -17,19 +17,19 @@ from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.export import save_weights
 from rankwise.checkpoint.import_weights import load_weights
 from rankwise.checkpoint.load import load
-from rankwise.parallel.device_mesh import mesh
-from rankwise.parallel.pipeline.calls import pipeline
-from rankwise.parallel.place.calls import place
+from rankwise.comm.session import current
+from rankwise.parallel.core.device_mesh import mesh
+from rankwise.parallel.pipeline.pipeline import pipeline
+from rankwise.parallel.place.place import place
 from rankwise.parallel.replicate import replicate
-from rankwise.parallel.shard.calls import shard
-from rankwise.parallel.tensor.calls import tensor_parallel
-from rankwise.session import current
+from rankwise.parallel.shard.shard import shard
+from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 WIDTH = 13
 NUM_SAMPLES = 14

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rankwise.checkpoint import files, folder, lock, manifest
+from rankwise.checkpoint import checksums, folder, folder_lock, manifest
 from rankwise.checkpoint import save as saving
 from rankwise.checkpoint.checkpointer import Checkpointer
-from rankwise.collectives import all_gather_object
+from rankwise.comm.collectives import all_gather_object
 from rankwise.errors import RankwiseError
 from rankwise.testing import RankDied, kill_self, run_ranks
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 STAGES = list(saving.STAGES)
 
@@ -48,7 +48,7 @@ def _after(stage: str) -> Callable[[Die], None]:
     def arm(die: Die) -> None:
         work = saving.STAGES[stage]
 
-        def then_die(job: saving.Job) -> None:
+        def then_die(job: saving.SaveJob) -> None:
             work(job)
             die()
 
@@ -58,7 +58,7 @@ def _after(stage: str) -> Callable[[Die], None]:
 
 
 def _amid_the_tensors(die: Die) -> None:
-    cut = files._cut
+    cut = checksums._cut
 
     def half(parts: Any) -> Any:
         for piece in cut(parts):
@@ -67,7 +67,7 @@ def _amid_the_tensors(die: Die) -> None:
                 die()
             yield piece[len(piece) // 2 :]
 
-    files._cut = half
+    checksums._cut = half
 
 
 def _before_the_tensors_are_on_disk(die: Die) -> None:
@@ -82,7 +82,7 @@ def _before_the_tensors_are_on_disk(die: Die) -> None:
 
 
 def _amid_the_manifest(die: Die) -> None:
-    write_file = files.write_file
+    write_file = checksums.write_file
 
     def half(path: Path, parts: Any) -> Any:
         if path.name == manifest.MANIFEST_NAME:
@@ -91,7 +91,7 @@ def _amid_the_manifest(die: Die) -> None:
             die()
         return write_file(path, parts)
 
-    files.write_file = half
+    checksums.write_file = half
 
 
 def _amid_replacing(die: Die) -> None:
@@ -202,7 +202,7 @@ def test_a_job_killed_amid_a_save_loses_at_most_that_save(
     assert number in expected
     # The lock of the killed job has made way for the next one's.
     assert [name.startswith(folder.PREFIX) for name in left] == [False, True, True]
-    assert left[0] == f"{lock.PREFIX}2"
+    assert left[0] == f"{folder_lock.PREFIX}2"
 
 
 def _survive(world: World, path: str, stage: str, victim: int, asynchronous: bool) -> str:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rankwise.checkpoint import lock, owner
+from rankwise.checkpoint import folder_lock, lock_owner
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.load import load
+from rankwise.comm.join import join
 from rankwise.data.loader import DataLoader
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.process_group import join
+from rankwise.health import process_probe
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 ELSEWHERE = "gpu-07"
 
@@ -36,8 +37,8 @@ ELSEWHERE = "gpu-07"
 def _be_on(hostname: str) -> None:
     """Have this process count as one of another machine, and see signs of life sooner than users do."""
     if hostname:
-        owner.socket = _Named(hostname)  # type: ignore[assignment]
-    lock.SIGN_SECONDS, lock.WATCH_SECONDS = 0.2, 4.0
+        lock_owner.socket = _Named(hostname)  # type: ignore[assignment]
+    folder_lock.REFRESH_SECONDS, folder_lock.WATCH_SECONDS = 0.2, 4.0
 
 
 class _Named:
@@ -59,7 +60,7 @@ def _job(connection: Connection, path: str, hostname: str) -> None:
                 connection.send("saved")
 
 
-class Job:
+class SaveJob:
     """A job in a process of its own."""
 
     def __init__(self, process: BaseProcess, connection: Any) -> None:
@@ -93,14 +94,14 @@ class Job:
 
 
 @contextmanager
-def _started(path: Path, hostname: str = "") -> Generator[Job]:
+def _started(path: Path, hostname: str = "") -> Generator[SaveJob]:
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=_job, args=(theirs, str(path), hostname))
     process.start()
     theirs.close()
     try:
-        yield Job(process, ours)
+        yield SaveJob(process, ours)
     finally:
         process.kill()
         process.join()
@@ -109,7 +110,7 @@ def _started(path: Path, hostname: str = "") -> Generator[Job]:
 
 
 def _locks(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir() if entry.name.startswith(lock.PREFIX))
+    return sorted(entry.name for entry in path.iterdir() if entry.name.startswith(folder_lock.PREFIX))
 
 
 def _save(world: World, path: str) -> str:
@@ -131,7 +132,7 @@ def test_the_second_job_is_told_on_every_rank_and_the_first_goes_on(tmp_path: Pa
             assert f"process {first.pid} on {hostname or socket.gethostname()} (" in text
             assert "), since 20" in text
             assert f"kill {first.pid}" in text
-            assert f"remove {lock.PREFIX}1" in text
+            assert f"remove {folder_lock.PREFIX}1" in text
         assert first.save() == "saved"
         first.end()
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
@@ -170,16 +171,16 @@ def test_the_lock_of_a_killed_job_stops_nobody(tmp_path: Path, hostname: str) ->
     for number in range(1, 4):
         with _started(tmp_path, hostname) as job:
             assert job.save() == "saved"
-            assert _locks(tmp_path) == [f"{lock.PREFIX}{number}"]
+            assert _locks(tmp_path) == [f"{folder_lock.PREFIX}{number}"]
             job.kill()
 
 
 @pytest.mark.parametrize("content", [b"", b'{"hostname": "gpu', b"[1]", b'{"pid": []}'])
 def test_the_lock_of_a_job_killed_while_it_wrote_it_stops_nobody(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / f"{lock.PREFIX}7").write_bytes(content)
+    (tmp_path / f"{folder_lock.PREFIX}7").write_bytes(content)
     with _started(tmp_path) as job:
         assert job.save() == "saved"
-        assert _locks(tmp_path) == [f"{lock.PREFIX}8"]
+        assert _locks(tmp_path) == [f"{folder_lock.PREFIX}8"]
 
 
 def test_a_job_that_was_stopped_for_long_finds_that_another_has_taken_its_place(tmp_path: Path) -> None:
@@ -226,13 +227,14 @@ def test_checkpointers_of_one_process_share_the_lock_until_the_last_is_closed(tm
         with Checkpointer(tmp_path / "other name") as two:
             one.save(extra={"n": 1})
             two.save(extra={"n": 2})
-            assert _locks(tmp_path) == [f"{lock.PREFIX}1"]
+            assert _locks(tmp_path) == [f"{folder_lock.PREFIX}1"]
+        assert _locks(tmp_path) == [f"{folder_lock.PREFIX}1"], "the other still holds it"
         one.save(extra={"n": 3})
-        assert _locks(tmp_path) == [f"{lock.PREFIX}1"]
+        assert _locks(tmp_path) == [f"{folder_lock.PREFIX}1"]
         one.close()
         assert _locks(tmp_path) == []
         two.save(extra={"n": 4})
-        assert _locks(tmp_path) == [f"{lock.PREFIX}1"]
+        assert _locks(tmp_path) == [f"{folder_lock.PREFIX}1"]
     assert _locks(tmp_path) == []
 
 
@@ -243,18 +245,25 @@ def test_a_child_that_ends_does_not_give_its_parents_lock_back(tmp_path: Path) -
         child = os.fork()
         if child == 0:
             checkpoints._lock.release()
-            lock._give_all_back()
+            folder_lock._remove_all()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert _locks(tmp_path) == [f"{lock.PREFIX}1"]
+        assert _locks(tmp_path) == [f"{folder_lock.PREFIX}1"]
 
 
 def test_a_later_attempt_of_the_same_job_takes_the_lock_of_the_earlier_at_once() -> None:
-    here = owner.Owner.this_process()
+    here = lock_owner.LockOwner.this_process()
 
-    def of(job: str, attempt: int, hostname: str = ELSEWHERE) -> owner.Owner:
+    def of(job: str, attempt: int, hostname: str = ELSEWHERE) -> lock_owner.LockOwner:
         return dataclasses.replace(here, hostname=hostname, job=job, attempt=attempt)
 
     assert of("a", 0).is_running(of("a", 1, "gpu-08")) is False
     assert of("b", 0).is_running(of("a", 1, "gpu-08")) is None
     assert of("", 0).is_running(of("", 1, "gpu-08")) is None
+
+
+def test_a_process_that_got_the_number_of_a_dead_owner_is_not_taken_for_it() -> None:
+    here, parent = lock_owner.LockOwner.this_process(), os.getppid()
+    started = process_probe.start_time_of(parent)
+    assert dataclasses.replace(here, pid=parent, start_time=started).is_running(here) is True
+    assert dataclasses.replace(here, pid=parent, start_time=f"{started}0").is_running(here) is False

@@ -14,19 +14,19 @@ import torch
 from arrangements import ARRANGEMENTS, Net, built, check, mesh_of, step, tensors_of, trained
 from torch import nn
 
-from rankwise.checkpoint import files, spread
+from rankwise.checkpoint import dtensor_layout, files
 from rankwise.checkpoint import save as saving
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.load import load
 from rankwise.checkpoint.save import save
-from rankwise.collectives import barrier
+from rankwise.comm.collectives import barrier
 from rankwise.errors import CheckpointError, PeerFailed, RankwiseError
 from rankwise.testing import kill_self, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _save_each(world: World, path: str, names: list[str], asynchronous: bool) -> None:
@@ -35,7 +35,7 @@ def _save_each(world: World, path: str, names: list[str], asynchronous: bool) ->
         with Checkpointer(f"{path}/{name}", asynchronous=asynchronous) as checkpoints:
             checkpoints.save(model=model, optimizer=optimizer, extra={"epoch": 3})
             for tensor in [*tensors_of(model.state_dict()).values(), *tensors_of(optimizer.state_dict()).values()]:
-                spread.local(tensor).zero_()
+                dtensor_layout.local(tensor).zero_()
 
 
 def _load_each(world: World, path: str, saved: list[str], names: list[str]) -> None:
@@ -210,9 +210,9 @@ def test_what_makes_up_no_whole_is_refused_on_all_ranks(tmp_path: Path) -> None:
 def _load_another(world: World, path: str) -> tuple[str, bool]:
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4 + world.rank))
     _shard_all(model[0], world.world_size)
-    before = [spread.local(p).clone() for p in model.parameters()]
+    before = [dtensor_layout.local(p).clone() for p in model.parameters()]
     text = _refused(lambda: load(path, model=model))
-    return text, all(map(torch.equal, before, [spread.local(p) for p in model.parameters()]))
+    return text, all(map(torch.equal, before, [dtensor_layout.local(p) for p in model.parameters()]))
 
 
 def _save_plain(world: World, path: str) -> None:

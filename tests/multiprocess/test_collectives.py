@@ -16,7 +16,7 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 WORLD_SIZES = [1, 2, 3, 4]
 

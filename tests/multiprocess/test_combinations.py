@@ -18,7 +18,7 @@ from rankwise.testing import run_ranks
 if TYPE_CHECKING:
     from spread_training import Found
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 @pytest.fixture(scope="module")

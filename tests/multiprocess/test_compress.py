@@ -12,7 +12,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.compress.low_rank import Plan, basis_of, orthonormaliser
+from rankwise.parallel.compress.low_rank import FactorPlan, basis_of, orthonormaliser
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from on_ranks import RunRanks
 
     from rankwise.parallel.compress.methods import Method
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 REMEMBERING = ["int8", rw.PowerSGD(rank=2), rw.TopK(share=0.1)]
 METHODS = ["bf16", "fp16", *REMEMBERING]
@@ -233,7 +233,7 @@ def test_bad_and_different_ways_are_refused(run_ranks: RunRanks) -> None:
 
 
 def test_only_matrices_that_gain_by_it_are_factored() -> None:
-    plan = Plan([torch.Size([100, 50]), torch.Size([7]), torch.Size([3, 3]), torch.Size([8, 2, 3, 3])], rank=2)
+    plan = FactorPlan([torch.Size([100, 50]), torch.Size([7]), torch.Size([3, 3]), torch.Size([8, 2, 3, 3])], rank=2)
     assert plan.matrices == [(0, 100, 50, 2), (5016, 8, 18, 2)]
     assert plan.rest == [slice(5000, 5007), slice(5007, 5016)]
     assert (plan.num_first, plan.num_second) == (200 + 7 + 9 + 16, 100 + 36)

@@ -15,16 +15,17 @@ import torch
 from torch import nn
 
 import rankwise as rw
+from rankwise.comm.backends import shared_channel
+from rankwise.comm.backends.shared_memory import SLOT_BYTES
 from rankwise.errors import CollectiveMismatch, ConfigurationError
-from rankwise.exchange.shared_memory import SLOT_BYTES
 from rankwise.testing import run_ranks as run_ranks_auto
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -195,9 +196,15 @@ def _large_models_in_either_order(world: World) -> list[str | None]:
     return [_bits(p.grad) for model in (first, second) for p in model.parameters() if p.grad is not None]
 
 
+def _in_a_small_arena(world: World, train: Callable[[World], list[str | None]]) -> list[str | None]:
+    # Two buckets fill it, so that the third is laid over the first.
+    shared_channel.ARENA_BYTES = 1
+    return train(world)
+
+
 @pytest.mark.parametrize("train", [_wait_elsewhere, _large_models_in_either_order])
 def test_a_full_arena_does_not_hold_up_a_backward_that_others_wait_for(train: Any, run_ranks: RunRanks) -> None:
-    first, second = (result.get() for result in run_ranks(train, 2, join_timeout_seconds=15.0))
+    first, second = (result.get() for result in run_ranks(_in_a_small_arena, 2, train, join_timeout_seconds=15.0))
     assert len(first) > 9
     assert first == second
 

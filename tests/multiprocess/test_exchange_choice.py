@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 from typing import TYPE_CHECKING
 
@@ -12,17 +13,17 @@ import torch
 from torch import nn
 
 import rankwise as rw
+from rankwise.comm.backends.shared_memory import SLOT_BYTES, SharedMemory
+from rankwise.comm.backends.torch_group import TorchGroup
+from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
-from rankwise.exchange.shared_memory import SLOT_BYTES, SharedMemory
-from rankwise.exchange.torch_group import TorchGroup
 from rankwise.log import logger
-from rankwise.session import current
 from rankwise.testing import run_ranks as run_ranks_auto
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _how(_: World) -> str:
@@ -100,15 +101,31 @@ def test_without_memory_shared_memory_is_an_error_on_every_rank(tmp_path: Path) 
         assert "File too large" in text
 
 
-def _different(world: World, folder: Path) -> tuple[str, list[str]]:
-    return _join_again(world, folder, "gloo" if world.rank else "auto", short_of_memory=False)
+def _different(world: World, folder: Path, odd: int) -> tuple[str, list[str]]:
+    return _join_again(world, folder, "auto" if world.rank == odd else "gloo", short_of_memory=False)
 
 
-def test_different_exchanges_are_an_error_on_every_rank(tmp_path: Path) -> None:
-    for result in run_ranks_auto(_different, 3, tmp_path):
+@pytest.mark.parametrize(("odd", "others"), [(0, "ranks 1-2"), (2, "ranks 0-1")])
+def test_different_exchanges_are_an_error_on_every_rank(tmp_path: Path, odd: int, others: str) -> None:
+    for result in run_ranks_auto(_different, 3, tmp_path, odd):
         text, _ = result.get()
         assert "different exchanges" in text
-        assert "ranks 1-2: exchange='gloo'" in text
+        assert f"{others}: exchange='gloo'" in text
+
+
+def _compare_on_one(world: World, folder: Path, odd: int) -> tuple[str, list[str]]:
+    if world.rank == odd:
+        os.environ["RANKWISE_CHECK"] = "1"
+    return _join_again(world, folder, "auto", short_of_memory=False)
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_comparing_on_some_ranks_only_is_an_error_on_every_rank(tmp_path: Path, odd: int) -> None:
+    for result in run_ranks_auto(_compare_on_one, 3, tmp_path, odd):
+        text, _ = result.get()
+        assert "Some ranks are to compare what they call, and some are not" in text
+        assert f"rank {odd}: RANKWISE_CHECK is set" in text
+        assert f"{'ranks 1-2' if odd == 0 else 'ranks 0-1'}: RANKWISE_CHECK is not set" in text
 
 
 def _train_short_of_memory(world: World) -> tuple[float, list[str]]:

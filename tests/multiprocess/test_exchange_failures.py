@@ -15,8 +15,8 @@ from left_in_memory import held, names, names_left
 from torch import nn
 
 import rankwise as rw
+from rankwise.comm.backends.counters import Counters
 from rankwise.errors import PeerMissing
-from rankwise.exchange.marks import Marks
 from rankwise.testing import RankDied, kill_self
 from rankwise.testing import run_ranks as run_ranks_auto
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 LIMIT_SECONDS = 5.0
 NUM_RANKS = 3
@@ -41,19 +41,19 @@ def _train(num_steps: int) -> None:
 
 def _end_at_post(number: int, end: Callable[[], None], *, before: bool) -> None:
     """Have this rank end just before, or just after, it moves a counter for the ``number``-th time."""
-    post = Marks.post
+    post = Counters.post
     count = 0
 
-    def counted(marks: Marks, value: int) -> None:
+    def counted(counters: Counters, value: int) -> None:
         nonlocal count
         count += 1
         if count == number and before:
             end()
-        post(marks, value)
+        post(counters, value)
         if count == number:
             end()
 
-    Marks.post = counted  # type: ignore[method-assign]
+    Counters.post = counted  # type: ignore[method-assign]
 
 
 def _die_in_an_exchange(world: World, number: int, path: str, *, before: bool) -> float:

@@ -14,10 +14,10 @@ import torch
 
 import rankwise as rw
 from rankwise import testing
-from rankwise.checkpoint.confirm import ThroughStore
+from rankwise.checkpoint.phases import StoreRanks
+from rankwise.comm.session import current
 from rankwise.errors import PeerFailed, PeerMissing
-from rankwise.events import post_expendable, post_failure
-from rankwise.session import current
+from rankwise.health.event_log import post_expendable, post_failure
 from rankwise.testing import RankDied, kill_self
 
 if TYPE_CHECKING:
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
 
     from on_ranks import RunRanks
 
-    from rankwise.session import Session
-    from rankwise.watch import Watch
-    from rankwise.world import World
+    from rankwise.comm.session import Session
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.world.facts import World
 
 EVENT_SECONDS = 20.0
 
 
-def _without_rank_two(world: World) -> Watch:
+def _without_rank_two(world: World) -> FailureDetector:
     """Declare all ranks but the first expendable, and have rank 2 fail; return this rank's watch."""
     session = current()
-    watch, store = session.watch, session.store
-    assert watch is not None
+    detector, store = session.detector, session.store
+    assert detector is not None
     assert store is not None
     post_expendable(store, [1, 2, 3])
     rw.barrier()
     if world.rank == 2:
         message = "the batch is bad"
         raise ValueError(message)
-    return watch
+    return detector
 
 
 def _go_on(world: World) -> list[str]:
     """Lose two ranks; return which rank is named by each collective that they never came to."""
     pair, with_killed = rw.new_group([0, 1]), rw.new_group([0, 1, 3])
-    watch = _without_rank_two(world)
-    with watch._changed:
-        assert watch._changed.wait_for(lambda: watch.departed(2), EVENT_SECONDS)
+    detector = _without_rank_two(world)
+    with detector.changed:
+        assert detector.changed.wait_for(lambda: detector.departed(2), EVENT_SECONDS)
     rw.barrier(group=with_killed)
     if world.rank == 3:
         kill_self()
@@ -65,9 +65,9 @@ def _go_on(world: World) -> list[str]:
             named.append(f"failed: {error.rank}, the batch is bad: {'the batch is bad' in str(error)}")
         except PeerMissing as error:
             named.append(f"missing: {error.ranks}")
-    with watch._changed:
-        assert watch._changed.wait_for(lambda: watch.departed(3), EVENT_SECONDS)
-    assert watch.error is None, watch.error
+    with detector.changed:
+        assert detector.changed.wait_for(lambda: detector.departed(3), EVENT_SECONDS)
+    assert detector.error is None, detector.error
     assert rw.all_reduce(1, group=pair) == 2, "who does not need them goes on"
     return named
 
@@ -81,21 +81,21 @@ def test_only_what_lost_ranks_never_came_to_raises(run_ranks: RunRanks) -> None:
 
 
 def _lose_all(world: World) -> None:
-    watch, store = current().watch, current().store
-    assert watch is not None
+    detector, store = current().detector, current().store
+    assert detector is not None
     assert store is not None
     post_expendable(store, [1, 2])
     rw.barrier()
     if world.rank == 2:
         message = "the first one"
         raise ValueError(message)
-    with watch._changed:
-        assert watch._changed.wait_for(lambda: watch.departed(2), EVENT_SECONDS)
+    with detector.changed:
+        assert detector.changed.wait_for(lambda: detector.departed(2), EVENT_SECONDS)
     if world.rank == 1:
         message = "the last one"
         raise ValueError(message)
-    with watch._changed:
-        assert watch._changed.wait_for(lambda: watch.error is not None, EVENT_SECONDS)
+    with detector.changed:
+        assert detector.changed.wait_for(lambda: detector.error is not None, EVENT_SECONDS)
     rw.all_reduce(1, group=rw.new_group([0]))
 
 
@@ -106,7 +106,7 @@ def test_the_failure_of_the_last_one_is_everyones(run_ranks: RunRanks) -> None:
 
 
 def _wait_for_who_failed(world: World) -> list[str]:
-    watch = _without_rank_two(world)
+    detector = _without_rank_two(world)
     if world.rank == 3:
         rw.send(os.getpid(), to=0)
         rw.send(torch.ones(3, requires_grad=True), to=0)
@@ -118,11 +118,11 @@ def _wait_for_who_failed(world: World) -> list[str]:
         received = rw.recv(3)
         # As where a machine is lost: no connection ends, and only the launcher says that the rank is gone.
         os.kill(lost, signal.SIGSTOP)
-        post_failure(watch._store, rank=3, error_type="lost", text="no word from host3")
+        post_failure(detector.store, rank=3, error_type="lost", text="no word from host3")
         # Nobody waits for these to come.
         received.sum().backward()
-    with watch._changed:
-        assert watch._changed.wait_for(lambda: watch.departed(2) and watch.departed(3), EVENT_SECONDS)
+    with detector.changed:
+        assert detector.changed.wait_for(lambda: detector.departed(2) and detector.departed(3), EVENT_SECONDS)
     try:
         return _waits_for_lost(current())
     finally:
@@ -152,7 +152,7 @@ def _waits_for_lost(session: Session) -> list[str]:
 def _confirm_twice(session: Session) -> None:
     store = session.store
     assert store is not None
-    ranks = ThroughStore(session, store.clone(), "a save")
+    ranks = StoreRanks(session, store.clone(), "a save")
     if session.world.rank == 0:
         # What ranks said before they failed counts.
         store.set("rankwise/checkpoint/a save/0/2", '{"value": 20}')

@@ -14,20 +14,20 @@ import pytest
 import torch
 
 import rankwise as rw
-from rankwise import agreement
+from rankwise.comm import agreement
+from rankwise.comm.join import fail
 from rankwise.errors import (
     CollectiveMismatch,
     ConfigurationError,
     PeerFailed,
     PeerMissing,
 )
-from rankwise.process_group import fail
 from rankwise.testing import RankDied, kill_self
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 LIMIT_SECONDS = 5.0
 
@@ -56,7 +56,7 @@ def test_a_raising_rank_makes_every_rank_raise_its_error(run_ranks: RunRanks, fa
 def _join_after_a_failure(world: World) -> str:
     error = ValueError("bad")
     fail(error)
-    with pytest.raises(ConfigurationError, match="of a world that failed") as caught:
+    with pytest.raises(ConfigurationError, match="of a failed world") as caught:
         rw.join()
     return str(caught.value)
 

@@ -17,13 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
 import rankwise as rw
-from rankwise import steps, testing
+from rankwise import testing
+from rankwise.comm import optimizer_steps
 from rankwise.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_RANKS = 3
 WORDS = "3 ranks trains a model of its own: SGD has stepped 2 parameters that no strategy has spread"
@@ -263,4 +264,4 @@ def test_what_keeps_a_run_from_being_that_of_one_rank_is_said_once(
 
 def test_independent_takes_a_module() -> None:
     with pytest.raises(rw.errors.ConfigurationError, match=r"takes a torch\.nn\.Module"):
-        steps.independent("model")  # type: ignore[type-var]
+        optimizer_steps.independent("model")  # type: ignore[type-var]

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 import rankwise as rw
-from rankwise.collectives import exchange_of
+from rankwise.comm.backends.shared_memory import SLOT_BYTES
+from rankwise.comm.collectives import exchange_of
+from rankwise.comm.session import current
 from rankwise.errors import CollectiveMismatch, ConfigurationError, NotJoined
-from rankwise.exchange.shared_memory import SLOT_BYTES
-from rankwise.session import current
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 WORLD_SIZES = [1, 2, 3, 4]
 
@@ -127,7 +127,7 @@ def _some_are_in_more(world: World) -> None:
     if first.rank is not None:
         exchange = exchange_of(first)
         assert exchange is not None
-        assert exchange.twin().all_reduce(torch.ones(1), what="of a twin") == 2
+        assert exchange.dup().all_reduce(torch.ones(1), what="of a twin") == 2
     later = rw.new_group([1, 2])
     if later.rank is not None:
         assert rw.all_reduce(world.rank, group=later) == 3
@@ -204,12 +204,12 @@ def _open_unequal_numbers(world: World) -> list[float]:
     """Open groups of some ranks, in unequal numbers on the ranks, then groups of all; return sums over each."""
     exchange = current().exchange
     assert exchange is not None
-    pair = exchange.among([[0, 1], [2]])
+    pair = exchange.split([[0, 1], [2]])
     inner = pair
     for _ in range(world.rank):  # the pair opens another of its own; the third rank two
         if world.rank != 1:
-            inner = inner.among([list(range(inner.world_size))])
-    groups = [pair, exchange.twin(), exchange.among([[0], [1, 2]]), exchange.twin()]
+            inner = inner.split([list(range(inner.world_size))])
+    groups = [pair, exchange.dup(), exchange.split([[0], [1, 2]]), exchange.dup()]
     group = dist.new_group()  # torch's own, of every rank
     own = torch.ones(1, dtype=torch.float64) * (world.rank + 1)
     sums = [one.all_reduce(own, what=f"sum {number}").item() for number, one in enumerate(groups)]

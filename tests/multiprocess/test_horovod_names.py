@@ -14,7 +14,7 @@ from rankwise import testing
 from rankwise.compat.horovod import elastic, extensions
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _optimizer(model: nn.Module, **options: Any) -> Any:
@@ -74,7 +74,9 @@ def _asked_before_init(_: World) -> list[float]:
         with extensions.env(HOROVOD_STALL_CHECK_TIME_SECONDS="300"):
             hvd.init()
     # The parts of a list, one per rank, as test suites and pipelines of gradients use it.
-    own = extensions.split_list([1, 2, 3], hvd.size())[hvd.rank()]
+    parts = extensions.split_list([1, 2, 3], hvd.size())
+    assert parts == [[1, 2], [3]]
+    own = parts[hvd.rank()]
     mpi_ops: Any = hvd.mpi_ops
     assert mpi_ops.size() == hvd.size()
     return hvd.allreduce(torch.tensor([float(sum(own))]), op=mpi_ops.Sum).tolist()

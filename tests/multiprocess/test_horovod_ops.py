@@ -17,7 +17,7 @@ from rankwise.errors import ConfigurationError, NotJoined
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 WORLD_SIZES = [1, 2, 3, 4]
 

@@ -18,7 +18,7 @@ from rankwise import testing
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 BATCH = 12
 """Divides by 1, 2, 3 and 4 ranks."""

@@ -8,15 +8,16 @@ import gc
 import weakref
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from torch import nn
 
 import rankwise.compat.horovod as hvd
 from rankwise import testing
-from rankwise.compat.horovod import queue
+from rankwise.compat.horovod.negotiation import queue
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 Optimizer = torch.optim.Optimizer
 
@@ -42,20 +43,23 @@ def weight_of(model: nn.Module) -> float:
     return round(values[0], 12)
 
 
-def _metrics_until_the_data_ends(world: World) -> tuple[float, list[float]]:
+def _metrics_until_the_data_ends(world: World, order: list[int]) -> tuple[float, list[float]]:
     hvd.init()
     model, optimizer = built()
     metrics = []
-    for _ in range(1 + 2 * world.rank):
+    for _ in range(1 + 2 * order.index(world.rank)):
         step(model, optimizer, 3.0)
         metrics.append(float(hvd.allreduce(torch.tensor(6.0), name="loss")))
     last = hvd.join()
+    assert last == order[-1]
     hvd.broadcast_parameters(model.state_dict(), last)
     return weight_of(model), metrics
 
 
-def test_metrics_without_dimensions_count_joined_ranks_as_zeros() -> None:
-    first, _, last = (one.get() for one in testing.run_ranks(_metrics_until_the_data_ends, 3))
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=str)
+def test_metrics_without_dimensions_count_joined_ranks_as_zeros(order: list[int]) -> None:
+    results = [one.get() for one in testing.run_ranks(_metrics_until_the_data_ends, 3, order)]
+    first, last = results[order[0]], results[order[-1]]
     assert last == (first[0], [6.0, 4.0, 4.0, 2.0, 2.0])
     # A third of the gradients for each rank that has data: 3 in the first step, then 2, 2, 1, 1.
     assert first == (round(1.0 - 0.1 * 9.0, 12), [6.0])

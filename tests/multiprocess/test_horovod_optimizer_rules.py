@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def built() -> nn.Sequential:

@@ -11,7 +11,7 @@ import torch
 import rankwise
 import rankwise.compat.horovod as hvd
 from rankwise import testing
-from rankwise.compat.horovod import queue
+from rankwise.compat.horovod.negotiation import queue
 from rankwise.errors import CollectiveMismatch, PeerMissing
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _in_any_order(world: World) -> dict[str, Any]:
@@ -138,11 +138,12 @@ def test_ranks_that_wait_for_each_other_say_so(run_ranks: RunRanks) -> None:
         assert beside == [3.0]
 
 
-def _run_out_of_data(world: World) -> tuple[list[Any], int, list[float], int]:
+def _run_out_of_data(world: World, order: list[int]) -> tuple[list[Any], int, list[float], int]:
+    """Join one after another, in this order, but for the second time: then all at once."""
     hvd.init()
     queue.register("step", lambda: steps.append("as joined"))
     steps: list[Any] = []
-    for number in range(2 + world.rank):
+    for number in range(2 + order.index(world.rank)):
         steps.append(hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum, name=f"step{number}").item())
         if number >= 2:
             queue.announce("step", lambda: steps.append("own"))
@@ -199,18 +200,20 @@ def test_a_rank_outside_of_the_process_set_may_have_joined(run_ranks: RunRanks) 
     assert [result.get() for result in run_ranks(_joined_outside_of_the_set, 3)] == [[0, 1], [0, 1], []]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_join(run_ranks: RunRanks, world_size: int) -> None:
-    for rank, result in enumerate(run_ranks(_run_out_of_data, world_size)):
+@pytest.mark.parametrize("order", [[0], [0, 1], [1, 0], [0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 2, 0]], ids=str)
+def test_join(run_ranks: RunRanks, order: list[int]) -> None:
+    world_size = len(order)
+    for rank, result in enumerate(run_ranks(_run_out_of_data, world_size, order)):
         steps, last, after, again = result.get()
+        place = order.index(rank)
         # Of step n take part the ranks that still have data.
-        sums = [float(world_size - max(0, number - 1)) for number in range(2 + rank)]
+        sums = [float(world_size - max(0, number - 1)) for number in range(2 + place)]
         assert [step for step in steps if isinstance(step, float)] == sums
-        assert [step for step in steps if step == "own"] == ["own"] * rank
-        assert steps.count("as joined") == world_size - 1 - rank
-        assert last == world_size - 1
+        assert [step for step in steps if step == "own"] == ["own"] * place
+        assert steps.count("as joined") == world_size - 1 - place
+        assert last == order[-1]
         assert after == [float(world_size)]
-        assert again == world_size - 1
+        assert again == world_size - 1, "of those that join at once, the highest"
 
 
 def _some_of_the_ranks(world: World) -> dict[str, Any]:

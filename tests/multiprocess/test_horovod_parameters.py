@@ -17,7 +17,7 @@ from rankwise import testing
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _parameters(world: World, root: int) -> list[Parameters]:

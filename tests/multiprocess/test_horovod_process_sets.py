@@ -16,14 +16,14 @@ import torch
 
 import rankwise.compat.horovod as hvd
 from rankwise import testing
-from rankwise.compat.horovod import set_log
-from rankwise.compat.horovod.queue import current_queue
+from rankwise.compat.horovod.negotiation import set_log
+from rankwise.compat.horovod.negotiation.queue import current_queue
 from rankwise.errors import PeerFailed, PeerMissing
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 @pytest.fixture
@@ -340,6 +340,10 @@ def _is_interrupted(world: World, pipes: list[str]) -> list[float]:
         with pytest.raises(Stop):
             hvd.allreduce(torch.tensor([100.0]), op=hvd.Sum, name="x", process_set=pair)
         let_go(pipes[0])
+        # The other has called it when this rank calls it again.
+        log = current_queue().log
+        assert log is not None
+        log._store.get(log._key(log._num_read + 1), 30.0)
     elif world.rank == 1:
         held(pipes[0])
     return [total(1.0, "x", pair), total(1.0, "y", pair)] if pair.included() else []
@@ -376,7 +380,7 @@ def _joins(world: World) -> tuple[list[float], int]:
     hvd.init(process_sets=[pair, other])
     results = []
     if world.rank == 0:
-        results = [total(1.0, "x", pair), total(1.0, "of all"), total(1.0, "y", other)]
+        results = [total(1.0, "x", pair), total(1.0, "of all"), total(1.0, "y", other), total(1.0, "only here")]
     if world.rank == 1:
         results = [total(1.0, "of all"), total(1.0, "y", other)]
     last = hvd.join()
@@ -385,10 +389,10 @@ def _joins(world: World) -> tuple[list[float], int]:
 
 def test_a_rank_that_has_joined_counts_as_zeros_in_its_sets(run_ranks: RunRanks) -> None:
     first, second, joined = (result.get() for result in run_ranks(_joins, 3))
-    assert first[0] == [1.0, 2.0, 2.0, 3.0]
+    assert first[0] == [1.0, 2.0, 2.0, 1.0, 3.0]
     assert second[0] == [2.0, 2.0, 3.0]
     assert joined[0] == [3.0]
-    assert first[1] == second[1] == joined[1]
+    assert first[1] == second[1] == joined[1] == 0
 
 
 def _come_and_go(world: World) -> list[float]:
@@ -426,26 +430,31 @@ def test_init_after_shutdown_begins_with_new_sets(run_ranks: RunRanks) -> None:
     assert [result.get() for result in run_ranks(_twice, 3)] == [[2.0, 2.0], [2.0, 2.0], [0.0, 0.0]]
 
 
-def _many(world: World) -> tuple[int, float]:
+def _many(world: World, pipes: list[str]) -> tuple[int, float]:
     hvd.init()
     session = current_queue().session
     pair = hvd.add_process_set([0, 1])
     before = session.store.torch_store.num_keys() if session.store is not None else 0
     if pair.included():
+        for number in range(3 * set_log.BATCH):
+            total(number, "x", pair)
+        if world.rank == 0:
+            let_go(pipes[0])
         for number in range(6 * set_log.BATCH):
             total(number, "x", pair)
             if number % 50 == 49:
                 total(number, "of all")
     else:
-        # Far behind, this rank reads what the others have done in batches.
+        # Far behind, this rank reads what the others have done in batches, and finds all of it.
+        held(pipes[0])
         for number in range(49, 6 * set_log.BATCH, 50):
             total(number, "of all")
     after = session.store.torch_store.num_keys() if session.store is not None else 0
     return after - before, total(1.0, "end")
 
 
-def test_what_every_rank_has_read_is_deleted() -> None:
-    for result in testing.run_ranks(_many, 3):
+def test_what_every_rank_has_read_is_deleted(pipes: list[str]) -> None:
+    for result in testing.run_ranks(_many, 3, pipes):
         num_keys, last = result.get()
         assert num_keys < 2 * 3 * 2 * set_log.BATCH
         assert last == 3.0

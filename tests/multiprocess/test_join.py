@@ -19,7 +19,7 @@ from rankwise.testing import run_ranks
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 import rankwise as rw
-from rankwise import roll_call, silent
+from rankwise.comm.backends.protocol import ChannelSize
+from rankwise.comm.backends.torch_group import TorchGroup
+from rankwise.comm.session import current
 from rankwise.errors import CollectiveMismatch, PeerMissing
-from rankwise.exchange.protocol import LaneSize
-from rankwise.exchange.torch_group import TorchGroup
-from rankwise.launch import looking
-from rankwise.parallel.loss.report_lane import lane_length
-from rankwise.session import current
+from rankwise.health import process_probe, status_poll
+from rankwise.launch.inspect import stacks
+from rankwise.parallel.loss.reports import channel_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from on_ranks import RunRanks
 
-    from rankwise.store import Store
-    from rankwise.world import World
+    from rankwise.store.values import Store
+    from rankwise.world.facts import World
 
 LIMIT_SECONDS = 1.0
 NUM_STEPS = 2
@@ -79,8 +79,8 @@ def _store() -> Store:
 def _offer_stack(world: World, folder: Path) -> None:
     """Do what the launcher has a rank do before its script begins, and join() with what the launcher has said."""
     path = str(folder / f"stack-{world.rank}")
-    silent.offer_stack(path)
-    roll_call.introduce(_store(), world.rank, silent.this_process(path))
+    process_probe.offer_stack(path)
+    status_poll.introduce(_store(), world.rank, process_probe.this_process(path))
 
 
 def _stuck(world: World, how: Callable[[Path], None], folder: Path) -> None:
@@ -128,10 +128,10 @@ def _looked_at(world: World, folder: Path) -> str:
     _train(NUM_STEPS)
     text = ""
     if world.rank == 0:
-        pids = {rank: silent.offered_by(str(folder / f"stack-{rank}")) for rank in (0, 1, 2)}
+        pids = {rank: process_probe.offered_by(str(folder / f"stack-{rank}")) for rank in (0, 1, 2)}
         answers: dict[int, dict[str, Any]] = {}
         while "silent" not in answers.get(1, {}) or answers[2]["what"] != "barrier()":  # they are on their way there
-            answers = looking.look(
+            answers = stacks.look(
                 _store().clone(),
                 4,
                 processes={**{rank: pid for rank, pid in pids.items() if pid}, 3: os.getppid()},
@@ -139,7 +139,7 @@ def _looked_at(world: World, folder: Path) -> str:
                 hostname="here",
                 send_signal=lambda rank, number: os.kill(pids[rank] or 0, number),
             )
-        text = json.loads(json.dumps(looking.told(looking.merge([{2: {"silent": "?"}}, answers]), 4)))["text"]
+        text = json.loads(json.dumps(stacks.as_json(stacks.merge([{2: {"silent": "?"}}, answers]), 4)))["text"]
         _let_go_on(folder)
     elif world.rank == 1:
         _hold_the_lock(folder)
@@ -202,9 +202,9 @@ class _Net(nn.Module):
         return self.last(self.middle(x) if uses_all else x)
 
 
-def _check(world: World, how: str) -> str:
+def _check(world: World, how: str, odd_rank: int) -> str:
     _compare_everything()
-    odd = world.rank == world.world_size - 1
+    odd = world.rank == odd_rank
     torch.manual_seed(0)
     net, other = rw.replicate(_Net(), sync_batchnorm=True), rw.replicate(nn.Linear(5, 3))
 
@@ -220,8 +220,8 @@ def _check(world: World, how: str) -> str:
         elif how == "other model":
             backward(net if odd else other)
         elif how == "other bucket":
-            lane_of = current().exchange.twin().lanes  # type: ignore[union-attr]
-            lane_of([_size(6 if odd else 5)], "gradients of Net")
+            channel_of = current().exchange.dup().channels  # type: ignore[union-attr]
+            channel_of([_size(6 if odd else 5)], "gradients of Net")
         else:
             current().exchange.all_reduce(torch.ones(3 if odd else 2), what="statistics")  # type: ignore[union-attr]
     other.zero_grad()
@@ -232,8 +232,8 @@ def _check(world: World, how: str) -> str:
     return str(caught.value)
 
 
-def _size(num_elements: int) -> LaneSize:
-    return LaneSize(num_elements, 1, torch.float32, torch.device("cpu"))
+def _size(num_elements: int) -> ChannelSize:
+    return ChannelSize(num_elements, 1, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -248,16 +248,15 @@ def _size(num_elements: int) -> LaneSize:
 def test_with_checking_a_difference_is_told_before_anything_is_sent(
     run_ranks: RunRanks, how: str, most: str, odd: str
 ) -> None:
-    for num_ranks in (2, 3):
-        for result in run_ranks(_check, num_ranks, how):
+    for num_ranks, odd_rank, others in ((2, 1, "rank 0"), (3, 2, "ranks 0-1"), (3, 0, "ranks 1-2")):
+        for result in run_ranks(_check, num_ranks, how, odd_rank):
             text = result.get()
             place = r"test_knowing_why.py:[0-9]+ in \S+"
-            words = re.escape(most.replace("{report}", str(lane_length(num_ranks))))
-            ranks = "rank 0" if num_ranks == 2 else "ranks 0-1"
-            assert re.search(rf"{ranks}: {words} at {place}", text), text
-            assert re.search(rf"rank {num_ranks - 1}: {re.escape(odd)} at {place}", text), text
+            words = re.escape(most.replace("{report}", str(channel_length(num_ranks))))
+            assert re.search(rf"{others}: {words} at {place}", text), text
+            assert re.search(rf"rank {odd_rank}: {re.escape(odd)} at {place}", text), text
             if num_ranks == 3:
-                assert f"rank 2/3 on {os.uname().nodename}, reported on every rank" in text
+                assert f"rank {odd_rank}/3 on {os.uname().nodename}, reported on every rank" in text
 
 
 def _check_some_of_the_ranks(world: World) -> tuple[int | None, int]:

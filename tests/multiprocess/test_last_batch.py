@@ -16,7 +16,7 @@ from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
     from rankwise.testing import RankResult
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 WORDS = "the last batch that this rank was given by its DataLoader held"
 

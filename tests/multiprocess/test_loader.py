@@ -23,7 +23,7 @@ from rankwise.testing import run_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 WORLD_SIZES = [1, 2, 3, 4]
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from on_ranks import RunRanks
     from replicas import Parameters
 
-    from rankwise.parallel.pipeline.steps import Pipeline
-    from rankwise.world import World
+    from rankwise.parallel.pipeline.step_api import Pipeline
+    from rankwise.world.facts import World
 
 SIZES = [8, 5, 1, 7, 2, 6]
 """Of the global batches: divisible or not, and too small for every rank."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from replicas import Parameters
 
     from rankwise.parallel.local_sgd.rounds import LocalSGD
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 # -- what is sent as less; buffers; accumulation -----------------------------------------------------

@@ -19,7 +19,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, PeerMissing
 from rankwise.log import logger
-from rankwise.parallel.local_sgd.changes import shared_out
+from rankwise.parallel.local_sgd.pseudo_gradient import shared_out
 from rankwise.testing import RankDied, kill_self
 from rankwise.testing import run_ranks as run_plain_ranks
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 @contextmanager
@@ -194,23 +194,25 @@ def test_other_loops_leave_islands_the_same_or_are_told_why_not() -> None:
 # -- what goes wrong ---------------------------------------------------------------------------------
 
 
-def _die(world: World) -> None:
+def _die(world: World, dying: int) -> None:
     rw.mesh(islands=2, dp_replicate=2)
     model = rw.replicate(built(Net))
     rw.local_sgd(model, every=2, overlap=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number, (x, y) in enumerate(batches([8] * 50)):
-        if world.rank == 3 and number == 4:
+        if world.rank == dying and number == 4:
             kill_self()
         step(model, optimizer, part(x, world.rank, 4), part(y, world.rank, 4))
 
 
-def test_a_rank_of_an_island_that_is_killed_is_named_by_all(run_ranks: RunRanks) -> None:
-    *others, killed = run_ranks(_die, 4, join_timeout_seconds=20.0)
+@pytest.mark.parametrize("dying", [1, 3])
+def test_a_rank_of_an_island_that_is_killed_is_named_by_all(run_ranks: RunRanks, dying: int) -> None:
+    others = run_ranks(_die, 4, dying, join_timeout_seconds=20.0)
+    killed = others.pop(dying)
     assert isinstance(killed.error, RankDied)
     for other in others:
         assert isinstance(other.error, PeerMissing)
-        assert other.error.ranks == (3,)
+        assert other.error.ranks == (dying,)
 
 
 def _fail_in_a_long_round(world: World) -> None:

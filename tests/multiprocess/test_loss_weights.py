@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 import rankwise as rw
+from rankwise.comm.join import fail
 from rankwise.errors import ConfigurationError, PeerFailed
-from rankwise.process_group import fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from losses import Loss
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _on_ranks(world: World, twice: bool) -> dict[str, Parameters]:

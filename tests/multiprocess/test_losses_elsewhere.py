@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from replicas import Parameters
     from torch import nn
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 BY_SERVERS = ("mse", "class_weights", "ignore_index", "masked", "masked_by_index", "sum", "cross_entropy_sum", "vae")
 BY_ISLANDS = ("mse", "class_weights", "ignore_index", "masked", "masked_by_index", "two_means")

@@ -12,10 +12,10 @@ from torch import nn
 
 import rankwise as rw
 from rankwise import testing
-from rankwise.parallel.randomness import ahead, drawing
+from rankwise.parallel.randomness import drawing
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 NUM_LAYERS = 5
 WIDTHS = (8, 8, 8, 8, 6, 8, 8, 8)
@@ -36,10 +36,10 @@ class _Scale(nn.Module):
 def _masks(_: World, most: int, batch: int) -> tuple[torch.Tensor, list[int]]:
     """Return how often each element was kept and where, and how many masks were drawn ahead in each step."""
     torch.manual_seed(0)
-    ahead.MOST_AHEAD = most
+    drawing.MOST_AHEAD = most
     layers = nn.Sequential(*(nn.Dropout(0.3) for _ in range(NUM_LAYERS)), _Scale())
     model, seen, counts = rw.replicate(layers), [], []
-    draw_ahead = ahead.masks_ahead
+    draw_ahead = drawing.masks_ahead
 
     def counting(*args: object) -> dict[object, torch.Tensor]:
         drawn = draw_ahead(*args)  # type: ignore[arg-type]

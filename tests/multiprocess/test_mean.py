@@ -17,7 +17,7 @@ from rankwise.errors import CollectiveMismatch, ConfigurationError
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 SAMPLES = torch.arange(7, dtype=torch.float64)
 

@@ -29,7 +29,7 @@ from rankwise.errors import CollectiveMismatch, ConfigurationError, NotJoined, P
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 SIZE = 24
 """Divided by 1, 2, 3 and 4 ranks: a mean over ranks is a mean over samples where each has equally many."""

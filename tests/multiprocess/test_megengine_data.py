@@ -32,7 +32,7 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 LENGTH = 20
 """Divided by 2 ranks; on 3 one index comes twice."""
@@ -151,7 +151,7 @@ def _received(world: World, shape: object, dtype: object) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "words"),
     [
-        ((3, 2), "float32", "expected: shape=[3, 2], dtype=torch.float32"),
+        ((3, 2), "torch.float32", "expected: shape=[3, 2], dtype=torch.float32"),
         (None, np.dtype("float64"), "expected: dtype=torch.float64"),
         ((2, 3), "float31", "torch has no dtype 'float31'"),
     ],

@@ -18,7 +18,7 @@ from rankwise.errors import CollectiveMismatch, ConfigurationError
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 Tensors = list[torch.Tensor]
 Plain = Callable[[Tensors], "list[torch.Tensor | None]"]

@@ -18,7 +18,7 @@ from rankwise.testing import run_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 SAMPLES = 7
 

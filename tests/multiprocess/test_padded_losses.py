@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from replicas import Parameters
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
     Sequences = list[torch.Tensor]
     Collate = Callable[[Sequences], tuple[torch.Tensor, torch.Tensor]]

@@ -14,15 +14,15 @@ from torch.utils.data import TensorDataset
 
 import rankwise as rw
 from rankwise import testing
+from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, PeerFailed, PeerMissing
-from rankwise.parallel.server import memory
-from rankwise.session import current
+from rankwise.parallel.parameter_server import messages
 
 if TYPE_CHECKING:
     from replicas import Parameters
 
-    from rankwise.exchange.mapping import Mapping
-    from rankwise.world import World
+    from rankwise.comm.backends.mapping import Mapping
+    from rankwise.world.facts import World
 
 NUM_WORDS = 50
 
@@ -113,7 +113,7 @@ def test_sync_is_what_one_rank_computes(
 def _share(world: World, blind: int | None) -> tuple[list[bool], bytes]:
     if world.rank == blind:
         # As a process in another container would find it.
-        memory.Mapping.open = _cannot_open  # type: ignore[method-assign]
+        messages.Mapping.open = _cannot_open  # type: ignore[method-assign]
     model, optimizer = _build("Adagrad")
     server = rw.parameter_server(model, optimizer, servers=1)
     for words, target in rw.DataLoader(_dataset(), global_batch_size=8, shuffle=True):

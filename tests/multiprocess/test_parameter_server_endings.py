@@ -17,7 +17,7 @@ from rankwise import testing
 from rankwise.errors import NotJoined, PeerFailed
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _build() -> tuple[nn.Linear, torch.optim.Optimizer, TensorDataset]:
@@ -54,8 +54,8 @@ def test_who_breaks_off_a_step_waits_for_nothing_more() -> None:
 def _breaks_off_a_loop(world: World) -> None:
     model, optimizer, data = _build()
     server = rw.parameter_server(model, optimizer, mode="async")
-    if server._serving is not None:
-        server._serving._kept.update = _interrupt  # type: ignore[method-assign]
+    if server._server_loop is not None:
+        server._server_loop._shard.update = _interrupt  # type: ignore[method-assign]
     unraisable: list[object] = []
     sys.unraisablehook = unraisable.append
     for (x,) in rw.DataLoader(data, global_batch_size=4):

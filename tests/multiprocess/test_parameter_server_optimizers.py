@@ -14,7 +14,7 @@ import rankwise as rw
 from rankwise import testing
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 class WithLast(torch.optim.Optimizer):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from replicas import Parameters
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
     Make = Callable[[], nn.Module]
 

@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.device_mesh import mesh
-from rankwise.parallel.pipeline.calls import pipeline
+from rankwise.parallel.core.device_mesh import mesh
+from rankwise.parallel.pipeline.pipeline import pipeline
 from rankwise.parallel.pipeline.schedule import SCHEDULES
-from rankwise.parallel.tensor.calls import tensor_parallel
+from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 class Images(nn.Module):

@@ -12,11 +12,11 @@ from staged_models import Skipping, drawn, mean_square
 from torch import nn
 
 from rankwise.errors import ConfigurationError, PeerFailed
-from rankwise.parallel.pipeline.calls import pipeline
+from rankwise.parallel.pipeline.pipeline import pipeline
 from rankwise.testing import RankDied, kill_self, run_ranks
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 FAILING_SECONDS = 8.0
 BAD = 100.0

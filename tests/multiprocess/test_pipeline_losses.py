@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from losses import Loss
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
     OfTarget = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

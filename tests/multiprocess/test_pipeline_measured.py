@@ -9,11 +9,11 @@ import pytest
 from replicas import built
 from staged_models import Skipping, drawn, mean_square
 
-from rankwise.parallel.pipeline.calls import Pipeline, pipeline
+from rankwise.parallel.pipeline.pipeline import Pipeline, pipeline
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _measure(world: World, folder: str) -> tuple[float | None, list[Any], str]:

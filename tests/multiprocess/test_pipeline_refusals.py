@@ -16,15 +16,15 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.errors import CollectiveMismatch, ConfigurationError
-from rankwise.parallel.device_mesh import mesh
-from rankwise.parallel.pipeline.calls import pipeline
-from rankwise.parallel.trained import no_sync
+from rankwise.parallel.core.device_mesh import mesh
+from rankwise.parallel.no_sync_and_weight import no_sync
+from rankwise.parallel.pipeline.pipeline import pipeline
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 class Tied(nn.Module):

@@ -16,12 +16,12 @@ from torch import nn
 import rankwise as rw
 from rankwise import testing
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.place.calls import place, placement
+from rankwise.parallel.place.place import place, placement
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 PLANS: tuple[dict[str, str], ...] = ({"": "disk"}, {"": "cpu", "second": "disk", "norm": "disk"})
 SIZES = (7, 12, 4, 6)

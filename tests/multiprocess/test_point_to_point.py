@@ -14,11 +14,11 @@ from replicas import TOLERANCE, largest_difference
 from torch import nn
 
 from rankwise import testing
+from rankwise.comm.point_to_point.send_recv import recv, send
 from rankwise.errors import ConfigurationError, PeerMissing
-from rankwise.point_to_point.calls import recv, send
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 DTYPES = (

@@ -15,13 +15,13 @@ from torch import nn
 
 import rankwise as rw
 from rankwise import testing
+from rankwise.comm.point_to_point.endpoint import current_endpoint
+from rankwise.comm.point_to_point.send_recv import recv, send
 from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing
-from rankwise.parallel.threads import data_parallel
-from rankwise.point_to_point.calls import recv, send
-from rankwise.point_to_point.desk import desk
+from rankwise.parallel.data_parallel import data_parallel
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _both_wait(world: World) -> None:
@@ -58,23 +58,25 @@ def test_a_backward_that_the_receiver_never_runs_ends_by_the_limit_and_names_it(
     assert "in _no_backward" in text.partition("stack of rank 1")[2], "says where it is"
 
 
-def _end(world: World, how: str) -> None:
-    if world.rank == 1:
+def _end(world: World, how: str, ending: int) -> None:
+    if world.rank == ending:
         if how == "raise":
             message = "the batch is bad"
             raise ValueError(message)
         if how == "kill":
             testing.kill_self()
         return
-    recv(1)
+    recv(ending)
 
 
+@pytest.mark.parametrize("ending", [0, 1])
 @pytest.mark.parametrize(("how", "kind"), [("raise", PeerFailed), ("kill", PeerMissing), ("leave", PeerMissing)])
-def test_a_rank_that_ends_is_named_by_who_waits_for_it(how: str, kind: type[Exception]) -> None:
-    waiting, ended = testing.run_ranks(_end, 2, how)
+def test_a_rank_that_ends_is_named_by_who_waits_for_it(how: str, kind: type[Exception], ending: int) -> None:
+    results = testing.run_ranks(_end, 2, how, ending)
+    ended, waiting = results[ending], results[1 - ending]
     assert isinstance(waiting.error, kind), waiting.error
     assert "in vain" not in str(waiting.error), "nobody waits for the limit"
-    assert "ank 1" in str(waiting.error)
+    assert f"ank {ending}" in str(waiting.error)
     if how == "raise":
         assert "the batch is bad" in str(waiting.error)
     if how == "kill":
@@ -122,18 +124,20 @@ def _received_and_left(world: World) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("rankwise").addHandler(handler)
-    way = desk("this test")
+    endpoint = current_endpoint("this test")
     if world.rank == 0:
         forgotten = [send(torch.ones(2, requires_grad=True), to=1) for _ in range(2)]
         del forgotten[0]
         for number in range(3):
             send(number, to=1)
-        way.wait("gradients", 1, lambda: bool(way.inbox.untaken[1] and any(way.inbox.gradients.values())))
+        endpoint.wait(
+            "gradients", 1, lambda: bool(endpoint.recv_queue.untaken[1] and any(endpoint.recv_queue.gradients.values()))
+        )
     else:
         for _ in range(2):
             recv(0).sum().backward()
         recv(0)
-        way.wait("the rest", 0, lambda: len(way.inbox.values[0]) == 2)
+        endpoint.wait("the rest", 0, lambda: len(endpoint.recv_queue.values[0]) == 2)
     rw.leave()
     return said
 

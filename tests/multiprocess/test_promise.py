@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 EPOCHS = 3
 TOLERANCE = 1e-10

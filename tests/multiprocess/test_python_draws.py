@@ -19,7 +19,7 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
     Draw = Callable[[torch.Tensor], object]
     """Draws for a batch."""

@@ -25,7 +25,7 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 SIZES = ((23, 12), (LENGTH * 2, LENGTH * 2), (2, 4))
 """Samples of an epoch, and of its global batches: shares as long as a sequence, and ranks without samples."""

@@ -13,20 +13,20 @@ from replicas import TOLERANCE, batches, largest_difference
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rankwise.collectives import barrier
+from rankwise.comm.backends.protocol import ChannelSize
+from rankwise.comm.collectives import barrier
 from rankwise.data.loader import DataLoader
 from rankwise.data.sampler import ShardedSampler
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, RankwiseError
-from rankwise.exchange.protocol import LaneSize
-from rankwise.parallel.device_mesh import exchange_along, mesh, submesh
+from rankwise.parallel.core.device_mesh import exchange_along, mesh, submesh
+from rankwise.parallel.no_sync_and_weight import no_sync
 from rankwise.parallel.replicate import replicate
-from rankwise.parallel.trained import no_sync
 from rankwise.testing import run_ranks as run_plain_ranks
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _exchange(world: World) -> dict[str, list[float]]:
@@ -35,18 +35,18 @@ def _exchange(world: World) -> dict[str, list[float]]:
     for name in ("tp", "dp_replicate"):
         part = exchange_along(name)
         assert part is not None
-        twin = part.twin()
+        dup = part.dup()
         own = torch.tensor([float(world.rank)])
-        (lane,) = twin.lanes([LaneSize(1, 1, torch.float64, torch.device("cpu"))])
-        lane.claim()
-        lane.body.copy_(own * lane.factor(1.0))
-        lane.start(1.0, 1.0, [])
-        lane.finish()
+        (channel,) = dup.channels([ChannelSize(1, 1, torch.float64, torch.device("cpu"))])
+        channel.claim()
+        channel.body.copy_(own * channel.factor(1.0))
+        channel.start(1.0, 1.0, [])
+        channel.finish()
         found[name] = [
             part.all_reduce(own, what="sum").item(),
             part.broadcast(own, 1, what="from the second").item(),
             *part.all_gather(own, what="all").flatten().tolist(),
-            lane.result.item(),
+            channel.result.item(),
         ]
     barrier()
     return found

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from on_ranks import one_rank
 from replicas import TOLERANCE, Net, Parameters, batches, built, largest_difference, part
+from said import check_said, listening
 from torch import nn
 
 import rankwise as rw
@@ -16,9 +20,11 @@ from rankwise import testing
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _accumulated_equals_whole(world: World, micro: int) -> Parameters:
@@ -224,3 +230,77 @@ def _undefined(world: World) -> None:
 def test_a_function_that_gives_no_gradient_breaks_no_accumulation(run_ranks: RunRanks) -> None:
     for result in run_ranks(_undefined, 2):
         result.get()
+
+
+STEPS = (("counts", "nothing"), ("nothing",), ("nothing", "counts"), ("counts",))
+"""The microsteps of each step, and what they count on one rank."""
+
+
+def _count_nothing(world: World, make: Callable[[], nn.Module], odd: int) -> list[Parameters]:
+    """Train; return the parameters after each step. What counts nothing is padding, of which the loss is NaN."""
+    model = rw.replicate(built(make), sync_batchnorm=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    after = []
+    for step in STEPS:
+        optimizer.zero_grad()
+        for index, ((x, y), counts) in enumerate(zip(batches([6] * len(step)), step, strict=True)):
+            xs, ys = (part(t, world.rank, world.world_size) for t in (x, y))
+            is_nothing = counts == "nothing" and world.rank == odd
+            xs = xs * 0 if is_nothing else xs
+            continues = rw.no_sync(model) if index < len(step) - 1 else nullcontext()
+            with continues, rw.weight(model, 0 if is_nothing else len(xs)):
+                loss = nn.functional.mse_loss(model(xs), ys)
+                (loss * math.nan if is_nothing else loss).backward()
+        optimizer.step()
+        after.append({key: value.clone() for key, value in model.state_dict().items()})
+    return after
+
+
+def _without_what_counts_nothing(make: Callable[[], nn.Module], world_size: int, odd: int) -> list[Parameters]:
+    model = built(make)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    after = []
+    for step in STEPS:
+        optimizer.zero_grad()
+        losses = []
+        for (x, y), counts in zip(batches([6] * len(step)), step, strict=True):
+            is_counted = torch.ones(6, dtype=torch.bool)
+            if counts == "nothing":
+                part(is_counted, odd, world_size).fill_(False)
+            # BatchNorm's statistics are of all samples, those that count nothing too.
+            outputs = model(x * is_counted[:, None])
+            losses.append(nn.functional.mse_loss(outputs[is_counted], y[is_counted], reduction="none"))
+        torch.cat(losses).mean().backward()
+        optimizer.step()
+        after.append({key: value.clone() for key, value in model.state_dict().items()})
+    return after
+
+
+@pytest.mark.parametrize("make", [Net, partial(Net, batchnorm=True)])
+def test_what_counts_nothing_changes_no_step_but_in_batchnorms_statistics(
+    run_ranks: RunRanks, make: Callable[[], nn.Module]
+) -> None:
+    for world_size, odd in ((2, 1), (3, 0)):
+        expected = _without_what_counts_nothing(make, world_size, odd)
+        for result in run_ranks(_count_nothing, world_size, make, odd):
+            for step, (found, wanted) in enumerate(zip(result.get(), expected, strict=True)):
+                assert largest_difference(found, wanted) < TOLERANCE, f"after step {step}"
+
+
+def _count_nothing_before_batchnorm(world: World) -> list[str]:
+    """Two steps in which all targets of rank 0 are to be ignored, then one in which nobody's count."""
+    model = rw.replicate(built(lambda: Net(batchnorm=True)), sync_batchnorm=True)
+    with listening() as said:
+        for step, (x, _) in enumerate(batches([8, 8, 8])):
+            xs = part(x, world.rank, world.world_size)
+            ignored = world.rank == 0 or step == 2
+            targets = torch.full((len(xs),), -100 if ignored else 1)
+            nn.functional.cross_entropy(model(xs), targets).backward()
+            model.zero_grad()
+    return said
+
+
+def test_samples_that_count_only_in_batchnorms_statistics_are_told_of_once(run_ranks: RunRanks) -> None:
+    first, second = (result.get() for result in run_ranks(_count_nothing_before_batchnorm, 2))
+    check_said(first, ["the samples of this rank do not count in the loss, and BatchNorm takes statistics"])
+    assert second == []

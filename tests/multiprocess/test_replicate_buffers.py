@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from on_ranks import RunRanks
     from replicas import Parameters
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _moving_buffers(world: World) -> tuple[Parameters, Parameters]:

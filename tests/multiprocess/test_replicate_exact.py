@@ -18,11 +18,14 @@ import rankwise as rw
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
-def _train(world: World, sizes: tuple[int, ...], micro: int, batchnorm: bool) -> Parameters:
-    model = rw.replicate(built(lambda: Net(batchnorm=batchnorm)), sync_batchnorm=batchnorm)
+def _train(world: World, sizes: tuple[int, ...], micro: int, batchnorm: bool, cumulative: bool = False) -> Parameters:
+    model = built(lambda: Net(batchnorm=batchnorm))
+    if cumulative:
+        model.norm.momentum = None
+    rw.replicate(model, sync_batchnorm=batchnorm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step, (x, y) in enumerate(batches(sizes)):
         for index in range(micro):
@@ -57,51 +60,61 @@ def test_uneven_batches_accumulation_and_batchnorm_are_exact(
             assert largest_difference(result.get(), reference) < TOLERANCE
 
 
+def test_statistics_may_be_the_mean_of_all_batches(run_ranks: RunRanks) -> None:
+    arguments = ((12, 7, 9, 5), 1, True, True)
+    reference = one_rank(_train, *arguments)
+    for result in run_ranks(_train, 3, *arguments):
+        assert largest_difference(result.get(), reference) < TOLERANCE
+
+
 class Branches(nn.Module):
     """Which layers are used depends on the rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 6) -> None:
         super().__init__()
-        self.shared = nn.Linear(6, 3)
-        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(5))
+        self.size = size
+        self.shared = nn.Linear(size, size)
+        self.branches = nn.ModuleList(nn.Linear(size, size) for _ in range(5))
 
     def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
         return self.shared(x) + sum(self.branches[i](x) for i in used)
 
+    def loss(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        return self(x.repeat(1, self.size // 6), used).square().mean()
 
-def _branches(world: World) -> list[dict[str, torch.Tensor | None]]:
-    model = rw.replicate(built(Branches))
+
+USED = [
+    [[0], [1, 3], [3]],
+    [[], [], []],
+    [[1], [0, 3], []],
+    [[3], [1], [0]],
+    [[0], [], [0, 1]],
+]
+"""Branches that each of three ranks uses, step by step. What a step leaves in a bucket must not reach the next."""
+
+
+def _branches(world: World, size: int) -> list[dict[str, torch.Tensor | None]]:
+    model = rw.replicate(built(lambda: Branches(size)))
     seen = []
-    for step, (x, y) in enumerate(batches([6, 6, 6])):
-        used = {0: [0], 1: [1, 3], 2: [3]}[world.rank] if step != 1 else []
-        x_part, y_part = (part(t, world.rank, world.world_size) for t in (x, y))
-        nn.functional.mse_loss(model(x_part, used), y_part).backward()
+    for step, (x, _) in enumerate(batches([6] * len(USED))):
+        model.loss(part(x, world.rank, world.world_size), USED[step][world.rank]).backward()
         seen.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
         model.zero_grad()
     return seen
 
 
-def test_parameters_used_on_some_ranks_or_none_need_no_flag(run_ranks: RunRanks) -> None:
-    results = [result.get() for result in run_ranks(_branches, 3)]
-    for step in range(3):
-        used_somewhere = {0, 1, 3} if step != 1 else set()
-        for name, gradient in results[0][step].items():
-            expected_none = name.startswith("branches") and int(name.split(".")[1]) not in used_somewhere
-            assert (gradient is None) == expected_none, (step, name)
-            for other in results[1:]:
-                if gradient is None:
-                    assert other[step][name] is None
-                else:
-                    assert torch.equal(gradient, other[step][name])
-    model = built(Branches)
-    (x, y) = batches([6])[0]
-    losses = [
-        nn.functional.mse_loss(model(part(x, r, 3), used), part(y, r, 3)) for r, used in enumerate(([0], [1, 3], [3]))
-    ]
-    (sum(losses) / 3).backward()
-    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    got = {n: g for n, g in results[0][0].items() if g is not None}
-    assert largest_difference(got, expected) < TOLERANCE
+# Small gradients are copied into a bucket together, large ones (64 KiB and more) one by one.
+@pytest.mark.parametrize("size", [6, 132])
+def test_parameters_used_on_some_ranks_or_none_need_no_flag(run_ranks: RunRanks, size: int) -> None:
+    results = [result.get() for result in run_ranks(_branches, 3, size)]
+    model = built(lambda: Branches(size))
+    for step, (x, _) in enumerate(batches([6] * len(USED))):
+        model.zero_grad()
+        (sum(model.loss(part(x, rank, 3), USED[step][rank]) for rank in range(3)) / 3).backward()
+        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        for seen in results:
+            got = {n: g for n, g in seen[step].items() if g is not None}
+            assert largest_difference(got, expected) < TOLERANCE, f"step {step}"
 
 
 def _token_weighted(world: World, how: str) -> Parameters:
@@ -277,10 +290,12 @@ def _broken_backward(world: World) -> Parameters:
         message = "boom"
         raise FloatingPointError(message)
 
-    hidden = model(part(first[0], world.rank, world.world_size))
-    hidden.register_hook(explode)
-    with pytest.raises(FloatingPointError):
-        hidden.sum().backward()
+    # Before any gradient is there, and when those of the last layers are.
+    for place in (model.last, model.first):
+        hook = place.register_forward_hook(lambda *call: call[-1].register_hook(explode) and None)
+        with pytest.raises(FloatingPointError):
+            model(part(first[0], world.rank, world.world_size)).sum().backward()
+        hook.remove()
     model.zero_grad()
     x, y = (part(t, world.rank, world.world_size) for t in second)
     nn.functional.mse_loss(model(x), y).backward()

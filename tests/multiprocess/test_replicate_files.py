@@ -18,7 +18,7 @@ import rankwise as rw
 from rankwise import testing
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 OPTIONS = {
     "plain": {},
@@ -127,7 +127,8 @@ def _save_what_reduces_itself(_: World, how: str) -> None:
     rw.replicate(model)
     _train(model)
     file = _saved(model)
-    assert [name for name in _classes_in(file) if "rankwise" in name] == []
+    for written in (file, _saved(copy.deepcopy(model))):
+        assert [name for name in _classes_in(written) if "rankwise" in name] == []
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert all(torch.equal(loaded.state_dict()[key], value) for key, value in model.state_dict().items())

@@ -17,7 +17,7 @@ import rankwise as rw
 if TYPE_CHECKING:
     from on_ranks import RunRanks
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _itself(world: World) -> None:

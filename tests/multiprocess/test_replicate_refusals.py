@@ -17,7 +17,7 @@ from rankwise.errors import ConfigurationError, ModelMismatch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _different(world: World, what: str) -> None:

@@ -24,7 +24,7 @@ from rankwise.testing import run_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 Make = "Callable[[World, str], Any]"
 

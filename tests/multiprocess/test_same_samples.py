@@ -15,7 +15,7 @@ from rankwise import testing
 from rankwise.log import logger
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 BY_HAND = "first step: Linear was called with 8 samples on 2 ranks together, from no loader of rankwise's"
 WORDS = "every rank has called Linear with the same in the first step"

@@ -16,23 +16,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankwise import testing, torch_versions
+from rankwise import testing
+from rankwise.comm.session import current
 from rankwise.errors import WrongGradients
-from rankwise.parallel import self_check
-from rankwise.parallel.device_mesh import mesh
-from rankwise.parallel.pipeline.calls import pipeline
-from rankwise.parallel.pipeline.steps import Pipeline
-from rankwise.parallel.place.calls import place
-from rankwise.parallel.shard.calls import shard
-from rankwise.parallel.shard.weights import ShardSync
-from rankwise.parallel.tensor.calls import tensor_parallel
-from rankwise.session import current
+from rankwise.parallel.core import self_check
+from rankwise.parallel.core.device_mesh import mesh
+from rankwise.parallel.pipeline.pipeline import pipeline
+from rankwise.parallel.pipeline.step_api import Pipeline
+from rankwise.parallel.place.place import place
+from rankwise.parallel.shard.shard import shard
+from rankwise.parallel.shard.sharded_gradients import ShardSync
+from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
+from rankwise.world import torch_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rankwise.parallel.self_check import Bench, Compared
-    from rankwise.world import World
+    from rankwise.parallel.core.self_check import Bench, Compared
+    from rankwise.world.facts import World
 
 
 def net() -> nn.Sequential:
@@ -56,13 +57,13 @@ WAYS: dict[str, Callable[[], object]] = {
 
 def states() -> tuple[Any, ...]:
     session = current()
-    record = session.watch.record if session.watch is not None else None
+    recorder = session.detector.recorder if session.detector is not None else None
     return (
         torch.get_rng_state().tolist(),
         random.getstate(),
         np.random.get_state()[1].tolist(),  # noqa: NPY002 - the one that a script may draw from
         torch.is_grad_enabled(),
-        None if record is None else record.step,
+        None if recorder is None else recorder.step,
     )
 
 

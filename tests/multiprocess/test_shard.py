@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from rankwise import testing
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
-from rankwise.parallel.device_mesh import mesh, submesh
-from rankwise.parallel.shard.calls import shard
-from rankwise.parallel.trained import no_sync, weight
+from rankwise.parallel.core.device_mesh import mesh, submesh
+from rankwise.parallel.no_sync_and_weight import no_sync, weight
+from rankwise.parallel.shard.shard import shard
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 SIZES = (8, 7, 3, 2, 1)
 
@@ -97,12 +97,12 @@ MICROSTEPS = ((5, 3, 1), (4, 4), (2,))
 
 
 def plain_accumulation() -> dict[str, torch.Tensor | None]:
-    """Gradients of three steps, added up, each the mean over its samples."""
+    """Gradients of three steps, added up, each the mean over its samples. Only the first uses all parameters."""
     model = built(Deep)
     for sizes in MICROSTEPS:
         data = batches(sizes)
         x, y = (torch.cat(tensors) for tensors in zip(*data, strict=True))
-        (model(x) - y).square().mean().backward()
+        (model(x, seldom=sizes == MICROSTEPS[0]) - y).square().mean().backward()
     return gradients(model)
 
 
@@ -115,10 +115,11 @@ def accumulate(world: World, sizes: dict[str, int], precision: str | None = None
         for x, y in earlier:
             xs, ys = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)
             with no_sync(model), weight(model, len(xs)):
-                (model(xs) - ys).square().mean().backward()
+                (model(xs, seldom=step == MICROSTEPS[0]) - ys).square().mean().backward()
         x, y = last
         xs, ys = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)
-        loss = (model(torch.cat([xs, xs])) - torch.cat([ys, ys])).square().mean()  # as if the call did not tell
+        outputs = model(torch.cat([xs, xs]), seldom=step == MICROSTEPS[0])
+        loss = (outputs - torch.cat([ys, ys])).square().mean()  # as if the call did not tell
         with weight(model, len(xs)):
             loss.backward()
     return gradients(model)
@@ -154,13 +155,15 @@ def odd_steps(world: World) -> tuple[Any, ...]:
     ignored = gradients(model)
 
     model.zero_grad()
-    out = model(bad)
-    out.register_hook(_break_off)
-    broke = False
-    try:
-        out.sum().backward()
-    except ZeroDivisionError:
-        broke = True
+    broke = []
+    # Before any gradient is there, and when those of some blocks are.
+    for place in (model.last, model.layers[0]):
+        hook = place.register_forward_hook(lambda *call: call[-1].register_hook(_break_off) and None)
+        try:
+            model(bad).sum().backward()
+        except ZeroDivisionError:
+            broke.append(True)
+        hook.remove()
     model.zero_grad()
     (model(xs) - ys).square().mean().backward()
     return partly, ignored, broke, gradients(model)
@@ -183,7 +186,7 @@ def test_ranks_may_use_different_parts_of_a_block_count_nothing_and_go_on_after_
     expected = [plain(halves, [False, True]), plain(halves[:1], [False]), plain(halves, [False, False])]
     for result in testing.run_ranks(odd_steps, 2):
         partly, ignored, broke, after = result.get()
-        assert broke
+        assert broke == [True, True]
         for found, wanted in zip((partly, ignored, after), expected, strict=True):
             assert {k for k, v in found.items() if v is None} == {k for k, v in wanted.items() if v is None}
             assert (
@@ -285,10 +288,10 @@ def test_a_model_from_the_meta_device_must_be_filled() -> None:
         assert largest_difference(found, expected) <= TOLERANCE
 
 
-def fails_in_a_block(world: World) -> None:
+def fails_in_a_block(world: World, odd: int) -> None:
     model = shard(built(Deep), blocks=["layers.*"])
     ((x, _),) = batches((4,))
-    if world.rank == 1:
+    if world.rank == odd:
         model.layers[1].register_forward_pre_hook(_fail)
     model(x).sum().backward()
 
@@ -297,11 +300,13 @@ def _fail(*_: object) -> None:
     raise ZeroDivisionError
 
 
-def test_a_rank_that_fails_in_a_block_is_named_by_the_one_that_waits_for_its_parameters() -> None:
-    waiting, failing = testing.run_ranks(fails_in_a_block, 2)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_that_fails_in_a_block_is_named_by_the_one_that_waits_for_its_parameters(odd: int) -> None:
+    results = testing.run_ranks(fails_in_a_block, 2, odd)
+    failing, waiting = results[odd], results[1 - odd]
     assert isinstance(failing.error, ZeroDivisionError)
     assert isinstance(waiting.error, PeerFailed)
-    assert waiting.error.rank == 1
+    assert waiting.error.rank == odd
 
 
 class GivesViews(nn.Module):
@@ -354,3 +359,32 @@ def test_views_are_as_on_one_device_models_are_let_go_and_a_forward_of_one_rank_
         assert is_gone
         assert "rank 0: forward 1 of a sharded Sequential, without gradients" in message
         assert "rank 1: forward 1 of a sharded Sequential, with gradients" in message
+
+
+def unfreezes(world: World) -> dict[str, torch.Tensor | None]:
+    model = built(Deep)
+    model.layers[1].requires_grad_(False)
+    model.first.requires_grad_(False)
+    shard(model, blocks=["layers.*"])
+    for step, (x, y) in enumerate(batches((4, 5, 6))):
+        model.zero_grad()
+        if step == 1:
+            model.layers[1].up.requires_grad_(True)
+            model.first.requires_grad_(True)
+        xs, ys = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)
+        (model(xs) - ys).square().mean().backward()
+    return gradients(model)
+
+
+def test_layers_unfrozen_later_are_followed() -> None:
+    model = built(Deep)
+    model.layers[1].requires_grad_(False)
+    model.layers[1].up.requires_grad_(True)
+    x, y = batches((4, 5, 6))[-1]
+    (model(x) - y).square().mean().backward()
+    expected = gradients(model)
+    for result in testing.run_ranks(unfreezes, 2):
+        found = result.get()
+        assert {k for k, v in found.items() if v is None} == {k for k, v in expected.items() if v is None}
+        found, wanted = ({k: v for k, v in one.items() if v is not None} for one in (found, expected))
+        assert largest_difference(found, wanted) <= TOLERANCE

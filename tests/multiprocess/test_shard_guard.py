@@ -15,7 +15,7 @@ from rankwise import testing
 from rankwise.errors import ReplicasDiffer
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _train(world: World, mistake: str, num_ranks: int) -> list[float]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from losses import Loss
     from replicas import Parameters
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 OF_PARAMETERS = {"weight_decay", "weight_decay_and_sum", "penalties"}
 """Steps that compute with parameters, of which each rank has a part."""

@@ -13,12 +13,12 @@ from torch import nn
 
 from rankwise import testing
 from rankwise.errors import ConfigurationError, PeerFailed
-from rankwise.parallel.device_mesh import mesh
-from rankwise.parallel.shard.calls import shard
-from rankwise.parallel.tensor.calls import tensor_parallel
+from rankwise.parallel.core.device_mesh import mesh
+from rankwise.parallel.shard.shard import shard
+from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"blocks": nn.Linear}, "says no blocks"),

@@ -25,7 +25,7 @@ from rankwise.testing import kill_self, run_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 ROWS = 64
 ROW_BYTES = 2**20

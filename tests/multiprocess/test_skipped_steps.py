@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from on_ranks import RunRanks
     from replicas import Parameters
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 SIZE = 22
 BAD = 9
@@ -75,21 +75,22 @@ def test_a_step_that_all_ranks_skip_is_none(run_ranks: RunRanks, num_ranks: int)
         assert largest_difference(result.get(), alone.get()) <= TOLERANCE
 
 
-def _leave_the_loop_early(world: World) -> None:
+def _leave_the_loop_early(world: World, odd: int) -> None:
     model = rw.replicate(_model())
     loader = rw.DataLoader(_data(is_bad=False), global_batch_size=4)
     for _ in range(2):
         for number, (x, y) in enumerate(loader):
-            if number == 3 and world.rank == 1:
+            if number == 3 and world.rank == odd:
                 break
             functional.mse_loss(model(x), y).backward()
 
 
-def test_a_rank_that_leaves_its_loop_early_is_named(run_ranks: RunRanks) -> None:
-    for result in run_ranks(_leave_the_loop_early, 2):
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_that_leaves_its_loop_early_is_named(run_ranks: RunRanks, odd: int) -> None:
+    for result in run_ranks(_leave_the_loop_early, 2, odd):
         assert isinstance(result.error, CollectiveMismatch)
-        assert "rank 1 ran no backward for batch 3 of epoch 0" in str(result.error)
-        assert "rank 1: batch 0 of epoch 1" in str(result.error)
+        assert f"rank {odd} ran no backward for batch 3 of epoch 0" in str(result.error)
+        assert f"rank {odd}: batch 0 of epoch 1" in str(result.error)
 
 
 def _look(model: nn.Module, loader: rw.DataLoader) -> None:

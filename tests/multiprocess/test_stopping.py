@@ -20,18 +20,18 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import rankwise as rw
+from rankwise.comm.session import current
 from rankwise.errors import PeerMissing
-from rankwise.events import post_stop
+from rankwise.health.event_log import post_stop
+from rankwise.health.preemption import STOPPED_EXIT_CODE
+from rankwise.health.preemption_signals import listen
 from rankwise.log import logger
-from rankwise.session import current
-from rankwise.stop_signals import listen
-from rankwise.stopping import STOPPED_EXIT_CODE
 from rankwise.testing import RankResult, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 EPOCHS = 6
 NUM_SAMPLES = 61
@@ -90,7 +90,7 @@ def _told_at_step(world: World, seed: int, folder: str, step_told: int | None) -
         trail.write_text(str(step), encoding="utf-8")
         if step == step_told and world.rank == seed % world.world_size:
             if store is None:
-                current().stopping.ask("the test")
+                current().preemption.ask("the test")
             else:
                 post_stop(store, reason="the test")
 
@@ -154,7 +154,7 @@ class _Squares(Dataset[torch.Tensor]):
 
 def _signalled(world: World, folder: str) -> list[int]:
     """Take batches; in the third step rank 1 and its loader's workers get both signals, as from Slurm."""
-    restore = listen(current().stopping, ["SIGUSR2", "SIGTERM"])
+    restore = listen(current().preemption, ["SIGUSR2", "SIGTERM"])
     taken: list[int] = []
     try:
         loader = rw.DataLoader(_Squares(), global_batch_size=2 * world.world_size, num_workers=1)
@@ -190,7 +190,7 @@ def _asks_by_itself(world: World, folder: str) -> int:
         checkpoints.stop_if_asked(state=state)
         state["step"] += 1
         if world.rank == 1 and state["step"] == 10:
-            current().stopping.ask("the test")
+            current().preemption.ask("the test")
         rw.barrier()
     return state["step"]
 
@@ -227,9 +227,9 @@ def _one_rank_never_counts(world: World, folder: str) -> None:
     loader = rw.DataLoader(torch.zeros(10_000), global_batch_size=2)
     rw.Checkpointer(folder).restore(loader=loader)
     if world.rank == 1 and store is not None:
-        watch = current().watch
-        assert watch is not None
-        watch.stopping.read = lambda *_: None
+        detector = current().detector
+        assert detector is not None
+        detector.preemption.read = lambda *_: None
         post_stop(store, reason="the test")
     for _ in loader:
         rw.barrier()
@@ -250,7 +250,7 @@ def _beside_the_best(_: World, folder: str) -> str:
     try:
         for number, _batch in enumerate(loader):
             if number == 2:
-                current().stopping.ask("the test")
+                current().preemption.ask("the test")
     except SystemExit:
         return ",".join(sorted(path.name for path in Path(folder).glob("*/checkpoint-*")))
     return "never stopped"
@@ -264,7 +264,7 @@ def _of_two_loaders(_: World, folder: str) -> int:
         model, optimizer, loader = _prepare(0)
         rw.Checkpointer(f"{folder}/{name}").restore(model=model, optimizer=optimizer, loader=loader)
         loaders.append(loader)
-    current().stopping.ask("the test")
+    current().preemption.ask("the test")
     for loader in loaders:
         for _batch in loader:
             steps += 1

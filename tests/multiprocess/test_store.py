@@ -17,9 +17,11 @@ import torch.distributed as dist
 from stranger import LOOPBACK, SECRET, greet
 
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
-from rankwise.store import Store, StoreLost, connect, opening, serve
+from rankwise.store import opening
+from rankwise.store.opening import connect, serve
 from rankwise.store.published import connect_published, forget_published, serve_published
 from rankwise.store.server import AuthenticatedServer
+from rankwise.store.values import Store, StoreLost
 from rankwise.store.wire import (
     HANDSHAKE_FRAME_BYTES,
     Answer,

@@ -9,11 +9,13 @@ import sys
 import pytest
 from stranger import LOOPBACK, SECRET
 
-from rankwise.store import StoreLost, connect
+from rankwise.store.opening import connect
+from rankwise.store.values import StoreLost
 
 SERVER = """
 import os, sys, torch
-from rankwise.store import client, serve
+from rankwise.store import client
+from rankwise.store.opening import serve
 store, port = serve(secret=sys.argv[1].encode())
 reader = store.clone()
 print(port, flush=True)

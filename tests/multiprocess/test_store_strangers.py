@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from stranger import LOOPBACK, SECRET, greet
 
-from rankwise.store import connect
+from rankwise.store.opening import connect
 from rankwise.store.server import MOST_STRANGERS
 from rankwise.store.wire import (
     HANDSHAKE_FRAME_BYTES,
@@ -39,7 +39,7 @@ NUM_STEPS = 5
 RANK = """
 import sys, torch, torch.distributed as dist, rankwise as rw
 from datetime import timedelta
-from rankwise.session import current
+from rankwise.comm.session import current
 torch.set_num_threads(1)
 rank, port, num_phases, num_steps = map(int, sys.argv[1:])
 with rw.join(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3, timeout_seconds=30) as world:

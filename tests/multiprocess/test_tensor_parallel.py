@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rankwise import testing
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
-from rankwise.parallel.device_mesh import mesh
+from rankwise.parallel.core.device_mesh import mesh
 from rankwise.parallel.replicate import replicate
-from rankwise.parallel.shard.calls import shard
-from rankwise.parallel.tensor.calls import plan_of, tensor_parallel
+from rankwise.parallel.shard.shard import shard
+from rankwise.parallel.tensor_parallel.tensor_parallel import plan_of, tensor_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": Gpt, "llama": llama, "mlp": Mlp, "encoder": Encoder}
 SIZES = (4, 3, 2)

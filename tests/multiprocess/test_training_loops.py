@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from on_ranks import RunRanks
     from replicas import Parameters
 
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def _on_ranks(_: World) -> dict[str, Parameters]:

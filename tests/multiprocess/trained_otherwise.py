@@ -14,7 +14,7 @@ from rankwise.compat.megengine.autodiff import GradManager
 from rankwise.compat.megengine.distributed import make_allreduce_cb
 
 if TYPE_CHECKING:
-    from rankwise.world import World
+    from rankwise.world.facts import World
 
 
 def train_in_words(world: World, words: str, num_parts: int) -> dict[str, torch.Tensor]:

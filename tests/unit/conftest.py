@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from rankwise import session
-from rankwise.process_group import join, leave
-from rankwise.session import Session
-from rankwise.world import World
+from rankwise.comm import session
+from rankwise.comm.join import join, leave
+from rankwise.comm.session import Session
+from rankwise.world.facts import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

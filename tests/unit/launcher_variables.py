@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise import environments
+from rankwise.world import environments
 
 if TYPE_CHECKING:
-    from rankwise.environments.reading import Reading
+    from rankwise.world.environments.reading import Reading
 
 
 GOLDEN = Path(__file__).parent / "golden" / "environments"

@@ -7,10 +7,12 @@ import json
 import re
 from typing import Any
 
-from rankwise import blame, mismatch
-from rankwise.errors import CollectiveMismatch, PeerMissing
-from rankwise.mismatch import Call, calls_differ
-from rankwise.world import World
+import pytest
+
+from rankwise.errors import CollectiveMismatch, PeerFailed, PeerMissing
+from rankwise.health import collective_mismatch, diagnosis
+from rankwise.health.collective_mismatch import CollectiveCall, calls_differ
+from rankwise.world.facts import World
 
 
 def _world() -> World:
@@ -62,8 +64,8 @@ def test_the_verdict_is_a_table_and_the_stacks_of_the_missing() -> None:
         2: _waiting(what, 598.7, host="gpu-02"),
         3: {"silent": "stopped (SIGSTOP)", "host": "gpu-02"},
     }
-    event = {"what": what, "waited": 600.2, **blame.findings(answers, 7, range(4))}
-    error = blame.verdict(_world(), json.loads(json.dumps(event)))
+    event = {"what": what, "waited": 600.2, **diagnosis.findings(answers, 7, range(4))}
+    error = diagnosis.verdict(_world(), json.loads(json.dumps(event)))
     assert isinstance(error, PeerMissing)
     assert error.ranks == (1, 3)
     assert [re.split(" {2,}", line.strip()) for line in str(error).splitlines()] == [
@@ -83,8 +85,8 @@ def test_the_verdict_is_a_table_and_the_stacks_of_the_missing() -> None:
 def test_ranks_that_all_wait_for_different_things_called_different_things() -> None:
     answers = {rank: _waiting("gradients of Net, bucket 0: float32[9]", 5, channel=1) for rank in range(3)}
     answers[3] = _waiting("barrier()", 5, host="gpu-02", count=6)
-    event = {"what": "", "waited": 5.0, **blame.findings(answers, 7, range(4))}
-    error = blame.verdict(_world(), json.loads(json.dumps(event)))
+    event = {"what": "", "waited": 5.0, **diagnosis.findings(answers, 7, range(4))}
+    error = diagnosis.verdict(_world(), json.loads(json.dumps(event)))
     assert isinstance(error, CollectiveMismatch)
     assert error.where == "rank 3/4 on gpu-02, reported on every rank"
     assert error.evidence == (
@@ -98,8 +100,45 @@ def test_a_difference_that_is_past_is_found() -> None:
     answers = {0: _waiting("a", 1, count=9), 1: _waiting("b", 1, count=9), 2: _waiting("b", 1, count=9)}
     for rank, answer in answers.items():
         answer["digests"] = {"7": 1, "8": 2 if rank else 3, "9": hash(answer["what"])}
-    assert blame.first_difference(answers) == 8
-    assert blame.first_difference({rank: answers[rank] for rank in (1, 2)}) is None
+    assert diagnosis.first_difference(answers) == 8
+    assert diagnosis.first_difference({rank: answers[rank] for rank in (1, 2)}) is None
+
+
+def test_the_line_of_where_names_the_rank_that_failed_and_the_one_that_tells() -> None:
+    failed = {"kind": "failed", "rank": 2, "error_type": "ValueError", "text": "boom\n", "hostname": "gpu-02"}
+    error = diagnosis.of_event(_world(), failed)
+    assert isinstance(error, PeerFailed)
+    assert error.rank == 2
+    assert str(error).splitlines()[:3] == [
+        "Rank 2 failed: ValueError.",
+        "  on        [rank 2/4 on gpu-02], reported on [rank 0/4 on gpu-01]",
+        "  evidence  boom",
+    ]
+    assert "rank 2" in str(error.do)
+    without_host = diagnosis.of_event(_world(), {**failed, "hostname": ""})
+    assert without_host.where == "[rank 2/4], reported on [rank 0/4 on gpu-01]"
+    ended = diagnosis.of_event(_world(), {"kind": "ended", "rank": 3, "what": "barrier()", "process": 17})
+    assert (ended.what, ended.where) == (
+        "barrier() cannot complete: rank 3 is gone without a word.",
+        "reported on [rank 0/4 on gpu-01]",
+    )
+
+
+@pytest.mark.parametrize(
+    ("gone", "left", "kind"),
+    [
+        ([1, 2], [1, 2], CollectiveMismatch),
+        ([1, 2], [1], PeerMissing),
+        ([1], [], PeerMissing),
+        ([], [1], PeerMissing),
+    ],
+)
+def test_a_connection_that_breaks_is_a_mismatch_where_all_that_are_gone_have_left(
+    gone: list[int], left: list[int], kind: type[Exception]
+) -> None:
+    departed = {rank: {"kind": "left" if rank in left else "failed", "rank": rank} for rank in (1, 2)}
+    event = diagnosis.broken(_world(), "barrier()", gone=gone, table="", departed=departed, reason="closed\nby peer")
+    assert isinstance(diagnosis.of_event(_world(), event), kind)
 
 
 def test_an_event_stays_small_however_many_ranks_there_are() -> None:
@@ -110,13 +149,17 @@ def test_an_event_stays_small_however_many_ranks_there_are() -> None:
         }
         for rank in range(2000)
     }
-    assert len(json.dumps(blame.findings(answers, 8, range(2000)))) < 200_000
+    assert len(json.dumps(diagnosis.findings(answers, 8, range(2000)))) < 200_000
 
 
 def _differ(*words: str) -> CollectiveMismatch:
     places = [f"train.py:{30 + rank} in step" if rank else "train.py:3 in main" for rank in range(len(words))]
     return calls_differ(
-        {rank: Call(one, place, "gpu-01") for rank, (one, place) in enumerate(zip(words, places, strict=True))}, 16
+        {
+            rank: CollectiveCall(one, place, "gpu-01")
+            for rank, (one, place) in enumerate(zip(words, places, strict=True))
+        },
+        16,
     )
 
 
@@ -149,16 +192,16 @@ def test_long_words_are_cut_around_the_first_difference() -> None:
     other = [*kinds[:400], "float32[4]", *kinds[401:]]
     error = _differ(f"all_gather({', '.join(kinds)})", f"all_gather({', '.join(other)})")
     lines = str(error.evidence).splitlines()
-    assert all(len(line) < mismatch.LONGEST_WORDS + 60 for line in lines)
+    assert all(len(line) < collective_mismatch.LONGEST_WORDS + 60 for line in lines)
     assert "float32[4]" in lines[1]
 
 
 def test_a_notice_of_ranks_that_wait_for_different_collectives_says_what_to_do() -> None:
     gradients = "gradients of Net, bucket 0: float32[4]"
     answers = {0: _waiting(gradients, 30.1, channel=1), 1: _waiting("mean", 30.0, count=6)}
-    said = blame.notice(gradients, 30.2, blame.findings(answers, 7, [0, 1]))
+    said = diagnosis.notice(gradients, 30.2, diagnosis.findings(answers, 7, [0, 1]))
     assert said.startswith(f"{gradients} has been waiting for 30 s, for rank 1:\nrank ")
     assert "all ranks wait, for different collectives" in said
     assert "skip a step or to stop by rankwise.mean(loss, len(x))" in said
     alone = {0: answers[0], 1: RUNNING}
-    assert "different collectives" not in blame.notice(gradients, 30.2, blame.findings(alone, 7, [0, 1]))
+    assert "different collectives" not in diagnosis.notice(gradients, 30.2, diagnosis.findings(alone, 7, [0, 1]))

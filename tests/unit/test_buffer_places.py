@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise.parallel.buffers import BufferPlaces
+from rankwise.parallel.core.buffers import BufferSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ class Counted(nn.Sequential):
         return super().modules()
 
 
-def walks_after(model: Counted, places: BufferPlaces, change: Callable[[], object]) -> int:
+def walks_after(model: Counted, places: BufferSlots, change: Callable[[], object]) -> int:
     """Return how often the model is walked after a change, and hold what is found against torch."""
     before = model.walks
     change()
@@ -40,7 +40,7 @@ def walks_after(model: Counted, places: BufferPlaces, change: Callable[[], objec
 @pytest.mark.parametrize("layers", [[nn.Linear(2, 2)], [nn.InstanceNorm1d(2)], [nn.Linear(2, 2), nn.BatchNorm1d(2)]])
 def test_a_model_that_stays_is_walked_once(layers: list[nn.Module]) -> None:
     model = Counted(*layers)
-    places = BufferPlaces(model)
+    places = BufferSlots(model)
     assert model.walks == 1
     assert walks_after(model, places, lambda: None) == 0
 
@@ -48,7 +48,7 @@ def test_a_model_that_stays_is_walked_once(layers: list[nn.Module]) -> None:
 def test_a_buffer_in_anothers_place_or_gone_needs_no_walk() -> None:
     norm = nn.BatchNorm1d(2)
     model = Counted(norm)
-    places = BufferPlaces(model)
+    places = BufferSlots(model)
     assert walks_after(model, places, lambda: setattr(norm, "running_mean", torch.ones(2))) == 0
     assert walks_after(model, places, lambda: setattr(norm, "running_mean", None)) == 0
     assert walks_after(model, places, lambda: delattr(norm, "running_var")) == 0
@@ -58,7 +58,7 @@ def test_a_buffer_in_anothers_place_or_gone_needs_no_walk() -> None:
 def test_a_buffer_or_layer_more_or_less_is_one_walk() -> None:
     norm = nn.BatchNorm1d(2)
     model, spare = Counted(norm), nn.BatchNorm1d(2)
-    places = BufferPlaces(model)
+    places = BufferSlots(model)
     assert walks_after(model, places, lambda: norm.register_buffer("late", torch.ones(2))) == 1
     assert walks_after(model, places, lambda: model.append(nn.ReLU())) == 1
     assert walks_after(model, places, lambda: model.insert(0, spare)) == 1
@@ -70,6 +70,6 @@ def test_scripted_layers_are_followed() -> None:
     with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
         scripted = torch.jit.script(nn.BatchNorm1d(2))
     model = Counted(nn.Linear(2, 2), scripted)
-    places = BufferPlaces(model)
+    places = BufferSlots(model)
     assert walks_after(model, places, lambda: setattr(scripted, "running_mean", torch.ones(2))) == 0
     assert walks_after(model, places, lambda: model.pop(1)) == 1

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rankwise.checkpoint import spread
-from rankwise.checkpoint.layout import Report, layouts_of, report_of, united_entries
+from rankwise.checkpoint import dtensor_layout
 from rankwise.checkpoint.manifest import Region, tiles
+from rankwise.checkpoint.rank_regions import StateReport, layouts_of, report_of, united_entries
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def _report(region: Region | None, dtype: str = "float32", **more: Any) -> Report:
-    return Report(tensors={"w": (dtype, (5, 4), region)}, entries={}, elsewhere={}, **more)
+def _report(region: Region | None, dtype: str = "float32", **more: Any) -> StateReport:
+    return StateReport(tensors={"w": (dtype, (5, 4), region)}, entries={}, elsewhere={}, **more)
 
 
 TOP, REST, LEFT = Region((0, 0), (2, 4)), Region((2, 0), (3, 4)), Region((0, 0), (5, 2))
@@ -52,13 +52,13 @@ def test_regions_that_make_up_a_tensor_are_found(
         ([_report(TOP), _report(REST, "float64")], r"(?s)differs between ranks: w\..*rank 1: float64\[5, 4\]"),
     ],
 )
-def test_regions_that_do_not_are_told(reports: list[Report], text: str) -> None:
+def test_regions_that_do_not_are_told(reports: list[StateReport], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         layouts_of(reports)
 
 
-def _entries(elsewhere: list[int], *entries: list[Any]) -> Report:
-    return Report(tensors={}, entries={"o": list(entries)}, elsewhere={"o": elsewhere})
+def _entries(elsewhere: list[int], *entries: list[Any]) -> StateReport:
+    return StateReport(tensors={}, entries={"o": list(entries)}, elsewhere={"o": elsewhere})
 
 
 def test_the_entries_of_a_state_come_from_where_their_parameters_are() -> None:
@@ -75,7 +75,7 @@ def test_the_entries_of_a_state_come_from_where_their_parameters_are() -> None:
         ([_entries([1], [0, 1]), _entries([1], [0, 2]), _entries([0])], "rank 0: 1\n +rank 1: 2"),
     ],
 )
-def test_an_entry_that_one_rank_lacks_or_has_otherwise_is_an_error(reports: list[Report], evidence: str) -> None:
+def test_an_entry_that_one_rank_lacks_or_has_otherwise_is_an_error(reports: list[StateReport], evidence: str) -> None:
     with pytest.raises(CheckpointError, match=rf"(?s)differs between ranks: o\.state\[0\].*{evidence}"):
         united_entries("o", reports)
 
@@ -89,7 +89,7 @@ def test_the_regions_of_a_mesh_make_up_the_tensor(
     tensor = torch.arange(shape[0] * shape[1]).view(shape)
     regions: list[Region] = []
     for coordinate in itertools.product(*map(range, mesh_shape)):
-        region = spread._region(shape, mesh_shape, coordinate, orders)
+        region = dtensor_layout._region(shape, mesh_shape, coordinate, orders)
         expected = tensor
         for dim, order in enumerate(orders):
             for mesh_dim in order:

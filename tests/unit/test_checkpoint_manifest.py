@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rankwise.checkpoint import manifest
-from rankwise.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Part, Region, TensorEntry, in_one_part
+from rankwise.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Region, TensorEntry, TensorPart, in_one_part
 from rankwise.errors import CheckpointError
 
 
@@ -48,7 +48,7 @@ def test_a_manifest_comes_back_as_it_was() -> None:
 
 def _in_parts(*regions: Region) -> Manifest:
     file = "part-00000.safetensors"
-    parts = tuple(Part(file, f"model.weight[{number}]", region) for number, region in enumerate(regions))
+    parts = tuple(TensorPart(file, f"model.weight[{number}]", region) for number, region in enumerate(regions))
     entry = TensorEntry(dtype="float32", shape=(5, 4), parts=parts)
     return dataclasses.replace(_manifest(), tensors={"model.weight": entry})
 
@@ -87,7 +87,7 @@ def test_parts_that_do_not_make_up_their_tensor_are_refused(regions: tuple[Regio
 def _emptied() -> Manifest:
     whole_one = _in_parts(*_HALVES)
     entry = dataclasses.replace(
-        whole_one.tensors["model.weight"], parts=(Part("part-00000.safetensors", "x", Region((0, 0), (0, 4))),)
+        whole_one.tensors["model.weight"], parts=(TensorPart("part-00000.safetensors", "x", Region((0, 0), (0, 4))),)
     )
     return dataclasses.replace(whole_one, tensors={"model.weight": entry})
 

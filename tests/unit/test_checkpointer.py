@@ -16,8 +16,8 @@ from rankwise.checkpoint import manifest
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.load import load
 from rankwise.checkpoint.save import save
+from rankwise.comm.join import leave
 from rankwise.errors import CheckpointError, ConfigurationError, NotJoined
-from rankwise.process_group import leave
 
 if TYPE_CHECKING:
     from pathlib import Path

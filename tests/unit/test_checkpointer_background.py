@@ -14,8 +14,8 @@ from rankwise.checkpoint import files, folder
 from rankwise.checkpoint import save as saving
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.load import load
+from rankwise.comm.join import join, leave
 from rankwise.errors import CheckpointError
-from rankwise.process_group import join, leave
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ class Gate:
         self.reached = threading.Event()
         write = saving.STAGES["writing the tensors of"]
 
-        def gated(job: saving.Job) -> Any:
+        def gated(job: saving.SaveJob) -> Any:
             self.reached.set()
             self.opened.wait()
             return write(job)
@@ -81,7 +81,7 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_memory(
 def test_an_error_in_the_background_is_raised_at_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    def break_(job: saving.Job) -> None:
+    def break_(job: saving.SaveJob) -> None:
         raise OSError(28, "No space left on device")
 
     checkpoints = Checkpointer(tmp_path, asynchronous=True)

@@ -15,8 +15,8 @@ import pytest
 
 from rankwise.cli import main
 from rankwise.errors import LaunchError
-from rankwise.launch import control
-from rankwise.launch.control import Control, jobs
+from rankwise.launch.inspect import control_socket
+from rankwise.launch.inspect.control_socket import ControlSocket, jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ class _Launcher:
 
     def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]], *, number: int = 1) -> None:
         self.folder = tempfile.mkdtemp(prefix="rankwise-")
-        self.control = Control(self.folder, ranks=[0, 1], command=COMMAND)
+        self.control = ControlSocket(self.folder, ranks=[0, 1], command=COMMAND)
         self._answer = answer
         self._thread = threading.Thread(target=self._serve, args=(number,))
         self._thread.start()
@@ -74,14 +74,14 @@ def test_a_job_is_found_asked_and_answered(launcher: Callable[..., _Launcher]) -
     launcher(lambda request: {"you asked": request, "long": "x" * 500_000}, number=2)
     (job,) = jobs()
     assert (job.pid, job.ranks, job.command) == (os.getpid(), [0, 1], COMMAND)
-    answer = control.ask(job, {"do": "stacks"})
+    answer = control_socket.ask(job, {"do": "stacks"})
     assert answer["you asked"] == {"do": "stacks"}
     assert len(answer["long"]) == 500_000
 
 
 def test_what_a_killed_launcher_left_is_no_job(folders: Path) -> None:
     folder = tempfile.mkdtemp(prefix="rankwise-")
-    Control(folder).close()
+    ControlSocket(folder).close()
     (folders / "rankwise-empty").mkdir()
     (folders / "rankwise-file").touch()
     assert jobs() == []
@@ -90,7 +90,7 @@ def test_what_a_killed_launcher_left_is_no_job(folders: Path) -> None:
 @pytest.mark.parametrize("asked", [b"", b"\n", b"[]\n", b"no json\n", b"x" * 100_000 + b"\n"])
 def test_what_is_no_question_disturbs_nobody(launcher: Callable[..., _Launcher], asked: bytes) -> None:
     one = launcher(lambda _: {"it": "lives"}, number=3)
-    with control._connected(one.folder) as connection:
+    with control_socket._connected(one.folder) as connection:
         try:
             connection.sendall(asked)
             connection.shutdown(socket.SHUT_WR)
@@ -99,7 +99,7 @@ def test_what_is_no_question_disturbs_nobody(launcher: Callable[..., _Launcher],
             answer = b""
     assert answer == b"" or "error" in json.loads(answer)
     (job,) = jobs()
-    assert control.ask(job, {}) == {"it": "lives"}
+    assert control_socket.ask(job, {}) == {"it": "lives"}
 
 
 def test_an_error_of_the_launcher_is_told_to_who_asks(launcher: Callable[..., _Launcher]) -> None:
@@ -109,7 +109,7 @@ def test_an_error_of_the_launcher_is_told_to_who_asks(launcher: Callable[..., _L
     launcher(fail, number=2)
     (job,) = jobs()
     with pytest.raises(LaunchError, match="the store is slow") as caught:
-        control.ask(job, {"do": "stacks"})
+        control_socket.ask(job, {"do": "stacks"})
     assert caught.value.evidence == "TimeoutError: the store is slow"
     assert "ask again" in (caught.value.do or "")
 

@@ -7,40 +7,42 @@ import pytest
 from coordinated import Scene, failed, report_of, text_to
 
 from rankwise.errors import PeerFailed
-from rankwise.launch import failure
-from rankwise.launch.coordinator import (
+from rankwise.launch.controller.coordinator import (
     LOST_SECONDS,
     PEERS_SECONDS,
+    Disconnect,
     Phase,
 )
+from rankwise.launch.messages import EndJob, ShowText, StopAttempt, StopRank, Wait
+from rankwise.launch.report import failure, failure_report
 
 
 def scene_with_expendable(*ranks: int, nodes: tuple[int, int] = (2, 2), max_restarts: int = 0) -> Scene:
     """Return two machines of two ranks each, of which some may go."""
     scene = Scene(nodes, max_restarts)
-    scene.come("a")
-    scene.come("b")
-    scene.coordinator.may_lose(0, ranks)
+    scene.node_joined("a")
+    scene.node_joined("b")
+    scene.coordinator.set_optional_ranks(0, ranks)
     return scene
 
 
 def test_the_failure_of_an_expendable_rank_is_said_and_borne() -> None:
     scene = scene_with_expendable(1, 2, 3, max_restarts=1)
     killed = failure.from_exit(2, -9, 1.0)
-    scene.coordinator.fail("b", 0, killed)
-    end = {"do": "end_rank", "attempt": 0, "rank": 2, "settle_seconds": PEERS_SECONDS}
-    assert scene.said() == [("b", end)], "a rank that has failed may not end by itself"
+    scene.coordinator.rank_failed("b", 0, killed)
+    stop = StopRank(attempt=0, rank=2, settle_seconds=PEERS_SECONDS)
+    assert scene.sent() == [("b", stop)], "a rank that has failed may not end by itself"
     assert text_to("a", scene) == "[rankwise] rank 2 failed (SIGKILL); the others go on without it\n"
     assert [(event["kind"], event["rank"]) for _, event in scene.events] == [("failed", 2)]
     error = ValueError("bad sample\nsecond line")
-    scene.fail("b", 0, error, 3)
+    scene.rank_failed("b", 0, error, 3)
     assert text_to("a", scene).startswith(
         "[rankwise] rank 3 failed (ValueError: bad sample); the others go on without it\n"
     )
     assert text_to("a", scene).endswith("ValueError: bad sample\nsecond line\n")
-    scene.end("a", 0)
-    scene.end("b", 0, killed, failed(error, 3))
-    assert [one["exit_code"] for _, one in scene.said("end")] == [0, 0]
+    scene.ranks_ended("a", 0)
+    scene.ranks_ended("b", 0, killed, failed(error, 3))
+    assert [one.exit_code for _, one in scene.sent(EndJob)] == [0, 0]
     assert text_to("a", scene) == (
         "[rankwise] rank 2 failed on the way: SIGKILL; rank 3 failed on the way: ValueError: bad sample; "
         "the others ended well\n"
@@ -49,9 +51,9 @@ def test_the_failure_of_an_expendable_rank_is_said_and_borne() -> None:
 
 def test_a_stopped_expendable_rank_is_killed_at_once_and_an_echo_is_news_of_it() -> None:
     scene = scene_with_expendable(1, 2, 3)
-    scene.coordinator.fail("b", 0, failure.from_stop(3, 6.0, 1.0))
-    assert [(one["do"], one["settle_seconds"]) for _, one in scene.said()] == [("end_rank", 0.0)]
-    scene.fail("b", 0, PeerFailed("rank 3 failed", rank=3), 2)
+    scene.coordinator.rank_failed("b", 0, failure.from_stop(3, 6.0, 1.0))
+    assert [(type(one), one.settle_seconds) for _, one in scene.sent()] == [(StopRank, 0.0)]
+    scene.rank_failed("b", 0, PeerFailed("rank 3 failed", rank=3), 2)
     assert [event["rank"] for _, event in scene.events] == [2]
 
 
@@ -60,65 +62,65 @@ def test_the_last_expendable_rank_and_any_other_end_all(max_restarts: int, settl
     for dying in (3, 0):
         scene = scene_with_expendable(2, 3, max_restarts=max_restarts)
         if dying == 3:
-            scene.fail("b", 0, ValueError("borne"), 2)
-        stops = scene.fail("a" if dying == 0 else "b", 0, ValueError("the end"), dying)
-        assert [(one["do"], one["settle_seconds"]) for _, one in stops] == [("stop", settle_seconds)] * 2
-        scene.end("a", 0)
-        scene.end("b", 0)
-        report = report_of(scene.said())
+            scene.rank_failed("b", 0, ValueError("borne"), 2)
+        stops = scene.rank_failed("a" if dying == 0 else "b", 0, ValueError("the end"), dying)
+        assert [(type(one), one.settle_seconds) for _, one in stops] == [(StopAttempt, settle_seconds)] * 2
+        scene.ranks_ended("a", 0)
+        scene.ranks_ended("b", 0)
+        report = report_of(scene.sent())
         assert report.first.rank == dying
         if dying == 3:
-            text = failure.report(report)
+            text = failure_report.whole(report)
             assert "[rankwise] rank 2 failed on the way: ValueError: borne\n" in text
             assert "[rank 3/4 on b] failed: exit code 1\n" in text
 
 
 def test_one_that_fails_after_the_others_have_ended_well_is_borne() -> None:
     scene = scene_with_expendable(2, 3)
-    scene.coordinator.depart(0, 2)
-    scene.said()
-    said = scene.fail("b", 0, ValueError("late"), 3)
-    assert [one["do"] for _, one in said if one["do"] != "say"] == ["end_rank"]
+    scene.coordinator.rank_departed(0, 2)
+    scene.sent()
+    said = scene.rank_failed("b", 0, ValueError("late"), 3)
+    assert [type(one) for _, one in said if not isinstance(one, ShowText)] == [StopRank]
 
 
 def test_what_was_borne_is_to_blame_for_its_echo() -> None:
     scene = scene_with_expendable(2, 3)
-    scene.fail("b", 0, ValueError("borne"), 2)
-    scene.fail("a", 0, PeerFailed("rank 2 failed", rank=2), 0)
-    scene.end("a", 0)
-    scene.end("b", 0)
-    messages = scene.said()
+    scene.rank_failed("b", 0, ValueError("borne"), 2)
+    scene.rank_failed("a", 0, PeerFailed("rank 2 failed", rank=2), 0)
+    scene.ranks_ended("a", 0)
+    scene.ranks_ended("b", 0)
+    messages = scene.sent()
     assert [one.rank for one in report_of(messages).failures] == [2, 0]
-    assert [one["exit_code"] for _, one in messages if one["do"] == "end"] == [1, 1]
+    assert [one.exit_code for _, one in messages if isinstance(one, EndJob)] == [1, 1]
 
 
 def test_a_lost_machine_of_expendable_ranks_is_borne_and_waits_when_it_comes_back() -> None:
     scene = scene_with_expendable(1, 2, 3, max_restarts=1)
-    scene.hear_all_but("b", seconds=LOST_SECONDS + 1)
-    assert scene.said() == [("b", {"do": "drop"})]
+    scene.heartbeat_all_but("b", seconds=LOST_SECONDS + 1)
+    assert scene.sent() == [("b", Disconnect())]
     assert "[rankwise] ranks 2-3 failed (b is lost: " in text_to("a", scene)
     assert "; the others go on without them\n" in text_to("a", scene)
     assert [(event["kind"], event["rank"]) for _, event in scene.events] == [("failed", 2), ("failed", 3)]
-    assert scene.come("new b") == [("new b", {"do": "wait"})]
-    scene.end("a", 0)
-    assert [(to, one["exit_code"]) for to, one in scene.said("end")] == [("a", 0)]
+    assert scene.node_joined("new b") == [("new b", Wait())]
+    scene.ranks_ended("a", 0)
+    assert [(to, one.exit_code) for to, one in scene.sent(EndJob)] == [("a", 0)]
 
 
 @pytest.mark.parametrize("expendable", [(2,), (2, 3)])
 def test_a_lost_machine_with_another_rank_or_all_that_may_go_ends_all(expendable: tuple[int, ...]) -> None:
     scene = scene_with_expendable(*expendable)
-    scene.coordinator.go("b", scene.now, "is gone")
-    assert [to for to, _ in scene.said("stop")] == ["a"]
+    scene.coordinator.node_lost("b", scene.now, "is gone")
+    assert [to for to, _ in scene.sent(StopAttempt)] == ["a"]
 
 
 def test_an_elastic_job_grows_and_restarts_with_all_that_it_lost() -> None:
     scene = scene_with_expendable(1, 2, 3, nodes=(1, 2))
-    scene.coordinator.go("b", scene.now, "is gone")
-    assert scene.said("stop") == []
-    scene.come("new b")
+    scene.coordinator.node_lost("b", scene.now, "is gone")
+    assert scene.sent(StopAttempt) == []
+    scene.node_joined("new b")
     assert [event["kind"] for _, event in scene.events] == ["stop"], "the ranks save for the machine that has come"
-    scene.end("a", 0, has_stopped=True)
+    scene.ranks_ended("a", 0, has_stopped=True)
     assert scene.starts() == {"a": (1, 0, 4), "new b": (1, 2, 4)}
-    scene.coordinator.may_lose(0, [2, 3])
-    assert scene.fail("new b", 1, ValueError("boom"), 2) != [], "an attempt declares anew who may go"
+    scene.coordinator.set_optional_ranks(0, [2, 3])
+    assert scene.rank_failed("new b", 1, ValueError("boom"), 2) != [], "an attempt declares anew who may go"
     assert scene.coordinator.phase is Phase.STOPPING

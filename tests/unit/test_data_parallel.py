@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.place.calls import place
-from rankwise.parallel.threads import data_parallel
+from rankwise.parallel.data_parallel import data_parallel
+from rankwise.parallel.place.place import place
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]

@@ -11,13 +11,12 @@ import pytest
 
 from rankwise.cli.doctor import as_json, as_text
 from rankwise.doctor import checks
-from rankwise.doctor.across import clock_ahead
 from rankwise.doctor.checks import SHARED_MEMORY, Finding, judge
 from rankwise.doctor.examine import Examination
 from rankwise.doctor.facts import (
     Across,
+    ExaminedJob,
     Facts,
-    Job,
     Machine,
     Timing,
     across_from_json,
@@ -25,7 +24,8 @@ from rankwise.doctor.facts import (
     machine_from_json,
     machine_to_json,
 )
-from rankwise.network import Interface, Route
+from rankwise.doctor.joint_facts import clock_ahead
+from rankwise.world.network import Interface, Route
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ MACHINE = Machine(
 ROUTE = Route(interface="eth0", local_address="10.0.0.2", remote_address="10.0.0.1")
 
 
-def job(ranks_per_host: tuple[int, ...] = (2, 2), **more: Any) -> Job:
+def job(ranks_per_host: tuple[int, ...] = (2, 2), **more: Any) -> ExaminedJob:
     """Return a job in which nothing is wrong."""
     places = [(host, local) for host, count in enumerate(ranks_per_host) for local in range(count)]
     ranks = []
@@ -74,24 +74,24 @@ def job(ranks_per_host: tuple[int, ...] = (2, 2), **more: Any) -> Job:
                 across=across,
             )
         )
-    return Job(ranks=tuple(ranks), **more)
+    return ExaminedJob(ranks=tuple(ranks), **more)
 
 
-def changed(whole: Job, rank: int, **machine: Any) -> Job:
+def changed(whole: ExaminedJob, rank: int, **machine: Any) -> ExaminedJob:
     """Return ``whole`` with another machine under one rank."""
     ranks = list(whole.ranks)
     ranks[rank] = replace(ranks[rank], machine=replace(ranks[rank].machine, **machine))
     return replace(whole, ranks=tuple(ranks))
 
 
-def across(whole: Job, rank: int, **found: Any) -> Job:
+def across(whole: ExaminedJob, rank: int, **found: Any) -> ExaminedJob:
     """Return ``whole`` with something else found by one rank."""
     ranks = list(whole.ranks)
     ranks[rank] = replace(ranks[rank], across=replace(ranks[rank].across or Across(), **found))
     return replace(whole, ranks=tuple(ranks))
 
 
-def bad(whole: Job) -> list[tuple[str, str, str]]:
+def bad(whole: ExaminedJob) -> list[tuple[str, str, str]]:
     """Return check, level and words of what is not ok; each says what to do."""
     found = [finding for finding in judge(whole) if finding.level != "ok"]
     assert all(finding.do for finding in found)
@@ -107,7 +107,7 @@ def test_nothing_is_said_against_a_sound_job(ranks_per_host: tuple[int, ...]) ->
 
 
 TWO_HOSTS = job()
-SICK: list[tuple[Job, tuple[str, str, str]]] = [
+SICK: list[tuple[ExaminedJob, tuple[str, str, str]]] = [
     (
         changed(TWO_HOSTS, 3, versions={**MACHINE.versions, "torch": "2.12.1"}),
         ("versions", "error", "torch differs: ranks 0-2: 2.13.0; rank 3: 2.12.1"),
@@ -204,7 +204,7 @@ SICK: list[tuple[Job, tuple[str, str, str]]] = [
 
 
 @pytest.mark.parametrize(("whole", "expected"), SICK, ids=[words for _, (_, _, words) in SICK])
-def test_what_is_wrong_is_found_and_nothing_else(whole: Job, expected: tuple[str, str, str]) -> None:
+def test_what_is_wrong_is_found_and_nothing_else(whole: ExaminedJob, expected: tuple[str, str, str]) -> None:
     assert bad(whole) == [expected]
 
 
@@ -220,12 +220,12 @@ def test_what_is_wrong_is_found_and_nothing_else(whole: Job, expected: tuple[str
         changed(job((1,)), 0, own_name_addresses=("127.0.1.1",)),
     ],
 )
-def test_what_only_looks_wrong_is_let_be(whole: Job) -> None:
+def test_what_only_looks_wrong_is_let_be(whole: ExaminedJob) -> None:
     assert bad(whole) == []
 
 
 def test_every_check_can_find_something_or_only_tells() -> None:
-    telling: set[Callable[[Job], list[Finding]]] = {checks.store}
+    telling: set[Callable[[ExaminedJob], list[Finding]]] = {checks.store}
     silent = {
         check.__name__
         for check in set(checks.CHECKS) - telling

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher_variables import ALONE, GOLDEN, HYDRA, OPENMPI, OWN, PLAIN, SLURM, TORCHRUN, facts, golden
 
-from rankwise import environments
-from rankwise.environments.table import TABLE, read
 from rankwise.errors import ConfigurationError, EnvironmentConflict
+from rankwise.world import environments
+from rankwise.world.environments.table import TABLE, read
 
 if TYPE_CHECKING:
-    from rankwise.environments.reading import Reading
+    from rankwise.world.environments.reading import Reading
 
 
 def read_golden(name: str) -> list[Reading]:
@@ -228,8 +228,8 @@ def test_hydra_s_proxy_is_looked_for_among_the_processes_above(
         monkeypatch.setenv(name, value)
     own_parent = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1]
     name = Path(f"/proc/{own_parent}/comm").read_text().strip()
-    monkeypatch.setattr("rankwise.environments.process.HYDRA_PROXY", name)
+    monkeypatch.setattr("rankwise.world.environments.process.HYDRA_PROXY", name)
     assert (environments.read_process().job_key or "").startswith(f"mpich-{own_parent}-")
-    monkeypatch.setattr("rankwise.environments.process.HYDRA_PROXY", "no such process")
+    monkeypatch.setattr("rankwise.world.environments.process.HYDRA_PROXY", "no such process")
     with pytest.raises(ConfigurationError, match="cannot be found"):
         environments.read_process()

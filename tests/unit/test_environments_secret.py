@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 from launcher_variables import HYDRA, OPENMPI, OWN, PLAIN, SLURM, TORCHRUN
 
-from rankwise.environments.arguments import explicit
-from rankwise.environments.table import read
 from rankwise.errors import ConfigurationError
+from rankwise.world.environments.arguments import explicit
+from rankwise.world.environments.table import read
 
 SECRET = "correct horse battery staple"  # noqa: S105 - of no job
 

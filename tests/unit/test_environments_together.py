@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 from launcher_variables import ALONE, HYDRA, OPENMPI, PLAIN, SLURM, TORCHRUN, facts, golden
 
-from rankwise.environments import slurm
-from rankwise.environments.table import TABLE, read
 from rankwise.errors import ConfigurationError, EnvironmentConflict
+from rankwise.world.environments import slurm
+from rankwise.world.environments.table import TABLE, read
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from launcher_variables import HYDRA, OPENMPI, OWN, PLAIN, SLURM, TORCHRUN
 
-from rankwise.environments.table import read
 from rankwise.errors import ConfigurationError
+from rankwise.world.environments.table import read
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rankwise.events import EXPENDABLE_KEY, WORLDS_KEY, key_of
-from rankwise.launch.event_logs import EventLogs
+from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, key_of
+from rankwise.launch.controller.attempt_keys import EventLogs
 from rankwise.store.keys import Keys
 
 WORLDS = ["attempt/2/", "attempt/2/join/1/", "attempt/2/join/2/"]
@@ -52,10 +52,10 @@ def test_every_world_hears_of_everything_once() -> None:
 
 def test_who_may_go_is_declared_anew_in_each_world() -> None:
     job = _Job()
-    assert job.logs.expendable() == []
+    assert job.logs.optional_ranks() == []
     job.set(WORLDS[0] + EXPENDABLE_KEY, "[1, 2]")
-    assert job.logs.expendable() == [1, 2]
+    assert job.logs.optional_ranks() == [1, 2]
     job.set(WORLDS[0] + WORLDS_KEY, "1")
-    assert job.logs.expendable() == []
+    assert job.logs.optional_ranks() == []
     job.set(WORLDS[1] + EXPENDABLE_KEY, "[2]")
-    assert job.logs.expendable() == [2]
+    assert job.logs.optional_ranks() == [2]

@@ -14,13 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankwise.exchange import futex
-from rankwise.exchange.mapping import PAGE_BYTES, Mapping, rounded_up
-from rankwise.exchange.marks import Marks
-from rankwise.exchange.protocol import LaneSize
-from rankwise.exchange.reducing import can_reduce, reduce_into, weighted_sum_into
-from rankwise.exchange.results import Results
-from rankwise.exchange.shared_lane import Layout, lay_out
+from rankwise.comm.backends.counters import SYSCALL_NUMBER, Counters, sleep_while, wake
+from rankwise.comm.backends.mapping import PAGE_BYTES, Mapping, rounded_up
+from rankwise.comm.backends.protocol import ChannelSize
+from rankwise.comm.backends.reducing import can_reduce, reduce_into, weighted_sum_into
+from rankwise.comm.backends.shared_channel import ChannelLayout, lay_out
+from rankwise.comm.backends.tensor_memory import ResultMemory
 
 CPU = torch.device("cpu")
 
@@ -75,31 +74,62 @@ def test_a_sleeper_wakes_when_the_word_changes() -> None:
 
     def sleep() -> None:
         while mapping.words[64] == 0:
-            futex.sleep_while(place, 0, 30.0)
+            sleep_while(place, 0, 30.0)
         woken.append(time.monotonic())
 
     thread = threading.Thread(target=sleep)
     thread.start()
     mapping.words[64] = 1
-    futex.wake(place)
+    wake(place)
     thread.join(10)
     assert woken
-    futex.sleep_while(place, 0, 30.0)  # returns at once: the word is another already
+    sleep_while(place, 0, 30.0)  # returns at once: the word is another already
     mapping.settle()
+
+
+def _word_slept_on(thread: threading.Thread) -> int | None:
+    """Return the word of memory that a thread sleeps on in the kernel. Source: proc_pid_syscall(5)."""
+    number, *arguments = Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split()
+    return int(arguments[0], 16) if number == str(SYSCALL_NUMBER) else None
+
+
+@pytest.mark.parametrize("poster", [0, 2], ids=["first", "last"])
+def test_posting_wakes_who_sleeps_on_a_mark(poster: int) -> None:
+    """A sleeper that is not woken would go on when its time is over, and everything would be ten times slower."""
+    mapping = Mapping.create(PAGE_BYTES)
+    counters = [Counters(mapping, 256, rank, 3) for rank in range(3)]
+    words = counters[1]._addresses
+    for other in {0, 1, 2} - {poster}:
+        counters[other].post(1)
+    thread = threading.Thread(target=counters[1].sleep_until, args=(1, 3600.0))
+    thread.start()
+    try:
+        # Python's own lock is a word that threads sleep on, too.
+        while (word := _word_slept_on(thread)) not in words:
+            assert thread.is_alive(), "it returned before anything was posted"
+        assert word == words[poster]
+        counters[poster].post(1)
+        thread.join(10)
+        assert not thread.is_alive()
+    finally:
+        for word in words:
+            wake(word)
+        thread.join(10)
+        mapping.settle()
 
 
 def test_marks_tell_who_is_behind() -> None:
     mapping = Mapping.create(PAGE_BYTES)
-    marks = [Marks(mapping, 256, rank, 3) for rank in range(3)]
-    marks[0].post(2)
-    marks[2].post(1)
-    assert not marks[0].reach(1)
-    assert marks[0].last(1) == 1
-    marks[1].post(1)
-    assert marks[0].reach(1)
-    assert marks[0].last(1) is None
-    assert marks[1].last(2) == 2
-    marks[0].sleep_until(1, 30.0)  # nobody is behind: returns at once
+    counters = [Counters(mapping, 256, rank, 3) for rank in range(3)]
+    counters[0].post(2)
+    counters[2].post(1)
+    assert not counters[0].reach(1)
+    assert counters[0].last(1) == 1
+    counters[1].post(1)
+    assert counters[0].reach(1)
+    assert counters[0].last(1) is None
+    assert counters[1].last(2) == 2
+    counters[0].sleep_until(1, 30.0)  # nobody is behind: returns at once
     mapping.settle()
 
 
@@ -114,13 +144,13 @@ def test_parts_of_lanes_overlap_only_where_it_is_known(
     *, sizes: list[tuple[int, int]], num_ranks: int, slices: int | None, dtype: torch.dtype
 ) -> None:
     num_slices = None if slices is None else min(slices, num_ranks)
-    layouts = [Layout(LaneSize(numel, flags, dtype, CPU), num_ranks, num_slices) for numel, flags in sizes]
+    layouts = [ChannelLayout(ChannelSize(numel, flags, dtype, CPU), num_ranks, num_slices) for numel, flags in sizes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rankwise.exchange.shared_lane.ARENA_BYTES", 4096)
+        patch.setattr("rankwise.comm.backends.shared_channel.ARENA_BYTES", 4096)
         arenas, arena_bytes = lay_out(layouts, PAGE_BYTES)
     end = PAGE_BYTES
     for layout, (numel, flags) in zip(layouts, sizes, strict=True):
-        control = [(layout.marks(number), 64 * num_ranks) for number in range(3)]
+        control = [(layout.counters(number), 64 * num_ranks) for number in range(3)]
         control += [(layout.header(rank), 24 + flags) for rank in range(num_ranks)]
         control += [(layout.tail, 8 * (1 + flags))]
         end = _one_after_the_other(control, end)
@@ -151,7 +181,7 @@ def _one_after_the_other(parts: list[tuple[int, int]], start: int) -> int:
 
 
 def test_memory_of_a_large_result_is_used_again_when_its_tensor_is_gone() -> None:
-    results = Results()
+    results = ResultMemory()
     like = torch.empty(0, dtype=torch.float32)
     first = results.empty((2**20,), like)
     place = first.data_ptr()
@@ -169,7 +199,7 @@ def test_memory_of_a_large_result_is_used_again_when_its_tensor_is_gone() -> Non
 
 
 def test_no_more_memory_lies_idle_than_said() -> None:
-    results = Results()
+    results = ResultMemory()
     like = torch.empty(0, dtype=torch.uint8)
     for num_bytes in (2**20, 2**21, 2**22, 2**28):
         results.empty((num_bytes,), like)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
-from rankwise import events
 from rankwise.errors import PeerFailed, PeerMissing, RankwiseError
-from rankwise.stopping import Stopping
-from rankwise.store import Store
+from rankwise.health import event_log
+from rankwise.health.failure_detector import FailureDetector
+from rankwise.health.preemption import Preemption
 from rankwise.store.opening import serve
-from rankwise.watch import Watch
-from rankwise.world import World
+from rankwise.store.values import Store, StoreLost
+from rankwise.world.facts import World
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -30,7 +30,7 @@ ALL_READ_SECONDS = 20.0
 
 
 @contextmanager
-def following(*log: Event | list[int]) -> Generator[Watch]:
+def following(*log: Event | list[int]) -> Generator[FailureDetector]:
     """Rank 0 of 4, which has read events; a list of ranks stands for their being declared expendable."""
     store, _ = serve(secret=b"of this test")
     world = World(
@@ -45,40 +45,40 @@ def following(*log: Event | list[int]) -> Generator[Watch]:
         hostname="here",
         source="test",
     )
-    watch = Watch(store, world, timeout_seconds=30.0)
+    detector = FailureDetector(store, world, timeout_seconds=30.0)
     try:
         for one in log:
             if isinstance(one, list):
-                events.post_expendable(store, one)
+                event_log.post_expendable(store, one)
             else:
-                events.post(store, one)
-        number = events.post(store, {"kind": "nothing", "rank": None})
-        with watch._changed:
-            assert watch._changed.wait_for(lambda: watch._next_event > number, ALL_READ_SECONDS)
-        yield watch
+                event_log.post(store, one)
+        number = event_log.post(store, {"kind": "nothing", "rank": None})
+        with detector.changed:
+            assert detector.changed.wait_for(lambda: detector.next_event > number, ALL_READ_SECONDS)
+        yield detector
     finally:
-        watch.leave(wait_for_peers=False)
-        watch._store.close()
+        detector.leave(wait_for_peers=False)
+        detector.store.close()
         store.close()
 
 
 @pytest.mark.parametrize("event", [FAILED, ENDED, BROKEN], ids=lambda event: event["kind"])
 def test_one_that_may_go_is_noted_and_only_what_it_never_came_to_raises(event: Event) -> None:
-    with following([1, 2, 3], event) as watch:
-        assert [watch.departed(rank) for rank in range(4)] == [False, False, True, False]
-        assert (watch.error, watch.has_lost_ranks) == (None, True)
-        with_it, without_it = (watch.record.open_channel(ranks) for ranks in ([0, 2], [0, 1]))
-        for channel in (0, with_it):
-            pointless = watch._why_pointless(watch.ticket("barrier()", channel))
+    with following([1, 2, 3], event) as detector:
+        assert [detector.departed(rank) for rank in range(4)] == [False, False, True, False]
+        assert (detector.error, detector.has_lost_ranks) == (None, True)
+        with_it, without_it = (detector.recorder.new_exchange_id(ranks) for ranks in ([0, 2], [0, 1]))
+        for exchange_id in (0, with_it):
+            pointless = detector.failure_blocking(detector.ticket("barrier()", exchange_id))
             assert isinstance(pointless, PeerFailed | PeerMissing)
             assert (pointless.rank,) == (2,) if isinstance(pointless, PeerFailed) else pointless.ranks == (2,)
-        assert watch._why_pointless(watch.ticket("barrier()", without_it)) is None
-        assert watch.error is None, "groups without it go on"
+        assert detector.failure_blocking(detector.ticket("barrier()", without_it)) is None
+        assert detector.error is None, "groups without it go on"
 
 
 def test_one_that_fails_after_the_others_have_left_is_noted() -> None:
-    with following([2, 3], {"kind": "left", "rank": 3, "counts": []}, FAILED) as watch:
-        assert (watch.error, watch.has_lost_ranks) == (None, True)
+    with following([2, 3], {"kind": "left", "rank": 3, "counts": []}, FAILED) as detector:
+        assert (detector.error, detector.has_lost_ranks) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -94,23 +94,57 @@ def test_one_that_fails_after_the_others_have_left_is_noted() -> None:
     ],
 )
 def test_any_other_failure_is_everyones_error(log: list[Event | list[int]]) -> None:
-    with following(*log) as watch:
-        assert isinstance(watch.error, RankwiseError)
+    with following(*log) as detector:
+        assert isinstance(detector.error, RankwiseError)
 
 
 def test_a_declaration_is_made_once_and_adds_to_the_one_before() -> None:
     store = Store(dist.HashStore())
     for ranks in ([2, 1], [1, 2], [2], [3]):
-        events.post_expendable(store, ranks)
+        event_log.post_expendable(store, ranks)
     assert [event["ranks"] for event in log_of(store)] == [[1, 2], [1, 2, 3]]
-    assert json.loads(store.get(events.EXPENDABLE_KEY, 1.0)) == [1, 2, 3]
+    assert json.loads(store.get(event_log.EXPENDABLE_KEY, 1.0)) == [1, 2, 3]
+
+
+class EndsAfterWrites(dist.HashStore):
+    """Torch's store, to which the connection ends after so many writes."""
+
+    def __init__(self, num_writes: int) -> None:
+        super().__init__()
+        self.num_writes = num_writes
+
+    def set(self, key: str, value: str) -> None:
+        self._count()
+        super().set(key, value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._count()
+        return super().compare_set(key, expected, desired)
+
+    def _count(self) -> None:
+        if self.num_writes == 0:
+            raise dist.DistNetworkError("Broken pipe")
+        self.num_writes -= 1
+
+
+def test_who_dies_amid_a_declaration_has_told_the_ranks_before_the_launcher() -> None:
+    # The launcher would go on without ranks whose failure the others still take for the end of the job.
+    connection = EndsAfterWrites(1)
+    store = Store(connection)
+    with pytest.raises(StoreLost):
+        event_log.post_expendable(store, [1, 2])
+    assert [event["ranks"] for event in log_of(store)] == [[1, 2]]
+    assert not store.check(event_log.EXPENDABLE_KEY)
+    connection.num_writes = 100
+    event_log.post_expendable(store, [1, 2])
+    assert json.loads(store.get(event_log.EXPENDABLE_KEY, 1.0)) == [1, 2]
 
 
 def log_of(store: Store) -> list[Event]:
     """Return the events of a log."""
     found: list[Event] = []
-    while store.check(events.key_of(len(found) + 1)):
-        found.append(json.loads(store.get(events.key_of(len(found) + 1), 1.0)))
+    while store.check(event_log.key_of(len(found) + 1)):
+        found.append(json.loads(store.get(event_log.key_of(len(found) + 1), 1.0)))
     return found
 
 
@@ -118,19 +152,19 @@ class Rank:
     """One rank's part in stopping, which reads the log when it is told to."""
 
     def __init__(self, store: Store, rank: int, num_passed: int) -> None:
-        self.stopping = Stopping(rank=rank, world_size=3, store=store, timeout_seconds=5.0)
+        self.preemption = Preemption(rank=rank, world_size=3, store=store, timeout_seconds=5.0)
         self._store = store
         self._num_read = 0
         for _ in range(num_passed):
-            assert not self.stopping.is_here()
+            assert not self.preemption.is_here()
 
     def read(self, number: int) -> None:
         """Take in as many events, as the watch does where rank 2 may go."""
         for event in log_of(self._store)[self._num_read : self._num_read + number]:
             self._num_read += 1
-            self.stopping.read(self._store, event, self._num_read + 1)
+            self.preemption.read(self._store, event, self._num_read + 1)
             if event["kind"] == "failed":
-                self.stopping.lose(self._store, event["rank"], self._num_read + 1)
+                self.preemption.lose(self._store, event["rank"], self._num_read + 1)
 
 
 @pytest.mark.parametrize("order", sorted(set(itertools.permutations([0, 0, 1, 1]))))
@@ -139,12 +173,12 @@ def test_all_that_are_there_agree_where_to_stop(dies: str, order: tuple[int, ...
     store = Store(dist.HashStore())
     ranks = [Rank(store, rank, num_passed) for rank, num_passed in enumerate([4, 5, 9])]
     if dies == "before it is asked":
-        events.post(store, FAILED)
-    events.post_stop(store, reason="the test")
+        event_log.post(store, FAILED)
+    event_log.post_stop(store, reason="the test")
     if dies == "after it has counted":
         ranks[2].read(1)
     if dies != "before it is asked":
-        events.post(store, FAILED)
+        event_log.post(store, FAILED)
     for rank in order:
         ranks[rank].read(1)
     (boundary,) = [event["boundary"] for event in log_of(store) if event["kind"] == "stop_at"]
@@ -152,21 +186,21 @@ def test_all_that_are_there_agree_where_to_stop(dies: str, order: tuple[int, ...
     assert boundary in ((6, 10) if dies == "after it has counted" else (6,))
     for rank, num_passed in zip(ranks[:2], [4, 5], strict=True):
         rank.read(9)
-        assert [rank.stopping.is_here() for _ in range(7)].index(True) == boundary - num_passed - 1
+        assert [rank.preemption.is_here() for _ in range(7)].index(True) == boundary - num_passed - 1
 
 
 def test_ranks_that_step_at_their_own_pace_stop_alone_and_one_that_takes_no_steps_hears_of_it() -> None:
     store = Store(dist.HashStore())
     server, *workers = (Rank(store, rank, 0) for rank in range(3))
-    server.stopping.be_passive()
-    assert server.stopping.will_notice, "it is not told to save"
+    server.preemption.be_passive()
+    assert server.preemption.will_notice, "it is not told to save"
     for worker in workers:
-        worker.stopping.stop_alone()
-        assert not worker.stopping.is_here()
-    workers[0].stopping.ask("the test")
-    workers[0].stopping.is_here()
-    assert not server.stopping.is_asked
+        worker.preemption.stop_alone()
+        assert not worker.preemption.is_here()
+    workers[0].preemption.ask("the test")
+    workers[0].preemption.is_here()
+    assert not server.preemption.is_asked
     for rank in (server, *workers):
         rank.read(9)
-    assert server.stopping.is_asked
-    assert [worker.stopping.is_here() for worker in workers] == [True, True], "each at its own next boundary"
+    assert server.preemption.is_asked
+    assert [worker.preemption.is_here() for worker in workers] == [True, True], "each at its own next boundary"

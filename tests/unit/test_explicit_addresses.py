@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from launcher_variables import PLAIN, SLURM, TORCHRUN
 
-from rankwise.environments.arguments import explicit
 from rankwise.errors import ConfigurationError
+from rankwise.world.environments.arguments import explicit
 
 
 def test_explicit_addresses() -> None:

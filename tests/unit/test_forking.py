@@ -10,12 +10,12 @@ import warnings
 
 import pytest
 
-from rankwise import forking
+from rankwise.health import fork_safety
 
 
 def test_a_fork_waits_for_a_thread_at_work_and_its_child_finds_the_lock_free() -> None:
     lock = threading.Condition()
-    forking.hold_during_forks(lock)
+    fork_safety.hold_during_forks(lock)
     is_at_work, may_end = threading.Event(), threading.Event()
     steps: list[str] = []
 
@@ -26,7 +26,7 @@ def test_a_fork_waits_for_a_thread_at_work_and_its_child_finds_the_lock_free() -
             steps.append("the thread has ended its work")
 
     def child_exit_code() -> None:
-        with forking.threads_are_known():
+        with fork_safety.threads_are_known():
             pid = os.fork()
         if pid == 0:
             signal.alarm(20)
@@ -52,16 +52,16 @@ def test_a_fork_waits_for_a_thread_at_work_and_its_child_finds_the_lock_free() -
 
 def test_a_lock_that_has_gone_is_forgotten() -> None:
     lock = threading.Condition()
-    forking.hold_during_forks(lock)
-    number = len(forking._locks)
+    fork_safety.hold_during_forks(lock)
+    number = len(fork_safety._locks)
     del lock
-    assert len(forking._locks) == number - 1
+    assert len(fork_safety._locks) == number - 1
 
 
 def test_python_s_warning_is_left_out_and_no_other() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with forking.threads_are_known():
+        with fork_safety.threads_are_known():
             text = "This process (pid=7) is multi-threaded, use of fork() may lead to deadlocks in the child."
             warnings.warn(text, DeprecationWarning, stacklevel=1)
             with pytest.raises(DeprecationWarning):

@@ -11,9 +11,9 @@ import torch
 from small_datasets import Counting, flat, joined
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, WeightedRandomSampler
 
-from rankwise.data.given_order import GivenOrder
 from rankwise.data.loader import DataLoader
 from rankwise.data.sampler import ShardedSampler
+from rankwise.data.sampler_order import GivenOrder
 from rankwise.errors import ConfigurationError, DatasetError
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -93,41 +93,6 @@ assert "horovod" not in sys.modules
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_process_that_is_started_afresh_has_it_too(tmp_path: Path) -> None:
-    program = """
-import multiprocessing
-if __name__ == "__main__":
-    from rankwise.compat.horovod.alias import provide
-    provide()
-import horovod.torch as hvd
-
-def tell(pipe):
-    pipe.send(hvd.__name__)
-
-if __name__ == "__main__":
-    for method in ("spawn", "forkserver"):
-        context = multiprocessing.get_context(method)
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=tell, args=(theirs,))
-        process.start()
-        print(ours.recv())
-        process.join()
-"""
-    ended = run(program, tmp_path)
-    assert ended.stdout == "rankwise.compat.horovod\n" * 2, ended.stderr
-
-
-def test_nothing_happens_unless_it_is_asked_for(tmp_path: Path) -> None:
-    program = """
-import sys
-finders, path = list(sys.meta_path), list(sys.path)
-import rankwise.compat.horovod
-assert (sys.meta_path, sys.path) == (finders, path)
-import horovod
-"""
-    assert "ModuleNotFoundError: No module named 'horovod'" in run(program, tmp_path).stderr
-
-
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
@@ -146,16 +111,6 @@ def test_what_is_not_offered_names_what_is(tmp_path: Path, name: str, instead: s
     ended = run(PROVIDE + f"import {name}", tmp_path)
     assert f"has no {name.removesuffix('.keras').removesuffix('spark.torch').removesuffix('.runner')}" in ended.stderr
     assert instead in ended.stderr
-
-
-def test_a_real_horovod_is_not_hidden(tmp_path: Path) -> None:
-    (tmp_path / "horovod").mkdir()
-    assert run(PROVIDE + "import horovod.torch", tmp_path).returncode == 0, "a mere folder counts for nothing"
-    (tmp_path / "horovod" / "__init__.py").write_text("")
-    for before, found in (("", "it is installed: "), ("import horovod\n", "it has been imported from ")):
-        ended = run(before + PROVIDE, tmp_path)
-        assert f"{found}{tmp_path}/horovod/__init__.py" in ended.stderr
-        assert "import rankwise.compat.horovod as hvd" in ended.stderr
 
 
 def test_a_real_horovod_is_not_hidden_by_the_path_that_commands_are_given(tmp_path: Path) -> None:
@@ -183,33 +138,3 @@ def test_a_real_horovod_is_not_hidden_by_the_path_that_commands_are_given(tmp_pa
         timeout=50,
     )
     assert "this Python lacks rankwise: install it for" in without.stderr
-
-
-def test_a_script_runs_as_under_python(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(
-        "import sys, os, horovod.torch as hvd\n"
-        "print(sys.argv, __name__, os.path.basename(__file__), sys.path[0], hvd.__name__)\n"
-    )
-    for words in (["program.py"], ["-m", "program"]):
-        ended = subprocess.run(
-            [sys.executable, "-W", "error", "-m", "rankwise.compat.horovod", *words, "--lr", "-m"],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-        )
-        argv0 = "program.py" if words[0] == "program.py" else str(tmp_path / "program.py")
-        expected = f"{[argv0, '--lr', '-m']} __main__ program.py {tmp_path} rankwise.compat.horovod\n"
-        assert ended.stdout == expected, ended.stderr
-
-
-def test_a_script_that_is_not_there_is_told_in_words(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "rankwise.compat.horovod", "nowhere.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("ConfigurationError: There is no script 'nowhere.py'.\n")

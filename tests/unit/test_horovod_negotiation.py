@@ -5,30 +5,30 @@ from __future__ import annotations
 
 import json
 
-from rankwise.compat.horovod.negotiation import (
+from rankwise.compat.horovod.negotiation.request import HAS_JOINED, LEAVES, POLLS, WAITS, OperationRequest
+from rankwise.compat.horovod.negotiation.set_decisions import (
     HAS_LEFT,
     RUNS,
-    Event,
+    EventOutcome,
     Negotiation,
-    Outcome,
+    WaitEvent,
     event_from_json,
     event_to_json,
 )
-from rankwise.compat.horovod.request import HAS_JOINED, LEAVES, POLLS, WAITS, Request
 
 SETS = {0: (0, 1, 2, 3), 1: (0, 1), 2: (1, 2), 3: (3,)}
 
 
-def asked(set_id: int, name: str) -> Request:
-    return Request(kind="barrier", name=name, set_id=set_id)
+def asked(set_id: int, name: str) -> OperationRequest:
+    return OperationRequest(kind="barrier", name=name, set_id=set_id)
 
 
-def waits(rank: int, set_id: int, name: str, *others: Request, mode: int = WAITS) -> Event:
+def waits(rank: int, set_id: int, name: str, *others: OperationRequest, mode: int = WAITS) -> WaitEvent:
     requests = (asked(set_id, name), *others)
-    return Event(rank=rank, mode=mode, awaited=(set_id, name), words=f"waits for {name}", requests=requests)
+    return WaitEvent(rank=rank, mode=mode, awaited=(set_id, name), waits_text=f"waits for {name}", requests=requests)
 
 
-def names(outcome: Outcome) -> list[str]:
+def names(outcome: EventOutcome) -> list[str]:
     return [decision.request.name for decision in outcome.decisions]
 
 
@@ -62,7 +62,7 @@ def test_polls_end_when_the_set_waits() -> None:
     known.apply(waits(1, 2, "y"), SETS)
     assert not known.waits(0)
     assert known.waits(1)
-    known.apply(Event(rank=0, mode=POLLS, awaited=(1, "x")), SETS)
+    known.apply(WaitEvent(rank=0, mode=POLLS, awaited=(1, "x")), SETS)
     assert not known.waits(0), "rank 1 waits still"
     assert names(known.apply(waits(2, 2, "y"), SETS)) == ["y"]
 
@@ -84,7 +84,7 @@ def test_a_circle_of_ranks_is_found_while_others_compute() -> None:
 def test_who_waits_for_a_rank_that_has_left_is_told() -> None:
     known = Negotiation(4)
     known.apply(waits(1, 1, "a"), SETS)
-    outcome = known.apply(Event(rank=0, mode=LEAVES, words="has come to the end"), SETS)
+    outcome = known.apply(WaitEvent(rank=0, mode=LEAVES, waits_text="has come to the end"), SETS)
     assert outcome.stuck == {1}
     assert "rank 0: has come to the end" in str(outcome.error)
     assert known.apply(waits(1, 0, "b"), SETS).stuck == {1}
@@ -92,21 +92,21 @@ def test_who_waits_for_a_rank_that_has_left_is_told() -> None:
 
 def test_a_rank_that_leaves_stays_for_what_others_may_come_to() -> None:
     known = Negotiation(4)
-    known.apply(Event(rank=0, mode=LEAVES, requests=(asked(1, "a"), asked(0, "all"))), SETS)
+    known.apply(WaitEvent(rank=0, mode=LEAVES, requests=(asked(1, "a"), asked(0, "all"))), SETS)
     assert known.waits(0)
     assert names(known.apply(waits(1, 1, "a"), SETS)) == ["a"]
     assert known.waits(0), "'all' may come"
     for rank in (1, 2, 3):
-        known.apply(Event(rank=rank, mode=LEAVES), SETS)
+        known.apply(WaitEvent(rank=rank, mode=LEAVES), SETS)
     assert not known.waits(0)
 
 
 def test_joined_ranks_count_in_all_their_sets_until_all_have_joined() -> None:
     known = Negotiation(4)
-    known.apply(Event(rank=1, mode=HAS_JOINED), SETS)
+    known.apply(WaitEvent(rank=1, mode=HAS_JOINED), SETS)
     assert names(known.apply(waits(0, 1, "a"), SETS)) == ["a"]
     assert known.joined() == {1}
-    outcomes = [known.apply(Event(rank=rank, mode=HAS_JOINED), SETS) for rank in (0, 2, 3)]
+    outcomes = [known.apply(WaitEvent(rank=rank, mode=HAS_JOINED), SETS) for rank in (0, 2, 3)]
     assert [outcome.has_all_joined for outcome in outcomes] == [False, False, True]
     assert not any(known.waits(rank) for rank in range(4))
 
@@ -114,18 +114,18 @@ def test_joined_ranks_count_in_all_their_sets_until_all_have_joined() -> None:
 def test_what_was_given_up_is_not_decided() -> None:
     known = Negotiation(4)
     known.apply(waits(0, 1, "a"), SETS)
-    known.apply(Event(rank=0, mode=RUNS), SETS)
-    known.apply(Event(rank=0, mode=WAITS, awaited=(0, "b"), requests=(asked(0, "b"),), dropped=((1, "a"),)), SETS)
+    known.apply(WaitEvent(rank=0, mode=RUNS), SETS)
+    known.apply(WaitEvent(rank=0, mode=WAITS, awaited=(0, "b"), requests=(asked(0, "b"),), dropped=((1, "a"),)), SETS)
     assert known.apply(waits(1, 1, "a"), SETS).stuck == {0, 1}
 
 
 def test_events_survive_json() -> None:
-    event = Event(
+    event = WaitEvent(
         rank=2,
         mode=HAS_LEFT,
         awaited=(1, "a"),
-        words="w",
-        requests=(Request(kind="allreduce", name="a", set_id=1, dtypes=("float32",), shapes=((2, 3),)),),
+        waits_text="w",
+        requests=(OperationRequest(kind="allreduce", name="a", set_id=1, dtypes=("float32",), shapes=((2, 3),)),),
         dropped=((0, "b"),),
     )
     assert event_from_json(json.loads(json.dumps(event_to_json(event)))) == event

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from rankwise.compat.horovod.settings import Settings, read
+from rankwise.compat.horovod.settings import HorovodSettings, read
 from rankwise.errors import ConfigurationError
 
 
@@ -23,15 +23,15 @@ def test_what_has_a_meaning_here_is_honoured() -> None:
         "PATH": "/bin",
     }
     without_effect = ("HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE")
-    assert read(given, has_joined=False) == Settings(
+    assert read(given, has_joined=False) == HorovodSettings(
         log_level=logging.WARNING, limit_seconds=90.0, interface="eth0", without_effect=without_effect
     )
     late = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_IFACE", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_TIMELINE")
-    assert read(given, has_joined=True) == Settings(log_level=logging.WARNING, without_effect=late)
+    assert read(given, has_joined=True) == HorovodSettings(log_level=logging.WARNING, without_effect=late)
 
 
 def test_no_limit_is_no_limit() -> None:
-    assert read({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, has_joined=False) == Settings()
+    assert read({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, has_joined=False) == HorovodSettings()
 
 
 @pytest.mark.parametrize(

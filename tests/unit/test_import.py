@@ -20,11 +20,11 @@ LATER = (
     "multiprocessing.forkserver",
     "multiprocessing.popen_spawn_posix",
     "rankwise.cli",
-    "rankwise.launch.agent",
-    "rankwise.launch.output",
-    "rankwise.launch.server",
+    "rankwise.launch.agent.agent",
+    "rankwise.launch.agent.output",
+    "rankwise.launch.fork_server.fork_server",
     "rankwise.launch.start",
-    "rankwise.launch.worker",
+    "rankwise.launch.fork_server.worker",
     "rankwise.testing",
     "scipy",
     "sklearn",
@@ -112,8 +112,8 @@ def test_the_pure_modules_load_where_there_is_no_torch() -> None:
         "package = types.ModuleType('rankwise')\n"
         "package.__path__ = [sys.argv[1]]\n"
         "sys.modules['rankwise'] = package\n"
-        "import rankwise.errors, rankwise.world, rankwise.environments\n"
-        "import rankwise.data.permutation, rankwise.data.shards, rankwise.checkpoint.manifest\n"
+        "import rankwise.errors, rankwise.world, rankwise.world.environments\n"
+        "import rankwise.data.epoch_order, rankwise.data.shards, rankwise.checkpoint.manifest\n"
     )
     import rankwise
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rankwise.cli import _parser
-from rankwise.environments import read, read_process
+from rankwise.world.environments import read, read_process
 
 if TYPE_CHECKING:
     import pytest

@@ -8,9 +8,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from rankwise import last_call
-from rankwise.last_call import LENGTH_BYTES, LastCall
-from rankwise.record import MOST_NOTED, Record
+from rankwise.health import flight_recorder
+from rankwise.health.flight_recorder import LENGTH_BYTES, MOST_NOTED, FlightRecorder, LastCollective
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,38 +18,40 @@ if TYPE_CHECKING:
 def test_what_a_killed_process_had_begun_last_is_found(tmp_path: Path) -> None:
     path = str(tmp_path / "stack.last")
     script = (
-        "import os, sys; from rankwise.record import Record; from rankwise.last_call import LastCall\n"
-        "record = Record(LastCall(sys.argv[1]))\n"
-        "record.begin('a collective with a longer name')\n"
-        "record.begin('all_reduce')\n"
+        "import os, sys\n"
+        "from rankwise.health.flight_recorder import FlightRecorder\n"
+        "from rankwise.health.flight_recorder import LastCollective\n"
+        "recorder = FlightRecorder(LastCollective(sys.argv[1]))\n"
+        "recorder.begin('a collective with a longer name')\n"
+        "recorder.begin('all_reduce')\n"
         "os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", script, path], check=False).returncode == -9
-    found = last_call.read(path, time.time())
+    found = flight_recorder.read_last_collective(path, time.time())
     assert found.startswith("in or after all_reduce at ")
     assert found.endswith(" s before its end")
 
 
 def test_nothing_is_found_where_nothing_was_noted(tmp_path: Path) -> None:
-    assert last_call.read(str(tmp_path / "absent"), 0.0) == ""
+    assert flight_recorder.read_last_collective(str(tmp_path / "absent"), 0.0) == ""
     (tmp_path / "short").write_bytes(b"abc")
-    assert last_call.read(str(tmp_path / "short"), 0.0) == ""
-    LastCall(str(tmp_path / "empty"))
-    assert last_call.read(str(tmp_path / "empty"), 0.0) == ""
+    assert flight_recorder.read_last_collective(str(tmp_path / "short"), 0.0) == ""
+    LastCollective(str(tmp_path / "empty"))
+    assert flight_recorder.read_last_collective(str(tmp_path / "empty"), 0.0) == ""
 
 
 def test_a_rank_trains_without_where_there_is_no_file(tmp_path: Path) -> None:
-    assert last_call.opened("") is None
-    assert last_call.opened(str(tmp_path / "no folder" / "file")) is None
-    assert last_call.opened("/dev/full") is None
-    Record(None).begin("barrier()")
+    assert flight_recorder.open_last_collective("") is None
+    assert flight_recorder.open_last_collective(str(tmp_path / "no folder" / "file")) is None
+    assert flight_recorder.open_last_collective("/dev/full") is None
+    FlightRecorder(None).begin("barrier()")
 
 
 def test_words_of_any_length_and_number_are_noted(tmp_path: Path) -> None:
     path = tmp_path / "stack.last"
-    record = Record(LastCall(str(path)))
+    recorder = FlightRecorder(LastCollective(str(path)))
     for number in range(MOST_NOTED + 2):
-        record.begin(f"gather {number} " + "x" * 3 * LENGTH_BYTES)
-    found = last_call.read(str(path), time.time())
+        recorder.begin(f"gather {number} " + "x" * 3 * LENGTH_BYTES)
+    found = flight_recorder.read_last_collective(str(path), time.time())
     assert found.startswith(f"in or after gather {MOST_NOTED + 1} x")
     assert path.stat().st_size == LENGTH_BYTES

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING
 
@@ -11,9 +10,11 @@ import numpy as np
 import pytest
 
 from rankwise.errors import PeerFailed
-from rankwise.launch import failure, worker
-from rankwise.launch.failure import FailedAttempt
-from rankwise.launch.worker import threads_per_rank
+from rankwise.launch.fork_server import rank_setup
+from rankwise.launch.fork_server.rank_setup import threads_per_rank
+from rankwise.launch.messages import ReportFailure, decode, encode
+from rankwise.launch.report import exit_code, failure, failure_report
+from rankwise.launch.report.failure import FailedAttempt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,12 +26,24 @@ def _chained() -> RuntimeError:
     return error
 
 
+def _while_handling(first: Exception, error: Exception) -> Exception:
+    try:
+        try:
+            raise first
+        except type(first):
+            raise error  # noqa: B904 - as code in an except block that itself fails
+    except type(error) as raised:
+        return raised
+
+
 @pytest.mark.parametrize(
     ("error", "is_echo"),
     [
         (ValueError("boom"), False),
         (PeerFailed("rank 1 failed", rank=1), True),
         (_chained(), True),
+        (_while_handling(PeerFailed("rank 1 failed", rank=1), KeyError("state")), True),
+        (_while_handling(ValueError("boom"), KeyError("state")), False),
         (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("connection closed by peer"), False),
@@ -44,7 +57,7 @@ def test_the_first_failure_is_to_blame_and_echoes_are_not() -> None:
     echo = failure.from_exception(PeerFailed("rank 2 failed", rank=2), 0, 1)
     killed = failure.from_exit(2, -9, echo.time + 1)
     later = failure.from_exit(1, 1, echo.time + 2)
-    assert failure.by_blame([echo, later, killed]) == (killed, later, echo)
+    assert failure.causes_first([echo, later, killed]) == (killed, later, echo)
 
 
 class Odd(Exception):
@@ -93,8 +106,9 @@ def test_the_report_ends_with_the_first_traceback() -> None:
         stderr_tail=("unused",),
         log_path="l.err",
     )
-    assert failure.from_dict(json.loads(json.dumps(failure.to_dict(attempt)))) == attempt
-    assert failure.report(attempt) == (
+    message = ReportFailure(failed=attempt)
+    assert decode(encode(message), "a") == message
+    assert failure_report.whole(attempt) == (
         "[rankwise] [rank 1/5 on gpu-01] failed first: exit code 1\n"
         "[rankwise] its stderr is in l.err\n"
         "[rankwise] rank 0 then failed too: PeerFailed: rank 1 failed\n"
@@ -111,9 +125,9 @@ def test_those_that_failed_too_are_in_the_order_they_did_with_what_they_say() ->
     killed = failure.from_exit(4, -9, 1.0, at="in barrier")
     echoes = [failure.from_exception(PeerFailed("rank 2 failed", rank=2), rank, 1) for rank in (3, 0)]
     attempt = FailedAttempt(
-        attempt=0, world_size=7, failures=(first, killed, later, *echoes), ends={1: "left", 6: "left"}, borne=(4,)
+        attempt=0, world_size=7, failures=(first, killed, later, *echoes), ends={1: "left", 6: "left"}, tolerated=(4,)
     )
-    assert failure.report(attempt) == (
+    assert failure_report.whole(attempt) == (
         "[rankwise] [rank 2/7] failed: killed by SIGKILL, exit code 137; "
         "where nobody killed it, the machine was out of memory (see `dmesg`)\n"
         "[rankwise] it was last seen in all_reduce\n"
@@ -129,7 +143,7 @@ def test_the_report_of_a_signal_shows_the_last_lines() -> None:
     attempt = FailedAttempt(
         attempt=0, world_size=1, failures=(killed,), ends={}, hostname="here", stderr_tail=("one", "two")
     )
-    assert failure.report(attempt) == (
+    assert failure_report.whole(attempt) == (
         "[rankwise] [rank 0/1 on here] failed: killed by SIGKILL, exit code 137; "
         "where nobody killed it, the machine was out of memory (see `dmesg`)\n"
         "[rankwise] the last lines rank 0 wrote to stderr:\n"
@@ -139,8 +153,8 @@ def test_the_report_of_a_signal_shows_the_last_lines() -> None:
 
 
 def test_exit_codes_are_a_shells() -> None:
-    assert [failure.shell_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
-    assert failure.signal_name(64 + 63) == "signal 127"
+    assert [exit_code.shell_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
+    assert exit_code.signal_name(64 + 63) == "signal 127"
 
 
 @pytest.mark.parametrize(("ranks", "chosen", "expected"), [(1, None, 6), (4, None, 1), (2, None, 3), (9, None, 1)])
@@ -159,5 +173,5 @@ def test_numpy_draws_anew_in_a_rank() -> None:
     """Where something has imported numpy.random before the fork."""
     np.random.seed(0)  # noqa: NPY002 - the state that all of a program shares
     before = np.random.get_state()[1].tolist()  # noqa: NPY002
-    worker._reseed_numpy()
+    rank_setup._reseed_numpy()
     assert np.random.get_state()[1].tolist() != before  # noqa: NPY002

@@ -12,7 +12,7 @@ import pytest
 
 import rankwise as rw
 from rankwise.errors import ConfigurationError
-from rankwise.launch import by_value
+from rankwise.launch.function import pickling
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ class Twice(Exception):
     "error", [Plain("a", 1), Odd(3, "no"), Twice("of it"), KeyError("k"), OSError(2, "no such", "file"), SystemExit(3)]
 )
 def test_an_exception_comes_back_the_same(error: BaseException) -> None:
-    told = by_value.raised(error, "text")
+    told = pickling.raised(error, "text")
     assert told.pickled is not None
-    same = by_value.exception(told.pickled)
+    same = pickling.exception(told.pickled)
     assert type(same) is type(error)
     assert (str(same), same.args, vars(same)) == (str(error), error.args, vars(error))
 
@@ -86,7 +86,7 @@ def test_an_exception_comes_back_the_same(error: BaseException) -> None:
 def test_an_exception_that_cannot_travel_leaves_its_words() -> None:
     error = Plain("holds a lock")
     error.lock = threading.Lock()  # type: ignore[attr-defined]
-    told = by_value.raised(error, "text")
+    told = pickling.raised(error, "text")
     assert (told.pickled, told.type, told.message) == (None, "Plain", "holds a lock")
 
 
@@ -97,7 +97,7 @@ def test_a_class_that_is_here_already_stays_as_it_is() -> None:
 
     before = Local.method
     file = io.BytesIO()
-    by_value.dump(Local(), file)
+    pickling.dump(Local(), file)
     file.seek(0)
-    assert type(by_value.load(file)) is Local
+    assert type(pickling.load(file)) is Local
     assert Local.method is before

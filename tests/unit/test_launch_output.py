@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rankwise.launch import output
-from rankwise.launch.output import Output, Terminal
+from rankwise.launch.agent import output
+from rankwise.launch.agent.output import LONGEST_LINE_BYTES, Output, Terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +30,16 @@ class Shown:
         """Put a disk that is full behind stdout."""
         os.close(self.descriptors[1])
         self.descriptors[1] = os.open("/dev/full", os.O_WRONLY)
+
+    def pipe_stdout(self) -> int:
+        """Put a pipe behind stdout; return its reading end."""
+        os.close(self.descriptors[1])
+        reader, self.descriptors[1] = os.pipe()
+        return reader
+
+    def close_stdout(self) -> None:
+        """Close stdout, as the launcher's end does."""
+        os.close(self.descriptors.pop(1))
 
     def __getitem__(self, number: int) -> bytes:
         return self.paths[number].read_bytes()
@@ -74,6 +84,49 @@ def test_a_progress_bar_stays_in_its_line(shown: Shown) -> None:
     _write(carrier, [(0, 2, b"\r 10%\r 20%\n")], 2)
     assert shown[2] == b"\r[rank 0/2]  10%\r[rank 0/2]  20%\n"
     carrier.close()
+
+
+def test_a_line_without_end_is_shown_before_it_fills_the_memory(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "IDLE_SECONDS", 1000.0)
+    reader = shown.pipe_stdout()
+    carrier = Output()
+    stdin, stdout, stderr = carrier.open_rank(1, 2)
+    os.write(stdout, b"begins: ")
+    # As much as fits, and one more: os.write returns once the thread has taken the rest.
+    for _ in range(2):
+        os.write(stdout, b"x" * LONGEST_LINE_BYTES)
+    seen = b""
+    try:
+        while len(seen) <= LONGEST_LINE_BYTES:
+            assert select.select([reader], [], [], 10.0)[0], "the unfinished line is kept back"
+            seen += os.read(reader, 1 << 20)
+    finally:
+        for descriptor in (stdin, stdout, stderr):
+            os.close(descriptor)
+        carrier.drain(10.0)
+        carrier.close()
+    shown.close_stdout()
+    while data := os.read(reader, 1 << 20):
+        seen += data
+    os.close(reader)
+    assert seen == b"begins: " + b"x" * 2 * LONGEST_LINE_BYTES
+
+
+def test_an_unfinished_line_is_shown_when_nothing_follows(shown: Shown) -> None:
+    reader = shown.pipe_stdout()
+    carrier = Output()
+    stdin, stdout, stderr = carrier.open_rank(1, 2)
+    os.write(stdout, b"line\nname? ")
+    seen = b""
+    try:
+        while seen != b"line\nname? ":
+            assert select.select([reader], [], [], 10.0)[0], "a question is kept back"
+            seen += os.read(reader, 4096)
+    finally:
+        for descriptor in (stdin, stdout, stderr, reader):
+            os.close(descriptor)
+        carrier.drain(10.0)
+        carrier.close()
 
 
 def test_the_last_lines_are_kept(shown: Shown) -> None:

@@ -4,44 +4,31 @@
 from __future__ import annotations
 
 import ast
-import re
+import runpy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "rankwise"
-DRAWING = ROOT / "docs" / "architecture.md"
 PURE = (
     "errors",
     "version",
-    "torch_versions",
-    "world",
-    "network",
-    "environments",
-    "device.kinds",
-    "data.permutation",
+    "world.torch_versions",
+    "world.facts",
+    "world.network",
+    "world.environments",
+    "world.device.kinds",
+    "data.epoch_order",
     "data.shards",
     "checkpoint.manifest",
 )
-VAGUE = {
-    "utils",
-    "util",
-    "helpers",
-    "helper",
-    "common",
-    "misc",
-    "manager",
-    "managers",
-    "tools",
-    "base",
-}
-MAY_READ_VARIABLES = ("environments.process", "launch")
-# launch.worker shows the text a script gives to sys.exit(), as Python itself does.
-MAY_PRINT = ("cli", "log", "progress", "launch.worker")
-LONGEST_MODULE_LINES = 400
+VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers", "base"}
+MAY_READ_VARIABLES = ("world.environments.process", "launch")
+# The worker shows the text a script gives to sys.exit(), as Python itself does.
+MAY_PRINT = ("cli", "log", "progress", "launch.fork_server.worker")
+PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
+READS_VARIABLES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
 
 @dataclass
@@ -86,18 +73,6 @@ def imports_of(module: Module, known: set[str]) -> list[str]:
     return names
 
 
-@cache
-def layers() -> list[list[str]]:
-    block = re.search(r"```layers\n(.*?)```", DRAWING.read_text(), re.DOTALL)
-    assert block is not None, f"{DRAWING} has no block ```layers"
-    return [line.split() for line in block[1].splitlines() if line.strip()]
-
-
-def layer_of(room: str) -> int:
-    """Number of the layer, from 0 at the top."""
-    return next(number for number, rooms in enumerate(layers()) if room in rooms)
-
-
 def own_imports(module: Module) -> set[str]:
     return {name for name in module.imports if name.split(".")[0] == "rankwise"}
 
@@ -107,115 +82,91 @@ def is_in(name: str, places: tuple[str, ...]) -> bool:
     return any(f"{name}.".startswith(f"rankwise.{place}.") for place in places)
 
 
-def test_the_drawing_names_every_room_once_and_no_other() -> None:
-    drawn = [room for rooms in layers() for room in rooms]
-    existing = {module.room for module in modules().values()} - {"rankwise", "__main__"}
-    assert sorted(drawn) == sorted(existing)
-
-
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_imports_point_down(name: str) -> None:
-    module = modules()[name]
-    if module.room in {"rankwise", "__main__"}:
-        return
-    wrong = [
-        other
-        for other in own_imports(module)
-        # Importing the package itself would be importing every room.
-        if other == "rankwise"
-        or (modules()[other].room != module.room and layer_of(modules()[other].room) <= layer_of(module.room))
-    ]
-    assert wrong == [], f"{name} stands beside or below {wrong}"
-
-
-def test_nothing_imports_the_command() -> None:
-    importers = [name for name, module in modules().items() if "rankwise.__main__" in module.imports]
-    assert importers == []
-
-
-def test_no_module_reaches_itself_through_its_imports() -> None:
-    finished: set[str] = set()
-
-    def visit(name: str, way: tuple[str, ...]) -> None:
-        assert name not in way, " imports ".join([*way[way.index(name) :], name])
-        if name not in finished:
-            for other in sorted(own_imports(modules()[name])):
-                visit(other, (*way, name))
-            finished.add(name)
-
-    for name in modules():
-        visit(name, ())
-
-
-@pytest.mark.parametrize("name", [name for name in sorted(modules()) if is_in(name, PURE)])
-def test_pure_modules_import_no_torch_and_nothing_that_does(name: str) -> None:
-    module = modules()[name]
-    assert {other for other in module.imports if other.split(".")[0] == "torch"} == set()
-    assert {other for other in own_imports(module) if not is_in(other, PURE)} == set()
-
-
-def test_every_pure_module_exists() -> None:
-    assert [place for place in PURE if not any(is_in(name, (place,)) for name in modules())] == []
+def find_cycle(name: str, way: tuple[str, ...], finished: set[str]) -> tuple[str, ...]:
+    if name in way:
+        return (*way[way.index(name) :], name)
+    if name not in finished:
+        for other in sorted(own_imports(modules()[name])):
+            if cycle := find_cycle(other, (*way, name), finished):
+                return cycle
+        finished.add(name)
+    return ()
 
 
 def reads_variables(node: ast.AST) -> bool:
-    words = {"environ", "environb", "getenv", "putenv", "unsetenv"}
     if isinstance(node, ast.ImportFrom) and node.module == "os":
-        return any(alias.name in words for alias in node.names)
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "os"
-        and node.attr in words
-    )
+        return any(alias.name in READS_VARIABLES for alias in node.names)
+    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
+        return False
+    return node.value.id == "os" and node.attr in READS_VARIABLES
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("os.environ['A']", True),
-        ("os.getenv('A')", True),
-        ("from os import environ", True),
-        ("os.path", False),
-        ("self.environ", False),
-    ],
-)
-def test_reading_a_variable_is_seen(source: str, expected: bool) -> None:
-    assert any(reads_variables(node) for node in ast.walk(ast.parse(source))) is expected
-
-
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_variables_are_read_in_one_place(name: str) -> None:
-    module = modules()[name]
-    lines = [node.lineno for node in ast.walk(module.tree) if reads_variables(node)]  # type: ignore[attr-defined]
-    assert lines == [] or is_in(name, MAY_READ_VARIABLES), f"{module.path} lines {lines}"
-
-
-def is_print(node: ast.AST) -> bool:
+def prints(node: ast.AST) -> bool:
     """Whether a node prints to where people read; a file given to print is the caller's matter."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_only_the_command_line_and_the_log_print(name: str) -> None:
-    module = modules()[name]
-    lines = [node.lineno for node in ast.walk(module.tree) if is_print(node)]  # type: ignore[attr-defined]
-    assert lines == [] or is_in(name, MAY_PRINT), f"{module.path} lines {lines}"
+def test_imports_point_down_and_in_no_circle() -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / "architecture.py"))
+    layers: list[list[str]] = drawing["layers"]()
+    rooms = {module.room for module in modules().values()} - {"rankwise", "__main__"}
+    assert sorted(room for line in layers for room in line) == sorted(rooms)
+    layer_of = {room: number for number, line in enumerate(layers) for room in line}
+    wrong = [
+        f"{module.name} imports {other}"
+        for module in modules().values()
+        if module.room in rooms
+        for other in own_imports(module)
+        # Importing the package itself would be importing every room.
+        if (room := modules()[other].room) == "rankwise"
+        or (room != module.room and layer_of[room] <= layer_of[module.room])
+    ]
+    assert wrong == []
+    assert [name for name, module in modules().items() if "rankwise.__main__" in module.imports] == []
+    finished: set[str] = set()
+    assert [cycle for name in modules() if (cycle := find_cycle(name, (), finished))] == []
+    assert drawing["PICTURE"].read_text() == drawing["draw"](), "run python docs/architecture.py"
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_modules_are_named_short_and_introduced(name: str) -> None:
-    module = modules()[name]
-    text = module.path.read_text()
-    assert not VAGUE & set(name.split("."))
-    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    assert ast.get_docstring(module.tree), f"{module.path} does not say what it holds"
-    assert len(text.splitlines()) <= LONGEST_MODULE_LINES
+def test_pure_modules_import_no_torch_and_nothing_that_does() -> None:
+    assert [place for place in PURE if not any(is_in(name, (place,)) for name in modules())] == []
+    wrong = [
+        f"{name} imports {other}"
+        for name, module in modules().items()
+        if is_in(name, PURE)
+        for other in module.imports
+        if other.split(".")[0] == "torch" or (other.split(".")[0] == "rankwise" and not is_in(other, PURE))
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(modules()) if is_in(name, ("checkpoint",))])
-def test_checkpoints_hold_no_pickle(name: str) -> None:
-    module = modules()[name]
-    assert {"pickle", "cloudpickle", "dill", "shelve", "marshal"} & module.imports == set()
-    calls = {ast.unparse(node.func) for node in ast.walk(module.tree) if isinstance(node, ast.Call)}
-    assert {"torch.save", "torch.load"} & calls == set()
+def test_variables_printing_and_pickles_stay_where_they_belong() -> None:
+    def nodes(text: str) -> list[ast.AST]:
+        return list(ast.walk(ast.parse(text)))
+
+    assert all(any(map(reads_variables, nodes(text))) for text in ("os.environ['A']", "from os import environ"))
+    assert not any(map(reads_variables, [*nodes("os.path"), *nodes("self.environ")]))
+    wrong: list[str] = []
+    for name, module in modules().items():
+        for node in ast.walk(module.tree):
+            if reads_variables(node) and not is_in(name, MAY_READ_VARIABLES):
+                wrong.append(f"{name} reads a variable: {ast.unparse(node)}")
+            if prints(node) and not is_in(name, MAY_PRINT):
+                wrong.append(f"{name} prints: {ast.unparse(node)}")
+            if is_in(name, ("checkpoint",)) and isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                wrong += [f"{name} calls {called}"] if called in {"torch.save", "torch.load"} else []
+        if is_in(name, ("checkpoint",)):
+            wrong += [f"{name} imports {pickle}" for pickle in PICKLES & module.imports]
+    assert wrong == []
+
+
+def test_modules_are_named_for_what_they_hold_and_introduced() -> None:
+    wrong: list[str] = []
+    for name, module in modules().items():
+        wrong += [f"{name} is called {word}" for word in VAGUE & set(name.split("."))]
+        if not module.path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n"):
+            wrong.append(f"{name} names no licence")
+        if not ast.get_docstring(module.tree):
+            wrong.append(f"{name} does not say what it holds")
+    assert wrong == []

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from rankwise.data.contents import listings_of
-from rankwise.data.leaves import Leaf, describe_block, leaves_of, unlike
+from rankwise.data.fingerprints import Leaf, describe_block, leaves_of, listings_of, unlike
 
 
 def only(value: Any) -> Leaf:

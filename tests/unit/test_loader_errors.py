@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_datasets import Counting, Squares
 
-from rankwise import session
+from rankwise.comm import session
 from rankwise.data.loader import DataLoader
 from rankwise.errors import ConfigurationError, DatasetError, NotJoined
 

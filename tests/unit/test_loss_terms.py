@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rankwise.parallel.loss.nodes import ForwardCall
-from rankwise.parallel.loss.reading import mark_output
-from rankwise.parallel.loss.terms import Reader
+from rankwise.parallel.loss.hooks import mark_output
+from rankwise.parallel.loss.terms import ForwardCall, LossReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.parallel.loss.reductions import Term
+    from rankwise.parallel.loss.terms import Term
 
 
 def outputs() -> tuple[torch.Tensor, ...]:
@@ -27,7 +26,7 @@ def outputs() -> tuple[torch.Tensor, ...]:
 
 
 def only_term(loss: torch.Tensor) -> Term:
-    reader = Reader(())
+    reader = LossReader(())
     reader.read(loss)
     (term,) = reader.terms
     return term

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rankwise.launch import failure
-from rankwise.launch.failure import FailedAttempt
-from rankwise.launch.memory import OomCount, oom_kills
+from rankwise.launch.agent.oom import OomCount, oom_kills
+from rankwise.launch.report import exit_code, failure, failure_report
+from rankwise.launch.report.failure import FailedAttempt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,7 +64,9 @@ def test_where_nothing_can_be_read_nothing_is_said(tmp_path: Path) -> None:
 def test_the_words() -> None:
     def words(*, out_of_memory: bool | None) -> str:
         killed = failure.from_exit(1, -9, 0.0, out_of_memory=out_of_memory)
-        return failure.report(FailedAttempt(attempt=0, world_size=2, failures=(killed,), ends={}, hostname="gpu-01"))
+        return failure_report.whole(
+            FailedAttempt(attempt=0, world_size=2, failures=(killed,), ends={}, hostname="gpu-01")
+        )
 
     who = "[rankwise] [rank 1/2 on gpu-01] failed first: killed by SIGKILL, exit code 137; "
     assert words(out_of_memory=True) == f"{who}by the kernel: the machine, or its memory limit, had no memory left\n"
@@ -75,7 +77,9 @@ def test_the_words() -> None:
 
 def test_a_stopped_rank_and_a_lost_machine_have_words() -> None:
     def words(failed: failure.Failure) -> str:
-        return failure.report(FailedAttempt(attempt=0, world_size=2, failures=(failed,), ends={}, hostname="gpu-02"))
+        return failure_report.whole(
+            FailedAttempt(attempt=0, world_size=2, failures=(failed,), ends={}, hostname="gpu-02")
+        )
 
     assert words(failure.from_stop(1, 31.4, 0.0)) == (
         "[rankwise] [rank 1/2 on gpu-02] failed first: "
@@ -85,4 +89,4 @@ def test_a_stopped_rank_and_a_lost_machine_have_words() -> None:
         "[rankwise] [rank 1/2 on gpu-02] failed first: gpu-02 is lost: "
         "the machine or its network went down, or its launcher was killed\n"
     )
-    assert failure.shell_code(failure.from_stop(1, 31.4, 0.0).exit_code) == 147
+    assert exit_code.shell_code(failure.from_stop(1, 31.4, 0.0).exit_code) == 147

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.errors import ConfigurationError
-from rankwise.mesh import DATA_AXES, NAMES, Axes, axes_of, nearest
+from rankwise.world.mesh import DATA_AXES, NAMES, Axes, axes_of, nearest
 
 SIZES = st.integers(min_value=1, max_value=4)
 AXES = st.builds(Axes, islands=SIZES, pp=SIZES, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from rankwise import network
 from rankwise.errors import ConfigurationError
-from rankwise.network import Interface, Route
+from rankwise.world import network
+from rankwise.world.network import Interface, Route
 
 DEBIAN = """\
 127.0.0.1\tlocalhost
@@ -93,4 +93,4 @@ def test_interfaces_are_told_in_one_line_each(monkeypatch: pytest.MonkeyPatch) -
         Interface(name="ib0", addresses=(), is_up=False, is_loopback=False),
     ]
     monkeypatch.setattr(network, "interfaces", lambda: known)
-    assert network.told_interfaces() == ["eth0: 10.0.0.1, fd00::1", "ib0: no address (down)"]
+    assert network.interface_lines() == ["eth0: 10.0.0.1, fd00::1", "ib0: no address (down)"]

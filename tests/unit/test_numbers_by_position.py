@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rankwise.parallel.randomness.counter import SAMPLERS, kept, mixed
-from rankwise.parallel.randomness.layout import Layout, layout_of, viewed
+from rankwise.parallel.randomness.sample_layout import SampleLayout, layout_of, viewed
 
 FLOATING = {
     "bernoulli_.float": (0.3,),
@@ -84,19 +84,19 @@ def test_whole_ranges_of_integers() -> None:
 @pytest.mark.parametrize(
     ("layout", "old", "new", "expected"),
     [
-        (Layout(0), (5, 4, 6), (20, 6), Layout(0, inner=4)),
-        (Layout(1), (4, 5, 6), (20, 6), Layout(0, outer=4)),
-        (Layout(0, inner=4), (20, 6), (5, 4, 6), Layout(0)),
-        (Layout(0, outer=4), (20, 6), (4, 5, 6), Layout(1)),
-        (Layout(1), (4, 5, 6), (4, 10, 3), Layout(1, inner=2)),
-        (Layout(0), (5, 6), (5, 2, 3), Layout(0)),
-        (Layout(0), (5, 6), (30,), Layout(0, inner=6)),
-        (Layout(0, inner=6), (30,), (10, 3), Layout(0, inner=2)),
-        (Layout(0), (5, 4), (4, 5), None),
+        (SampleLayout(0), (5, 4, 6), (20, 6), SampleLayout(0, inner=4)),
+        (SampleLayout(1), (4, 5, 6), (20, 6), SampleLayout(0, outer=4)),
+        (SampleLayout(0, inner=4), (20, 6), (5, 4, 6), SampleLayout(0)),
+        (SampleLayout(0, outer=4), (20, 6), (4, 5, 6), SampleLayout(1)),
+        (SampleLayout(1), (4, 5, 6), (4, 10, 3), SampleLayout(1, inner=2)),
+        (SampleLayout(0), (5, 6), (5, 2, 3), SampleLayout(0)),
+        (SampleLayout(0), (5, 6), (30,), SampleLayout(0, inner=6)),
+        (SampleLayout(0, inner=6), (30,), (10, 3), SampleLayout(0, inner=2)),
+        (SampleLayout(0), (5, 4), (4, 5), None),
     ],
 )
 def test_views_move_samples(
-    layout: Layout, old: tuple[int, ...], new: tuple[int, ...], expected: Layout | None
+    layout: SampleLayout, old: tuple[int, ...], new: tuple[int, ...], expected: SampleLayout | None
 ) -> None:
     assert viewed(layout, old, new, 5) == expected
     if expected is not None:
@@ -109,16 +109,16 @@ def test_views_move_samples(
 
 def test_a_layout_takes_the_rows_of_some_samples_and_puts_them_in_order() -> None:
     whole = torch.arange(2 * 3 * 2 * 4.0).view(4, 12).T
-    layout = Layout(0, outer=2, inner=2)
+    layout = SampleLayout(0, outer=2, inner=2)
     assert torch.equal(layout.part(whole, 3, 1, 2), whole[[2, 3, 4, 5, 8, 9, 10, 11]])
     blocks = torch.arange(48.0).view(layout.by_sample((12, 4), 3))
     assert torch.equal(layout.from_samples(blocks).view(2, 3, 2, 4).transpose(0, 1), blocks)
 
 
 def test_shapes_are_batch_first_if_they_can_be() -> None:
-    assert layout_of((5, 5, 2), 5) == Layout(0)
-    assert layout_of((4, 5), 5) == Layout(1)
-    assert layout_of((10, 3), 5) == Layout(0, inner=2)
+    assert layout_of((5, 5, 2), 5) == SampleLayout(0)
+    assert layout_of((4, 5), 5) == SampleLayout(1)
+    assert layout_of((10, 3), 5) == SampleLayout(0, inner=2)
     assert layout_of((3, 7), 5) is None
 
 

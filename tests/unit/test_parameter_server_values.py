@@ -11,55 +11,61 @@ import torch
 from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.parallel.server.kept import Kept, are_sums, checked_weights, weighted_mean
-from rankwise.parallel.server.layout import Body, spread
-from rankwise.parallel.server.opening import _updates_to_load
-from rankwise.parallel.server.options import options_of, set_options
-from rankwise.parallel.server.pace import Pace
-from rankwise.parallel.server.saved import Saved
+from rankwise.parallel.parameter_server.messages import TensorBuffer
+from rankwise.parallel.parameter_server.optimizer_state import options_of, set_options
+from rankwise.parallel.parameter_server.setup import _updates_to_load
+from rankwise.parallel.parameter_server.shard import (
+    ParameterShard,
+    are_sums,
+    assign_to_servers,
+    checked_weights,
+    weighted_mean,
+)
+from rankwise.parallel.parameter_server.snapshot import ServerSnapshots
+from rankwise.parallel.parameter_server.staleness import StalenessBound
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def test_parameters_are_spread_by_size() -> None:
-    assert spread([10, 1, 4, 5], 2) == [[0], [1, 2, 3]]
-    assert spread([1, 1, 1], 1) == [[0, 1, 2]]
-    assert spread([7], 3) == [[0], [], []]
+    assert assign_to_servers([10, 1, 4, 5], 2) == [[0], [1, 2, 3]]
+    assert assign_to_servers([1, 1, 1], 1) == [[0, 1, 2]]
+    assert assign_to_servers([7], 3) == [[0], [], []]
 
 
 def test_neighbours_travel_in_one_piece() -> None:
     tensors = [torch.zeros(3), torch.zeros(0), torch.zeros(20, dtype=torch.float64), torch.zeros((), dtype=torch.int8)]
-    body = Body(tensors)
+    body = TensorBuffer(tensors)
     for number, view in enumerate(body.views):
         view.fill_(number + 1)
     assert body.pieces([]) == []
     (together,) = body.pieces([0, 1, 2])
     assert len(body.pieces([0, 2, 3])) == 2
-    other = Body(tensors)
+    other = TensorBuffer(tensors)
     other.pieces([0, 1, 2])[0][:] = together
     assert torch.equal(other.views[0], torch.full((3,), 1.0))
     assert torch.equal(other.views[2], torch.full((20,), 3.0, dtype=torch.float64))
 
 
 def test_a_worker_is_at_most_so_many_steps_ahead() -> None:
-    pace = Pace([0, 1, 2], max_staleness=2)
+    pace = StalenessBound([0, 1, 2], max_staleness=2)
     for _ in range(2):
         pace.step(0)
-        assert pace.may_go_on(0)
+        assert pace.may_step(0)
     pace.step(0)
-    assert not pace.may_go_on(0)
+    assert not pace.may_step(0)
     assert pace.slowest() == [1, 2]
     pace.step(1)
-    pace.go(2, has_failed=True)
-    assert pace.may_go_on(0), "who is gone is not waited for"
+    pace.remove(2, has_failed=True)
+    assert pace.may_step(0), "who is gone is not waited for"
     assert pace.failed == {2}
     pace.step(0)
-    assert not pace.may_go_on(0)
+    assert not pace.may_step(0)
     pace.end_loop(1, 7, has_stepped=False)
-    assert not pace.may_go_on(0), "a loop without steps is no pause"
+    assert not pace.may_step(0), "a loop without steps is no pause"
     pace.end_loop(1, 5, has_stepped=True)
-    assert pace.may_go_on(0), "nor who has come to the end"
+    assert pace.may_step(0), "nor who has come to the end"
     assert pace.num_loops(5) == pace.num_loops(0) == 0
     assert pace.only_wait_for({0, 1}) == {0}
     assert pace.only_wait_for({1}) == set(), "who is silent is done, and who is not is heard"
@@ -67,8 +73,8 @@ def test_a_worker_is_at_most_so_many_steps_ahead() -> None:
     assert pace.only_wait_for({0, 1}) == set()
     assert pace.num_loops(5) == pace.num_loops(0) == 1
     assert pace.num_loops(7) == 0, "loops over another loader are not those"
-    pace.go(0, has_failed=False)
-    pace.go(1, has_failed=False)
+    pace.remove(0, has_failed=False)
+    pace.remove(1, has_failed=False)
     assert pace.living == set()
 
 
@@ -116,7 +122,7 @@ def _rows(numbers: list[int], value: float) -> torch.Tensor:
 def test_only_rows_that_changed_come_back(momentum: float, num_whole: int) -> None:
     table, other = nn.Parameter(torch.zeros(6, 2)), nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([table, other], lr=1.0, momentum=momentum)
-    kept = Kept([table, other], optimizer, optimizer.step)
+    kept = ParameterShard([table, other], optimizer, optimizer.step)
     first = weighted_mean([(1.0, _rows([1, 4], 1.0)), (1.0, _rows([4], 3.0))], 2.0)
     kept.update([first, None])
     kept.update([_rows([0], 1.0), None])
@@ -147,10 +153,12 @@ def test_options_arrive_as_they_were() -> None:
 
 def _trained(
     folder: Path, num_steps: int, save_at: tuple[int, ...] = (), *, size: int = 5, kind: type = torch.optim.Adam
-) -> tuple[nn.Parameter, Saved]:
+) -> tuple[nn.Parameter, ServerSnapshots]:
     parameter = nn.Parameter(torch.zeros(size))
     optimizer = kind([parameter], lr=0.1)
-    saved = Saved(folder, server=0, num_servers=1, every=1, names=["p"], parameters=[parameter], optimizer=optimizer)
+    saved = ServerSnapshots(
+        folder, server=0, num_servers=1, every=1, names=["p"], parameters=[parameter], optimizer=optimizer
+    )
     start = 0
     if updates := saved.updates():
         assert saved.load(updates[-1]) == {"0": {"position": updates[-1]}}

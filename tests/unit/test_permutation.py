@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwise.data.permutation import MAX_LENGTH, Permutation
+from rankwise.data.epoch_order import MAX_LENGTH, Permutation
 
 
 def order(n: int, seed: int = 0, epoch: int = 0) -> list[int]:

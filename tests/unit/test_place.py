@@ -14,10 +14,10 @@ from placed_models import TOLERANCE, Block, difference, net, step_of, tower
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rankwise.parallel.place.calls import place, placement
-from rankwise.parallel.place.plan import Size
+from rankwise.parallel.place.place import place, placement
+from rankwise.parallel.place.plan import PartSize
 from rankwise.parallel.place.units import sizes_of, units_of
-from rankwise.tensor_files import open_tensor_files
+from rankwise.tensors.files import open_tensor_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,7 @@ def test_training_is_exact(name: str, tmp_path: Path) -> None:
 def test_tied_parts_are_known(tmp_path: Path) -> None:
     sizes = {size.name: size for size in sizes_of(units_of(net()), lambda slot: slot.tensor.nbytes)}
     assert list(sizes) == ["shift", "embed", "blocks.0", "blocks.1", "blocks.2", "attention", "lstm", "head"]
-    assert sizes["head"] == Size("head", 13 * 8, (13 + 13 * 6) * 8, "embed")
+    assert sizes["head"] == PartSize("head", 13 * 8, (13 + 13 * 6) * 8, "embed")
     one, placed = net(), place(net(), {"": "cpu", "head": "disk"}, offload_folder=tmp_path)
     assert "weights shared with embed are on cpu" in str(placement(placed))
     assert step_of(placed, 0) == pytest.approx(step_of(one, 0), rel=TOLERANCE)

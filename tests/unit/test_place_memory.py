@@ -17,13 +17,13 @@ from torch import nn
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.place import fetch
-from rankwise.parallel.place.calls import place
 from rankwise.parallel.place.offload_files import OffloadFiles
+from rankwise.parallel.place.place import place
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rankwise.parallel.place.away import Away
+    from rankwise.parallel.place.offloaded import OffloadedPart
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,7 +55,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Live:
     counts = Live()
     copies = fetch._copies
 
-    def counted(away: Away) -> list[torch.Tensor]:
+    def counted(away: OffloadedPart) -> list[torch.Tensor]:
         data = copies(away)
         counts.fetched_by.append(threading.current_thread().name)
         for tensor in data:

@@ -6,16 +6,16 @@ from __future__ import annotations
 import pytest
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.place.plan import Size, by_hand, by_policy, bytes_in, in_words
+from rankwise.parallel.place.plan import PartSize, by_hand, by_policy, bytes_text, parse_bytes
 
 POLICIES = ["auto", "balanced", "balanced_low_0", "sequential"]
 
 
-def _sizes(*num_bytes: int) -> list[Size]:
-    return [Size(f"layer{number}", size, size) for number, size in enumerate(num_bytes)]
+def _sizes(*num_bytes: int) -> list[PartSize]:
+    return [PartSize(f"layer{number}", size, size) for number, size in enumerate(num_bytes)]
 
 
-def _devices(policy: str, sizes: list[Size], **budgets: int) -> str:
+def _devices(policy: str, sizes: list[PartSize], **budgets: int) -> str:
     """Return the devices of the parts, one letter each: the number of a GPU, c, d."""
     named = {name.replace("cuda", "cuda:"): amount for name, amount in budgets.items()}
     plan = by_policy(policy, sizes, named)
@@ -69,7 +69,7 @@ def test_large_parts_go_where_they_fit_and_small_ones_fill_gaps(policy: str) -> 
 
 
 def test_tied_parts_stay_together() -> None:
-    sizes = [*_sizes(10, 10, 10, 10), Size("head", 2, 12, "layer0")]
+    sizes = [*_sizes(10, 10, 10, 10), PartSize("head", 2, 12, "layer0")]
     assert _devices("sequential", sizes, cuda0=22, cuda1=100) == "00110"
     plan = by_policy("balanced", sizes, {"cuda:0": 100, "cuda:1": 100})
     assert plan.choices["head"].device == "cuda:0"
@@ -106,14 +106,14 @@ def test_plans_by_hand_take_the_longest_prefix() -> None:
     [(7, 7), ("7", 7), ("1.5KB", 1500), ("10GiB", 10 * 2**30), (" 2 mib ", 2**21), ("1TB", 10**12), ("3B", 3)],
 )
 def test_amounts(text: str | int, expected: int) -> None:
-    assert bytes_in(text) == expected
+    assert parse_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", [-1, "1.5.1GB", "GiB", "1XB", "", None, 1.5, True])
 def test_what_is_no_amount(text: object) -> None:
     with pytest.raises(ConfigurationError, match="no amount of memory"):
-        bytes_in(text)  # type: ignore[arg-type]
+        parse_bytes(text)  # type: ignore[arg-type]
 
 
 def test_amounts_in_words() -> None:
-    assert [in_words(amount) for amount in (12, 2048, 3 * 2**30 // 2)] == ["12 B", "2 KiB", "1.5 GiB"]
+    assert [bytes_text(amount) for amount in (12, 2048, 3 * 2**30 // 2)] == ["12 B", "2 KiB", "1.5 GiB"]

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankwise import places
-from rankwise.record import LENGTH, Record
+from rankwise.health import call_site
+from rankwise.health.flight_recorder import LENGTH, FlightRecorder
 
 HERE = Path(__file__).name
 
@@ -20,64 +20,66 @@ def _line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.strip() == text)
 
 
-def _asked(record: Record, **asked: object) -> dict[str, object]:
-    return record.situation(None, threading.get_ident(), dict(asked))
+def _asked(recorder: FlightRecorder, **asked: object) -> dict[str, object]:
+    return recorder.situation(None, threading.get_ident(), dict(asked))
 
 
 def test_a_collective_is_noted_with_the_users_line() -> None:
-    record = Record()
-    ticket = record.begin("barrier()")
-    line = _line_of('ticket = record.begin("barrier()")')
-    assert places.words(ticket.place) == f"{HERE}:{line} in test_a_collective_is_noted_with_the_users_line"
+    recorder = FlightRecorder()
+    ticket = recorder.begin("barrier()")
+    line = _line_of('ticket = recorder.begin("barrier()")')
+    assert call_site.words(ticket.site) == f"{HERE}:{line} in test_a_collective_is_noted_with_the_users_line"
 
 
 def test_a_line_in_a_library_is_not_the_users() -> None:
-    record = Record()
+    recorder = FlightRecorder()
     called_back = SimpleNamespace(ticket=None)
-    thread = threading.Thread(target=lambda: setattr(called_back, "ticket", record.begin("x")))
+    thread = threading.Thread(target=lambda: setattr(called_back, "ticket", recorder.begin("x")))
     thread.start()
     thread.join()
-    assert places.words(called_back.ticket.place).endswith("in <lambda>"), "of the thread's frames, threading.py is not"
+    assert call_site.words(called_back.ticket.site).endswith("in <lambda>"), (
+        "of the thread's frames, threading.py is not"
+    )
 
 
 def test_only_the_last_are_kept_and_all_are_counted() -> None:
-    record = Record()
+    recorder = FlightRecorder()
     for number in range(LENGTH + 5):
-        record.begin(f"number {number}").ended = 1.0
-    told = _asked(record, channel=0, sequence=10)
+        recorder.begin(f"number {number}").ended = 1.0
+    told = _asked(recorder, channel=0, sequence=10)
     assert told["last"] == LENGTH + 5
     assert told["count"] == LENGTH + 5
     assert told["what"] == f"number {LENGTH + 4}"
     assert told["is_over"] is True
     assert len(told["digests"]) == LENGTH  # type: ignore[arg-type]
     assert told["entry"][0] == "number 9"  # type: ignore[index]
-    assert "entry" not in _asked(record, channel=0, sequence=3), "it is forgotten"
+    assert "entry" not in _asked(recorder, channel=0, sequence=3), "it is forgotten"
 
 
 def test_each_channel_counts_for_itself() -> None:
-    record = Record()
-    channel = record.open_channel()
-    record.begin("on the first")
-    record.begin("on the second", channel)
-    ticket = record.begin("on the second", channel)
+    recorder = FlightRecorder()
+    exchange_id = recorder.new_exchange_id()
+    recorder.begin("on the first")
+    recorder.begin("on the second", exchange_id)
+    ticket = recorder.begin("on the second", exchange_id)
     assert (ticket.number, ticket.sequence) == (3, 2)
-    assert _asked(record, channel=0)["count"] == 1
-    assert _asked(record, channel=channel)["count"] == 2
-    assert _asked(record, channel=channel + 1)["count"] == 0, "this rank has not come to open it"
+    assert _asked(recorder, channel=0)["count"] == 1
+    assert _asked(recorder, channel=exchange_id)["count"] == 2
+    assert _asked(recorder, channel=exchange_id + 1)["count"] == 0, "this rank has not come to open it"
 
 
 @pytest.mark.parametrize(
     ("stacks", "sequence", "is_told"), [("missing", 1, False), ("missing", 2, True), ("all", 1, True)]
 )
 def test_the_stack_is_told_where_it_is_asked_for(stacks: str, sequence: int, *, is_told: bool) -> None:
-    record = Record()
-    record.begin("barrier()")
-    stack = _asked(record, channel=0, sequence=sequence, stacks=stacks).get("stack", [])
+    recorder = FlightRecorder()
+    recorder.begin("barrier()")
+    stack = _asked(recorder, channel=0, sequence=sequence, stacks=stacks).get("stack", [])
     assert any("test_the_stack_is_told_where_it_is_asked_for" in frame for frame in stack) is is_told  # type: ignore[attr-defined]
 
 
 def test_a_stack_is_never_longer_than_it_may_be() -> None:
     def deeper(number: int) -> list[str]:
-        return deeper(number - 1) if number else places.stack_of_thread(threading.get_ident())
+        return deeper(number - 1) if number else call_site.stack_of_thread(threading.get_ident())
 
-    assert len(deeper(100)) == places.LONGEST_STACK
+    assert len(deeper(100)) == call_site.LONGEST_STACK

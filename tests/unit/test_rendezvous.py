@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from rankwise import network
-from rankwise.environments import Reading
+from rankwise.comm.transport_interface import common_interface
 from rankwise.errors import ConfigurationError, PeerMissing
-from rankwise.network import Interface, Route
-from rankwise.rendezvous import EVERY_INTERFACE, Place, common_interface, listening_address, wait_for_store
+from rankwise.store.address_and_port import EVERY_INTERFACE, listening_address
+from rankwise.store.bootstrap import RankAddress, wait_for_store
+from rankwise.world import network
+from rankwise.world.environments import Reading
+from rankwise.world.network import Interface, Route
 
 NAMES = {
     "gpu-00": ["10.0.0.1"],
@@ -98,7 +100,7 @@ def test_a_name_nobody_knows_is_refused() -> None:
         listening_address(reading("nowhere"), in_kubernetes=False)
 
 
-HERE, THERE = Place(hostname="gpu-00", address="10.0.0.1"), Place(hostname="gpu-07", address="10.0.0.7")
+HERE, THERE = RankAddress(hostname="gpu-00", address="10.0.0.1"), RankAddress(hostname="gpu-07", address="10.0.0.7")
 
 
 @pytest.mark.parametrize(
@@ -112,12 +114,12 @@ HERE, THERE = Place(hostname="gpu-00", address="10.0.0.1"), Place(hostname="gpu-
         ([HERE, THERE], "debian", ("eth0", False)),
         ([HERE, THERE], None, ("eth0", False)),
         # Two machines of one name are two machines.
-        ([HERE, Place(hostname="gpu-00", address="10.0.0.9")], "gpu-00", ("eth0", False)),
-        ([Place(hostname="a", address=None), Place(hostname="b", address=None)], None, None),
+        ([HERE, RankAddress(hostname="gpu-00", address="10.0.0.9")], "gpu-00", ("eth0", False)),
+        ([RankAddress(hostname="a", address=None), RankAddress(hostname="b", address=None)], None, None),
     ],
 )
 def test_ranks_use_the_interface_between_them(
-    places: list[Place], store_host: str | None, expected: tuple[str, bool] | None
+    places: list[RankAddress], store_host: str | None, expected: tuple[str, bool] | None
 ) -> None:
     assert common_interface(places, 0, store_host) == expected
 

@@ -6,9 +6,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankwise.replicas.checksum import ChecksumOfAll, are_equal, checksums_of_each, combined, short
-from rankwise.replicas.hyperparameters import checksum_of, is_same, values_of
-from rankwise.replicas.rounding import is_rounding, summary_of, tolerance
+from rankwise.tensors.checksum import (
+    ChecksumOfAll,
+    are_equal,
+    checksums_of_each,
+    combined,
+    is_same_setting,
+    settings_checksum,
+    settings_of,
+    short,
+)
+from rankwise.tensors.rounding import is_rounding, summary_of, tolerance
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.uint8]
 
@@ -75,17 +83,17 @@ def _optimizer(**settings: object) -> torch.optim.Optimizer:
 
 
 def test_settings_that_change_a_step_are_compared() -> None:
-    same = checksum_of(_optimizer(lr=0.1))
-    assert checksum_of(_optimizer(lr=0.1)) == same
-    assert checksum_of(_optimizer(lr=0.1, foreach=False)) == same
-    assert checksum_of(_optimizer(lr=0.10000001)) != same
-    assert checksum_of(_optimizer(lr=0.1, betas=(0.9, 0.99))) != same
+    same = settings_checksum(_optimizer(lr=0.1))
+    assert settings_checksum(_optimizer(lr=0.1)) == same
+    assert settings_checksum(_optimizer(lr=0.1, foreach=False)) == same
+    assert settings_checksum(_optimizer(lr=0.10000001)) != same
+    assert settings_checksum(_optimizer(lr=0.1, betas=(0.9, 0.99))) != same
     tensor = _optimizer(lr=torch.tensor(0.5), foreach=False)
-    assert checksum_of(tensor) != checksum_of(_optimizer(lr=torch.tensor(0.25), foreach=False))
-    assert values_of(tensor.param_groups[0])["lr"] == 0.5
-    assert values_of(tensor.param_groups[0])["betas"] == [0.9, 0.999]
-    assert is_same(float("nan"), float("nan"))
-    assert not is_same(1.0, 2.0)
+    assert settings_checksum(tensor) != settings_checksum(_optimizer(lr=torch.tensor(0.25), foreach=False))
+    assert settings_of(tensor.param_groups[0])["lr"] == 0.5
+    assert settings_of(tensor.param_groups[0])["betas"] == [0.9, 0.999]
+    assert is_same_setting(float("nan"), float("nan"))
+    assert not is_same_setting(1.0, 2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)

@@ -9,14 +9,13 @@ from threading import Thread, get_ident
 import pytest
 
 import rankwise as rw
-from rankwise.batch_in_hand import BatchInHand
+from rankwise.comm.session import CurrentBatch, current
 from rankwise.errors import CollectiveMismatch
-from rankwise.parallel.loss.same_batch import batch_in_hand, check_same_batch
-from rankwise.session import current
+from rankwise.parallel.loss.reports import batch_in_hand, check_same_batch
 
 
 def _number(loader: int, epoch: int, batch: int) -> float:
-    current().batch = BatchInHand(loader, epoch, batch, 1, 2, 0, None, get_ident())
+    current().batch = CurrentBatch(loader, epoch, batch, 1, 2, 0, None, get_ident())
     # As it arrives: a mean over ranks, times their number.
     return batch_in_hand() / 3 * 3
 

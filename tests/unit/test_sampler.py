@@ -59,6 +59,14 @@ def test_local_batch_size_is_what_each_rank_gets(length: int, world_size: int, l
     assert all(len(batch) == local for rank in batches for batch in rank[:-1])
 
 
+@given(length=LENGTHS, size=st.integers(8, 40), world_size=RANKS)
+def test_every_batch_is_split_as_evenly_as_possible(length: int, size: int, world_size: int) -> None:
+    for parts in zip(*samplers(length, world_size, global_batch_size=size), strict=True):
+        numbers = [len(part) for part in parts]
+        assert numbers == sorted(numbers, reverse=True)
+        assert max(numbers) - min(numbers) <= 1
+
+
 @given(
     length=LENGTHS,
     size=st.integers(8, 40),

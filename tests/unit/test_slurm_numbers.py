@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 from launcher_variables import SLURM
 
-from rankwise import environments
-from rankwise.environments import slurm
-from rankwise.environments.per_node import parse_counts
-from rankwise.environments.table import read
 from rankwise.errors import ConfigurationError
+from rankwise.world import environments
+from rankwise.world.environments import slurm
+from rankwise.world.environments.reading import parse_counts
+from rankwise.world.environments.table import read
 
 
 def test_the_user_s_address_goes_before_slurm_s() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from launcher_variables import golden
 
-from rankwise.environments.per_node import format_counts, parse_counts
-from rankwise.environments.slurm_rank import variables_for_rank
+from rankwise.world.environments.reading import format_counts, parse_counts
+from rankwise.world.environments.slurm_rank import variables_for_rank
 
 TWO_NODES: dict[str, Any] = {"rank": 3, "local_rank": 1, "node_rank": 1, "ranks_per_node": (2, 2)}
 
@@ -69,11 +69,11 @@ def test_machines_may_have_different_numbers_of_ranks() -> None:
     around: dict[str, str] = dict.fromkeys(
         ("SLURM_JOB_ID", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GTIDS"), "1"
     )
-    where: dict[str, Any] = {"rank": 4, "local_rank": 0, "node_rank": 2, "ranks_per_node": (1, 3, 2)}
+    where: dict[str, Any] = {"rank": 5, "local_rank": 0, "node_rank": 2, "ranks_per_node": (1, 4, 2)}
     own = variables_for_rank(around, **where)
-    assert own["SLURM_TASKS_PER_NODE"] == "1,3,2"
-    assert own["SLURM_NTASKS_PER_NODE"] == "3"
-    assert own["SLURM_GTIDS"] == "4,5"
+    assert own["SLURM_TASKS_PER_NODE"] == "1,4,2"
+    assert own["SLURM_NTASKS_PER_NODE"] == "4"
+    assert own["SLURM_GTIDS"] == "5,6"
 
 
 @pytest.mark.parametrize("text", ["1", "2(x3),1", "1,2,1", "4(x1000)"])

@@ -13,19 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.errors import ConfigurationError, LaunchError
-from rankwise.launch.hosts import Host, parse_hosts
+from rankwise.launch.hosts.host_list import Host, parse_hosts
+from rankwise.launch.hosts.message_stream import MessageExtractor, error_of, line, mark, refusal
+from rankwise.launch.hosts.ssh import passed_on, ssh_argv
+from rankwise.launch.messages import HostEnded, HostHere, HostRefused, HostSpec, decode, encode
 from rankwise.launch.options import LaunchOptions
-from rankwise.launch.part import (
-    Part,
-    Unmarking,
-    error_from_dict,
-    error_to_dict,
-    line,
-    mark,
-    part_from_dict,
-    part_to_dict,
-)
-from rankwise.launch.ssh import passed_on, ssh_argv
 from rankwise.version import VERSION
 
 if TYPE_CHECKING:
@@ -63,8 +55,8 @@ def test_a_host_named_twice_is_refused() -> None:
     )
 
 
-def test_a_part_comes_through_whole() -> None:
-    part = Part(
+def test_a_host_spec_comes_through_whole() -> None:
+    spec = HostSpec(
         folder="/work/ä b",
         target="train.py",
         is_module=False,
@@ -76,16 +68,18 @@ def test_a_part_comes_through_whole() -> None:
         secret="of the job",  # noqa: S106 - an example
         variables={"NCCL_DEBUG": "WARN"},
     )
-    text = line(part_to_dict(part))
-    unmarking = Unmarking("token")
-    output, messages = unmarking.take(mark("token") + text)
-    assert (output, part_from_dict(messages[0])) == (b"", part)
+    text = line(spec)
+    extractor = MessageExtractor("token", "a")
+    output, messages = extractor.take(mark("token") + text)
+    assert (output, messages) == (b"", [spec])
 
 
 @pytest.mark.parametrize("kind", [ConfigurationError, LaunchError])
 def test_an_error_comes_through_whole(kind: type[ConfigurationError | LaunchError]) -> None:
     error = kind("It cannot be.", where="host0", evidence="one\ntwo", do="this")
-    came = error_from_dict(error_to_dict(error))
+    came = decode(encode(refusal(error)), "a")
+    assert isinstance(came, HostRefused)
+    came = error_of(came)
     assert (type(came), str(came)) == (kind, str(error))
 
 
@@ -94,12 +88,12 @@ def test_messages_are_found_wherever_the_stream_is_cut(data: st.DataObject) -> N
     """In the middle of a line too, and between bytes that look like the beginning of a mark."""
     written = st.lists(st.sampled_from([b"a", b"\n", b"\x1e", b"\x1erankwise ", b"\xff"]), max_size=4).map(b"".join)
     parts = [data.draw(written) for _ in range(3)]
-    sent = [{"said": "here"}, {"said": "ended", "report": "two\nlines"}]
+    sent = [HostHere(rankwise="1", hostname="a", address=None), HostEnded(exit_code=0, report="two\nlines")]
     stream = parts[0] + mark("t") + line(sent[0]) + parts[1] + mark("t") + line(sent[1]) + parts[2] + b"end"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    unmarking, output, messages = Unmarking("t"), b"", []
+    extractor, output, messages = MessageExtractor("t", "a"), b"", []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        more, found = unmarking.take(stream[start:end])
+        more, found = extractor.take(stream[start:end])
         output, messages = output + more, messages + found
     assert (output, messages) == (b"".join(parts) + b"end", sent)
 
@@ -144,11 +138,11 @@ def run(tmp_path: Path, ssh: str, *options: str) -> tuple[int, str]:
             "ConfigurationError: There is no {python} on a.\n",
         ),
         (
-            'exec env {python} -S -c "import rankwise.launch.remote"',
+            'exec env {python} -S -c "import rankwise.launch.hosts.remote"',
             "ConfigurationError: There is no rankwise for {python} on a.\n",
         ),
         (
-            "echo \"ModuleNotFoundError: No module named 'rankwise.launch.remote'\" >&2; exit 1",
+            "echo \"ModuleNotFoundError: No module named 'rankwise.launch.hosts.remote'\" >&2; exit 1",
             "ConfigurationError: a has an older rankwise.\n",
         ),
         (

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.blocks import blocks
+from rankwise.parallel.core.blocks import blocks
 from rankwise.parallel.pipeline import micro_batches
 from rankwise.parallel.pipeline.cost import block_costs
+from rankwise.parallel.pipeline.executor import Span
 from rankwise.parallel.pipeline.picture import Picture, svg, write_picture
 from rankwise.parallel.pipeline.schedule import (
     BACKWARD,
@@ -30,9 +31,8 @@ from rankwise.parallel.pipeline.schedule import (
     predicting_order,
     training_order,
 )
-from rankwise.parallel.pipeline.stage_run import BoundStage
+from rankwise.parallel.pipeline.stage_executor import BoundStage
 from rankwise.parallel.pipeline.stages import Stage, balanced, called_blocks, cut, owners, stages_of_blocks
-from rankwise.parallel.pipeline.step import Span
 from rankwise.parallel.pipeline.traced import trace
 
 if TYPE_CHECKING:

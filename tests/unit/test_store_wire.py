@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwise.store.keys import Keys
+from rankwise.store.keys import SECONDS, GivenUp, Keys
 from rankwise.store.wire import (
     HANDSHAKE_FRAME_BYTES,
     FrameTooLong,
@@ -22,6 +23,7 @@ from rankwise.store.wire import (
     proof,
     read_frame,
     unpack_fields,
+    write_frame,
 )
 
 NONCES = Nonces(client=b"c" * 32, server=b"s" * 32)
@@ -149,3 +151,53 @@ def test_a_wait_in_vain_ends_and_leaves_nothing(seconds: float) -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(keys.wait(["a", "b"], seconds))
     assert keys._waiting == {}
+
+
+def test_a_wait_ends_with_the_connection_that_asked_and_leaves_nothing() -> None:
+    """Else a job whose ranks come and go would gather waits for as long as they were to take."""
+
+    async def wait_and_end() -> tuple[BaseException | None, Keys]:
+        keys = Keys()
+        ours, theirs = socket.socketpair()
+        requests, answers = await asyncio.open_connection(sock=theirs)
+        answering = asyncio.ensure_future(keys.handle(requests, answers))
+        _, writer = await asyncio.open_connection(sock=ours)
+        await write_frame(writer, pack_fields([b"get", SECONDS.pack(3600.0), b"never"]))
+        while not keys._waiting:  # noqa: ASYNC110 - nothing tells that a wait has begun
+            await asyncio.sleep(0)
+        writer.close()
+        await asyncio.wait({answering}, timeout=10.0)
+        answers.close()
+        assert answering.done(), "it waits for somebody who is gone"
+        return answering.exception(), keys
+
+    error, keys = asyncio.run(wait_and_end())
+    assert isinstance(error, ConnectionError)
+    assert keys._waiting == {}
+
+
+def test_waits_for_keys_that_will_not_be_set_end_until_the_prefix_is_deleted() -> None:
+    async def wait() -> Keys:
+        keys = Keys()
+        keys.set("a/there", b"1")
+        waiting = [asyncio.ensure_future(keys.wait([key], 3600.0)) for key in ("a/1", "b/1")]
+        await asyncio.sleep(0)
+        keys.give_up("a/", 3, "rank 3 has left")
+        await asyncio.wait({waiting[0]}, timeout=10.0)
+        error = waiting[0].exception()
+        assert isinstance(error, GivenUp)
+        assert (error.rank, str(error)) == (3, "rank 3 has left")
+        with pytest.raises(GivenUp):
+            await keys.get(["a/2"], 3600.0)
+        assert await keys.get(["a/there"], 0) == [b"1"]
+        assert not waiting[1].done()
+        # The next world of these ranks may use the same keys.
+        keys.delete_prefix("a/")
+        waiting.append(asyncio.ensure_future(keys.wait(["a/1"], 3600.0)))
+        await asyncio.sleep(0)
+        keys.set("a/1", b"")
+        keys.set("b/1", b"")
+        await asyncio.gather(*waiting[1:])
+        return keys
+
+    assert asyncio.run(wait())._waiting == {}

@@ -5,17 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+import threading
+from typing import TYPE_CHECKING
 
 import pytest
 from coordinated import Scene
 
-from rankwise.launch import absences
-from rankwise.launch.absences import Absences
-from rankwise.launch.activity import Activity, activity_of
-from rankwise.rendezvous import ENDED, place_key
+from rankwise.launch.agent.activity import Activity, activity_of
+from rankwise.launch.agent.stragglers import Stragglers
+from rankwise.launch.controller import attempt_keys
+from rankwise.launch.controller.attempt_keys import Absences
+from rankwise.launch.messages import RanksDeparted
+from rankwise.store.bootstrap import ENDED, rank_address_key
 from rankwise.store.keys import GivenUp, Keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.mark.parametrize(
@@ -53,34 +61,67 @@ def test_the_processes_of_a_group_are_counted_together() -> None:
     assert found[os.getpid() + 10**7] == Activity(0.0, 0)
 
 
+def _said(stragglers: Stragglers, running: dict[int, int], now: float) -> str:
+    """Return what is said at ``now``, once ranks that are to be looked at have been."""
+    said = stragglers.notices(running, now)
+    for thread in threading.enumerate():
+        if thread.name == "rankwise-stragglers":
+            thread.join()
+    return said + stragglers.notices(running, now)
+
+
+@pytest.fixture
+def stopped() -> Iterator[int]:
+    """Return the number of a process that does nothing."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        yield process.pid
+        process.kill()
+
+
+def test_an_idle_rank_is_named_once_and_30_s_after_the_last_end(stopped: int) -> None:
+    stragglers = Stragglers(dict, lambda _: False)
+    running = {0: stopped}
+    assert not _said(stragglers, running, 0.0)
+    stragglers.note_ended([1], 10.0)
+    assert not _said(stragglers, running, 10.0)
+    stragglers.note_ended([1, 2], 35.0)
+    assert not _said(stragglers, running, 35.0)
+    assert not _said(stragglers, running, 50.0)
+    said = _said(stragglers, running, 66.0)
+    assert "rank 0 still runs, 31 s after ranks 1-2 ended without an error, and makes no progress" in said
+    assert not any(_said(stragglers, running, 66.0 + seconds) for seconds in range(0, 200, 10))
+
+
 def test_every_machine_with_ranks_hears_which_have_ended() -> None:
     scene = Scene((2, 2))
-    scene.come("a")
-    scene.come("b")
-    scene.coordinator.depart(0, 3)
-    scene.coordinator.depart(0, 1)
-    scene.end("b", 0)
-    scene.coordinator.depart(0, 0)
-    told = [(to, one["ranks"]) for to, one in scene.said("departed")]
-    assert told == [("a", [3]), ("b", [3]), ("a", [1, 3]), ("b", [1, 3]), ("a", [0, 1, 3])]
+    scene.node_joined("a")
+    scene.node_joined("b")
+    scene.coordinator.rank_departed(0, 3)
+    scene.coordinator.rank_departed(0, 1)
+    scene.ranks_ended("b", 0)
+    scene.coordinator.rank_departed(0, 0)
+    sent = [(to, one.ranks) for to, one in scene.sent(RanksDeparted)]
+    assert sent == [("a", (3,)), ("b", (3,)), ("a", (1, 3)), ("b", (1, 3)), ("a", (0, 1, 3))]
 
 
 def test_a_rank_that_has_ended_is_marked_where_it_has_not_joined() -> None:
     keys = Keys()
-    keys.set(f"attempt/2/{place_key(0)}", b"here")
+    keys.set(f"attempt/2/{rank_address_key(0)}", b"here")
     absent = Absences(keys, 2)
     absent.note_ended(0)
-    assert keys.peek(f"attempt/2/{place_key(0)}") == b"here"
+    assert keys.peek(f"attempt/2/{rank_address_key(0)}") == b"here"
     absent.note_ended(1)
-    assert keys.peek(f"attempt/2/{place_key(1)}") == ENDED.encode()
+    assert keys.peek(f"attempt/2/{rank_address_key(1)}") == ENDED.encode()
     keys.set("attempt/2/rankwise/worlds", b"1")
     absent.follow()
-    assert [keys.peek(f"attempt/2/join/1/{place_key(rank)}") for rank in range(3)] == [b"ended", b"ended", None]
+    assert [keys.peek(f"attempt/2/join/1/{rank_address_key(rank)}") for rank in range(3)] == [b"ended", b"ended", None]
 
 
 def test_a_wait_for_a_key_that_will_not_be_set_ends() -> None:
     keys = Keys()
-    keys.set(f"attempt/0/{absences.torch_rank_key(0)}", b"")
+    keys.set(f"attempt/0/{attempt_keys.torch_rank_key(0)}", b"")
     keys.set("attempt/0/torch/there", b"value")
 
     async def wait() -> None:

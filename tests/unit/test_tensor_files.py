@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.tensor_files import open_tensor_files
+from rankwise.tensors.files import open_tensor_files
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import dropout, normalize, relu, silu
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.tensor.plan import check_tied, find_plan, given_plan
+from rankwise.parallel.tensor_parallel.plan import check_tied, find_plan, given_plan
 
 WIDTH = 12
 

@@ -28,19 +28,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, get_worker_info
 
-from rankwise import torch_versions
 from rankwise.torch_private import (
     autograd,
     compiler,
     dtensor,
     foreach,
-    graph,
     groups,
     kernels,
     loader,
-    modes,
     modules,
-    optimizers,
     pipelining,
     rendezvous,
     saving,
@@ -48,6 +44,7 @@ from rankwise.torch_private import (
     tree,
 )
 from rankwise.torch_private.names import NAMES
+from rankwise.world import torch_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -188,22 +185,22 @@ def check_loss_functions() -> None:
     scores, weights = leaf(4, 3), torch.tensor([1.0, 2.0, 4.0])
     loss = torch.nn.functional.cross_entropy(scores, torch.tensor([0, 1, 2, 2]), weight=weights)
     assert loss.grad_fn is not None
-    assert graph.saved(loss.grad_fn, "reduction") == 1
-    assert graph.saved(loss.grad_fn, "total_weight").item() == 11
+    assert autograd.saved(loss.grad_fn, "reduction") == 1
+    assert autograd.saved(loss.grad_fn, "total_weight").item() == 11
     below, number = loss.grad_fn.next_functions[0]
     assert below is not None
-    assert graph.shape_of((below, number)) == (4, 3)
+    assert autograd.shape_of((below, number)) == (4, 3)
     total = torch.nn.functional.mse_loss(scores, torch.zeros(4, 3), reduction="sum")
     assert total.grad_fn is not None
-    assert graph.saved(total.grad_fn, "reduction") == 2
-    assert graph.saved(total.grad_fn, "total_weight") is None
+    assert autograd.saved(total.grad_fn, "reduction") == 2
+    assert autograd.saved(total.grad_fn, "total_weight") is None
 
 
 @canary(f"{NODE}._saved_self_sym_sizes")
 def check_sizes_of_what_is_reduced() -> None:
     x = leaf(4, 3)
     reduced = (x.sum(), x.sum(1), x.mean(), x.mean(0, keepdim=True))
-    found = [graph.saved(one.grad_fn, "self_sizes") for one in reduced if one.grad_fn is not None]
+    found = [autograd.saved(one.grad_fn, "self_sizes") for one in reduced if one.grad_fn is not None]
     assert found == [(4, 3)] * 4
 
 
@@ -211,7 +208,7 @@ def check_sizes_of_what_is_reduced() -> None:
 def check_what_operations_save() -> None:
     x, other, mask = leaf(4, 3), torch.tensor(5.0), torch.tensor([True, False, True])
     found = [
-        graph.saved(node, name)
+        autograd.saved(node, name)
         for node, name in (
             (x.sum(1).grad_fn, "dim"),
             ((x / other).grad_fn, "other"),
@@ -238,7 +235,7 @@ def check_functions_of_python() -> None:
             return gradient
 
     nodes = [Same.apply(leaf(2)).grad_fn, leaf(2).exp().grad_fn]  # type: ignore[no-untyped-call]
-    assert [graph.is_of_python(node) for node in nodes] == [True, False]
+    assert [autograd.is_of_python(node) for node in nodes] == [True, False]
 
 
 # -- compiler ------------------------------------------------------------------------------------------
@@ -412,7 +409,7 @@ def check_worker_info() -> None:
 def check_dispatch_mode() -> None:
     seen: list[object] = []
 
-    class Mode(modes.DispatchMode):
+    class Mode(kernels.DispatchMode):
         def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(func)
             return func(*args, **(kwargs or {}))
@@ -420,7 +417,7 @@ def check_dispatch_mode() -> None:
     with Mode():
         torch.rand(2)
         torch.ones(2)
-    assert all(isinstance(one, modes.Operator) for one in seen)
+    assert all(isinstance(one, kernels.Operator) for one in seen)
     assert [torch.Tag.nondeterministic_seeded in one.tags for one in seen] == [True, False]
 
 
@@ -440,16 +437,16 @@ def check_function_modes() -> None:
 
     outer, inner = Mode(), Mode()
     x = torch.ones(2)
-    assert not modes.is_innermost(outer)
+    assert not kernels.is_innermost(outer)
     with outer:
-        assert modes.is_innermost(outer)
-        modes.pop_function_mode()
+        assert kernels.is_innermost(outer)
+        kernels.pop_function_mode()
         torch.add(x, x)
-        modes.push_function_mode(outer)
+        kernels.push_function_mode(outer)
         torch.mul(x, x)
         with inner:
-            assert modes.is_innermost(inner)
-            assert not modes.is_innermost(outer)
+            assert kernels.is_innermost(inner)
+            assert not kernels.is_innermost(outer)
     assert seen == [torch.mul]
 
 
@@ -591,7 +588,7 @@ def check_optimizer() -> None:
         def own(self: torch.optim.Optimizer) -> None: ...
 
         if is_marked:
-            optimizers.mark_step(optimizer, own)
+            modules.mark_step(optimizer, own)
         optimizer.step = MethodType(own, optimizer)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -879,9 +876,9 @@ def check_the_node_of_a_block() -> None:
     nodes = [model(leaf(3, 2).exp()).grad_fn]
     for node in nodes:
         nodes += [one for one, _ in node.next_functions if one is not None]
-    (of_block,) = [node for node in nodes if node.name() == graph.OF_BLOCK]
+    (of_block,) = [node for node in nodes if node.name() == autograd.OF_BLOCK]
     assert hasattr(of_block, "_forward_cls")
-    assert not graph.is_of_python(of_block)
+    assert not autograd.is_of_python(of_block)
 
 
 @canary(f"{FSDP}._fsdp_api.AllGather", f"{FSDP}._fsdp_api.ReduceScatter")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import rankwise
-from rankwise import torch_versions
 from rankwise.errors import TorchTooOld, UntestedTorch
 from rankwise.parallel.pipeline.schedule import schedule_of
+from rankwise.world import torch_versions
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,27 +15,26 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from rankwise.checkpoint import content as contents
-from rankwise.checkpoint import files, folder, one_job
-from rankwise.checkpoint.background import PendingSave
-from rankwise.checkpoint.confirm import Alone, ThroughStore, Together
+from rankwise.checkpoint import files, folder, folder_lock
+from rankwise.checkpoint.folder_lock import FolderLock
 from rankwise.checkpoint.load import load_into, looks_complete, verify
-from rankwise.checkpoint.lock import FolderLock
-from rankwise.checkpoint.save import agree_on_target, make_job, write
-from rankwise.device.kinds import is_accelerator
-from rankwise.device.streams import pins, wait_for_copies
+from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
+from rankwise.checkpoint.save import PendingSave, agree_on_target, make_job, write
+from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.health.preemption import StepSource
 from rankwise.log import log, warn
-from rankwise.session import current, current_or_none
-from rankwise.stopping import StepSource
+from rankwise.world.device.kinds import is_accelerator
+from rankwise.world.device.streams import pins, wait_for_copies
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
     from types import TracebackType
 
-    from rankwise.checkpoint.confirm import Ranks
     from rankwise.checkpoint.content import Content
-    from rankwise.session import Session
+    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.comm.session import Session
 
 
 class Checkpointer:
@@ -82,7 +81,7 @@ class Checkpointer:
         self.asynchronous = asynchronous
         self._memory = files.StagingMemory()
         self._pending: PendingSave | None = None
-        self._talk: ThroughStore | None = None
+        self._talk: StoreRanks | None = None
         self._damaged: set[Path] = set()
         self._leaves: Session | None = None
         self._lock = FolderLock(self.directory)
@@ -133,8 +132,8 @@ class Checkpointer:
         """
         _refuse_immutable(objects)
         self.wait()
-        ranks = Together(current())
-        one_job.look(ranks, self._lock, objects.values())
+        ranks = CollectiveRanks(current())
+        folder_lock.refuse_other_job(ranks, self._lock, objects.values())
         path = self._restore(ranks, objects)
         self._save_at_stop(objects, is_restored=True)
         return path
@@ -153,12 +152,12 @@ class Checkpointer:
             CheckpointError, PeerFailed: as :meth:`save`.
         """
         session = current()
-        if session.stopping.is_here():
+        if session.preemption.is_here():
             self._save(session, None, objects, asynchronous=False)
-            session.stopping.stop()
+            session.preemption.stop()
 
-    def _restore(self, ranks: Ranks, objects: dict[str, object]) -> Path | None:
-        found, unfinished = ranks.confirm(f"looking into {self.directory}", self._look)[0]
+    def _restore(self, ranks: CheckpointRanks, objects: dict[str, object]) -> Path | None:
+        found, unfinished = ranks.confirm(f"looking into {self.directory}", self._list_checkpoints)[0]
         for name in unfinished:
             warn(f"{self.directory / name} is an unfinished save; it is passed over")
         for name in found:
@@ -196,7 +195,7 @@ class Checkpointer:
         pending = self._pending
         if pending is None:
             return
-        ranks = Together(current())
+        ranks = CollectiveRanks(current())
         try:
             # Only collectives notice a rank that died, so they go on while the threads write.
             while not all(ranks.confirm("waiting for the save in the background", pending.ended)):
@@ -220,7 +219,7 @@ class Checkpointer:
             self._lock.release()
             session = current_or_none()
             if session is not None:
-                session.stopping.forget(str(self.directory))
+                session.preemption.forget(str(self.directory))
 
     def __enter__(self) -> Self:
         return self
@@ -240,9 +239,9 @@ class Checkpointer:
     def _save(self, session: Session, step: int | None, objects: dict[str, object], *, asynchronous: bool) -> Path:
         self.wait()
         session.prepare_save()
-        ranks = Together(session)
+        ranks = CollectiveRanks(session)
         content = contents.read(ranks, objects)
-        one_job.take(ranks, self._lock)
+        folder_lock.acquire_for_job(ranks, self._lock)
         if self._locked_in is not session:
             session.at_end(self._unlock)
             self._locked_in = session
@@ -264,12 +263,12 @@ class Checkpointer:
 
         Where the job resumes from is where it is saved: a folder of the best checkpoints stays as it is.
         """
-        loaders = [thing for thing in objects.values() if isinstance(thing, StepSource)]
+        loaders = [item for item in objects.values() if isinstance(item, StepSource)]
         # Of several, nobody knows which hands out its batch first: the others' positions would be one ahead.
         if len(loaders) == 1:
             session = current()
             save = partial(self._save, session, None, objects, asynchronous=False)
-            session.stopping.save_with(str(self.directory), loaders[0], save, is_restored=is_restored)
+            session.preemption.save_with(str(self.directory), loaders[0], save, is_restored=is_restored)
 
     # -- saving in the background ------------------------------------------------------------
 
@@ -277,7 +276,7 @@ class Checkpointer:
         data: list[Callable[[], list[memoryview]]] = []
         own = content.own
         # Confirmed, so that a rank without memory for the copy does not keep the others waiting.
-        Together(session).confirm("copying the state", lambda: data.append(self._copy(own)))
+        CollectiveRanks(session).confirm("copying the state", lambda: data.append(self._copy(own)))
         ranks = self._background_ranks(session, token)
         job = make_job(
             ranks,
@@ -307,16 +306,16 @@ class Checkpointer:
 
         return data
 
-    def _background_ranks(self, session: Session, token: str) -> Ranks:
+    def _background_ranks(self, session: Session, token: str) -> CheckpointRanks:
         if session.store is None:
-            return Alone()
+            return SingleRank()
         # Every rank has come to this save, so none reads what this one said about the last.
         if self._talk is not None and self._leaves is session:
             self._talk.forget()
             store = self._talk.store
         else:
             store = session.store.clone()
-        self._talk = ThroughStore(session, store, token)
+        self._talk = StoreRanks(session, store, token)
         return self._talk
 
     def _finish_at_leave(self) -> None:
@@ -340,7 +339,7 @@ class Checkpointer:
             warn(f"checkpoint {number} is saved beside {highest}, which restore() will take as the newest")
         return self.directory / folder.checkpoint_name(number)
 
-    def _look(self) -> tuple[list[str], list[str]]:
+    def _list_checkpoints(self) -> tuple[list[str], list[str]]:
         found = [path.name for path in folder.list_numbered(self.directory).values()]
         return found, [path.name for path in folder.list_unfinished(self.directory)]
 
@@ -365,10 +364,10 @@ class Checkpointer:
 def _refuse_immutable(objects: dict[str, object]) -> None:
     if not objects:
         raise ConfigurationError("There is nothing to restore into.", do="name the objects: restore(model=model)")
-    for name, thing in objects.items():
-        stateful = hasattr(thing, "load_state_dict")
-        if not (stateful or isinstance(thing, dict | list | torch.Tensor)):
+    for name, item in objects.items():
+        stateful = hasattr(item, "load_state_dict")
+        if not (stateful or isinstance(item, dict | list | torch.Tensor)):
             raise ConfigurationError(
-                f"{name} is a {type(cast('Any', thing)).__name__} and cannot be restored in place.",
+                f"{name} is a {type(cast('Any', item)).__name__} and cannot be restored in place.",
                 do=f"put it into a dict: restore({name}={{'value': ...}})",
             )

@@ -22,7 +22,7 @@ _ABSENT = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class StateDifference:
     """The first place where saved state does not fit an object."""
 
     path: str
@@ -33,8 +33,8 @@ class Difference:
     """What the object has there."""
 
 
-def first_difference(name: str, thing: object, saved: object, saved_kind: str) -> Difference | None:
-    """Return the first place where ``saved`` does not fit ``thing``, or ``None``.
+def first_difference(name: str, item: object, saved: object, saved_kind: str) -> StateDifference | None:
+    """Return the first place where ``saved`` does not fit ``item``, or ``None``.
 
     A module must have the same keys, and tensors of the same shape and dtype. An optimizer must be
     of the same class, with as many parameters in each group, and one of torch's own must have parameters of the
@@ -43,16 +43,16 @@ def first_difference(name: str, thing: object, saved: object, saved_kind: str) -
 
     Args:
         name: of the object.
-        thing: what is to be loaded into.
+        item: what is to be loaded into.
         saved: its saved state tree.
         saved_kind: class of the object that was saved.
     """
-    inner = unwrapped(thing)
+    inner = unwrapped(item)
     if isinstance(inner, torch.nn.Module):
         return _compare(name, saved, inner.state_dict(), strict=True)
     of_one_class = isinstance(inner, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler)
     if of_one_class and saved_kind.rpartition(".")[2] != type(inner).__name__:
-        return Difference(f"the class of {name}", saved_kind, kind_of(inner))
+        return StateDifference(f"the class of {name}", saved_kind, kind_of(inner))
     if isinstance(inner, torch.optim.Optimizer):
         return (
             _compare_groups(name, saved, inner)
@@ -63,16 +63,16 @@ def first_difference(name: str, thing: object, saved: object, saved_kind: str) -
         return _compare(name, saved, cast("Any", inner).state_dict(), strict=False)
     if isinstance(inner, torch.Tensor):
         return _compare(name, saved, inner, strict=True)
-    kinds = _text(saved), _text(thing)
+    kinds = _text(saved), _text(item)
     if any(isinstance(inner, kind) and not isinstance(saved, kind) for kind in (dict, list)):
-        return Difference(name, *kinds)
+        return StateDifference(name, *kinds)
     return None
 
 
-def _compare(path: str, saved: object, here: object, *, strict: bool) -> Difference | None:
+def _compare(path: str, saved: object, here: object, *, strict: bool) -> StateDifference | None:
     if isinstance(saved, torch.Tensor) and isinstance(here, torch.Tensor):
         lazy = torch.nn.parameter.is_lazy(here)
-        return None if lazy or _text(saved) == _text(here) else Difference(path, _text(saved), _text(here))
+        return None if lazy or _text(saved) == _text(here) else StateDifference(path, _text(saved), _text(here))
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         return _compare_entries(
             path,
@@ -86,13 +86,13 @@ def _compare(path: str, saved: object, here: object, *, strict: bool) -> Differe
             if difference := _compare(f"{path}[{index}]", theirs, ours, strict=strict):
                 return difference
     elif strict and isinstance(saved, torch.Tensor) != isinstance(here, torch.Tensor):
-        return Difference(path, _text(cast("Any", saved)), _text(cast("Any", here)))
+        return StateDifference(path, _text(cast("Any", saved)), _text(cast("Any", here)))
     return None
 
 
 def _compare_entries(
     path: str, saved: Mapping[Any, object], here: Mapping[Any, object], *, strict: bool
-) -> Difference | None:
+) -> StateDifference | None:
     for key in [*here, *(key for key in saved if key not in here)]:
         place = child(path, key)
         if key in saved and key in here:
@@ -102,22 +102,22 @@ def _compare_entries(
                 return difference
         elif strict:
             theirs = _text(saved[key]) if key in saved else _ABSENT
-            return Difference(place, theirs, _text(here[key]) if key in here else _ABSENT)
+            return StateDifference(place, theirs, _text(here[key]) if key in here else _ABSENT)
     return None
 
 
-def _compare_groups(name: str, saved: object, optimizer: torch.optim.Optimizer) -> Difference | None:
+def _compare_groups(name: str, saved: object, optimizer: torch.optim.Optimizer) -> StateDifference | None:
     tree = cast("dict[str, Any]", saved) if isinstance(saved, dict) else {}
     groups: list[dict[str, Any]] = tree.get("param_groups", [])
     path = f"{name}.param_groups"
     if not (isinstance(cast("object", groups), list) and all(map(_is_group, groups))):
-        return Difference(path, "something else", "groups of parameters")
+        return StateDifference(path, "something else", "groups of parameters")
     if len(groups) != len(optimizer.param_groups):
-        return Difference(path, f"{len(groups)} groups", f"{len(optimizer.param_groups)} groups")
+        return StateDifference(path, f"{len(groups)} groups", f"{len(optimizer.param_groups)} groups")
     for index, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         counts = len(theirs["params"]), len(ours["params"])
         if counts[0] != counts[1]:
-            return Difference(f"{path}[{index}].params", *(f"{count} parameters" for count in counts))
+            return StateDifference(f"{path}[{index}].params", *(f"{count} parameters" for count in counts))
     return None
 
 
@@ -126,7 +126,7 @@ def _is_group(group: object) -> bool:
     return isinstance(numbers, list) and all(isinstance(one, int) for one in cast("list[object]", numbers))
 
 
-def _compare_shapes(name: str, saved: object, optimizer: torch.optim.Optimizer) -> Difference | None:
+def _compare_shapes(name: str, saved: object, optimizer: torch.optim.Optimizer) -> StateDifference | None:
     """Compare state with the parameters that it will be of. A fresh optimizer has no state to compare it with."""
     # Other optimizers may keep matrices of other shapes, as LBFGS keeps all parameters in one vector.
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
@@ -134,7 +134,7 @@ def _compare_shapes(name: str, saved: object, optimizer: torch.optim.Optimizer) 
     tree = cast("dict[str, Any]", saved)
     entries: dict[int, dict[str, Any]] = tree.get("state", {})
     if not (isinstance(cast("object", entries), dict) and all(isinstance(one, dict) for one in entries.values())):
-        return Difference(f"{name}.state", "something else", "entries of parameters")
+        return StateDifference(f"{name}.state", "something else", "entries of parameters")
     numbers = [number for group in tree["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
@@ -145,7 +145,7 @@ def _compare_shapes(name: str, saved: object, optimizer: torch.optim.Optimizer) 
                 continue
             # Adafactor keeps the means of rows and of columns.
             if any(size not in (1, here) for size, here in zip(value.shape, parameter.shape, strict=True)):
-                return Difference(f"{name}.state[{number}].{key}", _text(value), f"a parameter {_text(parameter)}")
+                return StateDifference(f"{name}.state[{number}].{key}", _text(value), f"a parameter {_text(parameter)}")
     return None
 
 

@@ -13,18 +13,26 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.checkpoint import files, manifest, spread, state
-from rankwise.checkpoint.layout import Layout, Report, bounds, differs, layouts_of, report_of, united_entries
-from rankwise.checkpoint.manifest import ObjectEntry, Part, Region, TensorEntry, whole
+from rankwise.checkpoint import dtensor_layout, files, manifest, state
+from rankwise.checkpoint.manifest import ObjectEntry, Region, TensorEntry, TensorPart, whole
+from rankwise.checkpoint.rank_regions import (
+    StateReport,
+    TensorLayout,
+    bounds,
+    differs,
+    layouts_of,
+    report_of,
+    united_entries,
+)
+from rankwise.comm.session import current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.session import current_or_none
 from rankwise.torch_private.compiler import module_within
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rankwise.checkpoint.confirm import Ranks
     from rankwise.checkpoint.manifest import Json
+    from rankwise.checkpoint.phases import CheckpointRanks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,19 +53,19 @@ class Gathered:
 
     objects: dict[str, ObjectEntry]
     """Skeleton of each object, by name."""
-    layouts: dict[str, Layout]
+    layouts: dict[str, TensorLayout]
     """Of each tensor, by name."""
     held: dict[str, torch.Tensor]
     """What lies on this rank of each tensor, by name. The objects' own memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Own:
+class _OwnState:
     """What this rank alone knows of the state."""
 
     objects: dict[str, ObjectEntry]
     tensors: dict[str, torch.Tensor]
-    report: Report
+    report: StateReport
     is_spread: bool
     """Whether something of it lies on other ranks."""
 
@@ -67,7 +75,7 @@ def part_name(number: int) -> str:
     return f"part-{number:05d}.safetensors"
 
 
-def read(ranks: Ranks, objects: Mapping[str, object]) -> Content:
+def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Content:
     """Read the state of ``objects``, and divide the writing of it among the ranks.
 
     Called by: every rank.
@@ -93,7 +101,7 @@ def read(ranks: Ranks, objects: Mapping[str, object]) -> Content:
     }
     rank_of = manifest.assign(size_bytes_of, {key: holders for key, (_, holders) in regions.items()})
     taken: set[tuple[int, str]] = set()
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[TensorPart]] = {}
     own: dict[str, torch.Tensor] = {}
     # Whole tensors first: they keep their names.
     for key in sorted(regions, key=lambda key: regions[key][0].shape != gathered.layouts[key[0]].shape):
@@ -102,7 +110,7 @@ def read(ranks: Ranks, objects: Mapping[str, object]) -> Content:
         while (rank, inside) in taken:
             inside += "'"
         taken.add((rank, inside))
-        parts.setdefault(name, []).append(Part(part_name(rank), inside, region))
+        parts.setdefault(name, []).append(TensorPart(part_name(rank), inside, region))
         if rank == ranks.rank:
             own[inside] = gathered.held[name]
     entries = {
@@ -116,7 +124,7 @@ def read(ranks: Ranks, objects: Mapping[str, object]) -> Content:
     return Content(objects=gathered.objects, entries=entries, own=files.in_file_order(own))
 
 
-def gather(ranks: Ranks, objects: Mapping[str, object]) -> Gathered:
+def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
     """Read the state of ``objects``, and find out which rank holds what of it.
 
     Called by: every rank.
@@ -129,7 +137,7 @@ def gather(ranks: Ranks, objects: Mapping[str, object]) -> Gathered:
     Raises:
         CheckpointError: something cannot be saved, differs between ranks, or lies on none of them.
     """
-    own: list[_Own] = []
+    own: list[_OwnState] = []
 
     def read_own() -> tuple[str, bool]:
         own.append(_read_own(objects))
@@ -137,14 +145,14 @@ def gather(ranks: Ranks, objects: Mapping[str, object]) -> Gathered:
 
     digests = ranks.confirm("reading the state to save", read_own)
     mine = own[0]
-    held = {name: spread.local(tensor) for name, tensor in mine.tensors.items()}
+    held = {name: dtensor_layout.local(tensor) for name, tensor in mine.tensors.items()}
     num_counting = _num_counting(ranks)
     if num_counting == ranks.world_size and not any(is_spread for _, is_spread in digests):
         if len({digest for digest, _ in digests}) > 1:
             raise _difference(ranks, mine)
         everywhere = range(ranks.world_size)
         layouts = {
-            name: Layout(dtype=dtype, shape=shape, holders={whole(shape): everywhere})
+            name: TensorLayout(dtype=dtype, shape=shape, holders={whole(shape): everywhere})
             for name, (dtype, shape, _) in mine.report.tensors.items()
         }
         return Gathered(objects=mine.objects, layouts=layouts, held=held)
@@ -152,10 +160,10 @@ def gather(ranks: Ranks, objects: Mapping[str, object]) -> Gathered:
         name: _without_entries(entry.state) for name, entry in mine.objects.items() if name in mine.report.entries
     }
     digest = _digest_of({**{name: entry.state for name, entry in mine.objects.items()}, **frames})
-    told = ranks.confirm("finding out which rank holds what", lambda: (digest, mine.report.as_json()))
-    if len({digest for digest, _ in told}) > 1:
+    reported = ranks.confirm("finding out which rank holds what", lambda: (digest, mine.report.as_json()))
+    if len({digest for digest, _ in reported}) > 1:
         raise _difference(ranks, mine, frames)
-    reports = [report_of(sections) for _, sections in told[:num_counting]]
+    reports = [report_of(sections) for _, sections in reported[:num_counting]]
     united = {name: _with_entries(frame, united_entries(name, reports)) for name, frame in frames.items()}
     merged = {
         name: ObjectEntry(kind=entry.kind, state=united.get(name, entry.state)) for name, entry in mine.objects.items()
@@ -163,34 +171,34 @@ def gather(ranks: Ranks, objects: Mapping[str, object]) -> Gathered:
     return Gathered(objects=merged, layouts=layouts_of(reports), held=held)
 
 
-def _num_counting(ranks: Ranks) -> int:
+def _num_counting(ranks: CheckpointRanks) -> int:
     """Return how many ranks, from the first, hold what is saved: those of the first island."""
     session = current_or_none()
     axes = None if session is None else session.axes
     return ranks.world_size if axes is None else ranks.world_size // axes.islands
 
 
-def _read_own(objects: Mapping[str, object]) -> _Own:
+def _read_own(objects: Mapping[str, object]) -> _OwnState:
     elsewhere = {
         name: parameters_elsewhere(inner)
-        for name, thing in objects.items()
-        if isinstance(inner := unwrapped(thing), torch.optim.Optimizer)
+        for name, item in objects.items()
+        if isinstance(inner := unwrapped(item), torch.optim.Optimizer)
     }
-    trees = {name: state_of(thing) for name, thing in objects.items()}
+    trees = {name: state_of(item) for name, item in objects.items()}
     for name, numbers in elsewhere.items():
         trees[name] = _without_numbers(trees[name], numbers)
     skeletons, tensors = state.flatten(trees)
-    told: dict[str, tuple[str, tuple[int, ...], Region | None]] = {
-        name: (files.dtype_name(tensor.dtype), tuple(tensor.shape), spread.region_of(tensor, name))
+    reported: dict[str, tuple[str, tuple[int, ...], Region | None]] = {
+        name: (files.dtype_name(tensor.dtype), tuple(tensor.shape), dtensor_layout.region_of(tensor, name))
         for name, tensor in tensors.items()
     }
-    return _Own(
+    return _OwnState(
         objects={
             name: ObjectEntry(kind=kind_of(objects[name]), state=skeleton) for name, skeleton in skeletons.items()
         },
         tensors=tensors,
-        report=Report(
-            tensors=told,
+        report=StateReport(
+            tensors=reported,
             entries={
                 name: _entries(skeletons[name])
                 for name in elsewhere
@@ -198,39 +206,39 @@ def _read_own(objects: Mapping[str, object]) -> _Own:
             },
             elsewhere={name: sorted(numbers) for name, numbers in elsewhere.items()},
         ),
-        is_spread=any(region != whole(shape) for _, shape, region in told.values()) or any(elsewhere.values()),
+        is_spread=any(region != whole(shape) for _, shape, region in reported.values()) or any(elsewhere.values()),
     )
 
 
 def parameters_elsewhere(optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the numbers, as ``state_dict()`` counts, of the parameters that have no memory on this rank."""
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    return {number for number, parameter in enumerate(parameters) if spread.is_elsewhere(parameter)}
+    return {number for number, parameter in enumerate(parameters) if dtensor_layout.is_elsewhere(parameter)}
 
 
-def unwrapped(thing: object) -> object:
+def unwrapped(item: object) -> object:
     """Return the module within ``torch.compile``'s or torch's data parallel ones, or what was given."""
-    if isinstance(thing, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        return unwrapped(thing.module)
-    if isinstance(thing, torch.nn.Module):
-        inner = module_within(thing)
-        return thing if inner is None else inner
-    return thing
+    if isinstance(item, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        return unwrapped(item.module)
+    if isinstance(item, torch.nn.Module):
+        inner = module_within(item)
+        return item if inner is None else inner
+    return item
 
 
-def state_of(thing: object) -> object:
+def state_of(item: object) -> object:
     """Return the state tree of an object: itself, where it has no ``state_dict()``."""
-    state_dict = getattr(unwrapped(thing), "state_dict", None)
-    return state_dict() if callable(state_dict) else thing
+    state_dict = getattr(unwrapped(item), "state_dict", None)
+    return state_dict() if callable(state_dict) else item
 
 
-def kind_of(thing: object) -> str:
+def kind_of(item: object) -> str:
     """Return the class of an object as ``module.name``."""
-    kind = type(unwrapped(thing))
+    kind = type(unwrapped(item))
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _digest(own: _Own) -> str:
+def _digest(own: _OwnState) -> str:
     tensors = {name: (dtype, shape) for name, (dtype, shape, _) in own.report.tensors.items()}
     return _digest_of([tensors, {name: entry.state for name, entry in own.objects.items()}])
 
@@ -239,7 +247,7 @@ def _digest_of(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _difference(ranks: Ranks, own: _Own, frames: Mapping[str, Json] | None = None) -> CheckpointError:
+def _difference(ranks: CheckpointRanks, own: _OwnState, frames: Mapping[str, Json] | None = None) -> CheckpointError:
     """Return the error for state that differs between ranks. Called by: every rank."""
 
     def leaves() -> dict[str, str]:

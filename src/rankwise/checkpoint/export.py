@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rankwise.checkpoint import files, folder
-from rankwise.checkpoint.confirm import Alone, Together
 from rankwise.checkpoint.content import gather, unwrapped
 from rankwise.checkpoint.manifest import whole
-from rankwise.collectives import broadcast
+from rankwise.checkpoint.phases import CollectiveRanks, SingleRank
+from rankwise.comm.collectives import broadcast
+from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
-from rankwise.session import current, current_or_none
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
-    from rankwise.checkpoint.confirm import Ranks
     from rankwise.checkpoint.content import Gathered
-    from rankwise.checkpoint.layout import Layout
     from rankwise.checkpoint.manifest import Json
+    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.checkpoint.rank_regions import TensorLayout
 
 CHUNK_BYTES = 64 * 2**20
 """As much of a tensor is under way to rank zero at a time."""
@@ -72,18 +72,18 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     Source: the safetensors format; safetensors.torch.save_model for tied weights.
     """
     session = current_or_none()
-    ranks = Alone() if session is None else Together(session)
+    ranks = SingleRank() if session is None else CollectiveRanks(session)
     if session is not None:
         session.prepare_save()
     weights = unwrapped(model)
 
     def check() -> tuple[str, str]:
         named = folder.path_of(path, call="save_weights()")
-        _refuse_other_things(weights)
+        _refuse_other_entries(weights)
         return str(named), str(named.absolute())
 
-    told = ranks.confirm("checking the weights to write", check)
-    names_of = {rank: named for rank, (named, _) in enumerate(told)}
+    reported = ranks.confirm("checking the weights to write", check)
+    names_of = {rank: named for rank, (named, _) in enumerate(reported)}
     if len(set(names_of.values())) > 1:
         raise ConfigurationError(
             "save_weights() writes one file, and ranks named different ones.",
@@ -94,7 +94,7 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     names, metadata = _names(gathered.objects[_WEIGHTS].state)
     layouts = {name: gathered.layouts[tensor] for name, tensor in names.items()}
     order = sorted(layouts, key=lambda name: (-files.dtype_of(layouts[name].dtype).itemsize, name))
-    out = _File(Path(told[0][1]))  # A rank may have left the folder that rank zero writes into.
+    out = _WeightsFile(Path(reported[0][1]))  # A rank may have left the folder that rank zero writes into.
     try:
         header = files.header({name: (layouts[name].dtype, layouts[name].shape) for name in order}, metadata)
         size_bytes = len(header) + sum(map(_num_bytes, layouts.values()))
@@ -102,7 +102,7 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
         ranks.confirm(f"opening {out.target}", lambda: out.open(header, size_bytes) if is_zero else None)
         unconfirmed = 0
         for name in order:
-            tensor = _bring(ranks, gathered, names[name])
+            tensor = _gather_to_writer(ranks, gathered, names[name])
             if tensor is not None:
                 out.append(tensor)
             unconfirmed += _num_bytes(layouts[name])
@@ -115,7 +115,7 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     return out.target
 
 
-def _refuse_other_things(weights: object) -> None:
+def _refuse_other_entries(weights: object) -> None:
     tree: object = weights.state_dict() if isinstance(weights, torch.nn.Module) else weights
     if not isinstance(tree, Mapping):
         raise ConfigurationError(
@@ -156,11 +156,11 @@ def _names(skeleton: Json) -> tuple[dict[str, str], dict[str, str]]:
     return {name: tensor for tensor, name in name_of.items()}, {**metadata, "format": "pt"}
 
 
-def _num_bytes(layout: Layout) -> int:
+def _num_bytes(layout: TensorLayout) -> int:
     return math.prod(layout.shape) * files.dtype_of(layout.dtype).itemsize
 
 
-def _bring(ranks: Ranks, gathered: Gathered, name: str) -> torch.Tensor | None:
+def _gather_to_writer(ranks: CheckpointRanks, gathered: Gathered, name: str) -> torch.Tensor | None:
     """Return a whole tensor on rank zero, ``None`` on the others.
 
     Called by: every rank. Every rank receives what only some ranks hold, a piece at a time: a broadcast is what all
@@ -185,7 +185,7 @@ def _bring(ranks: Ranks, gathered: Gathered, name: str) -> torch.Tensor | None:
 
 
 def _send(
-    ranks: Ranks, held: torch.Tensor | None, source: int, shape: tuple[int, ...], dtype: str
+    ranks: CheckpointRanks, held: torch.Tensor | None, source: int, shape: tuple[int, ...], dtype: str
 ) -> torch.Tensor | None:
     """Return on rank zero what ``source`` holds."""
     device = current().world.device
@@ -205,7 +205,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-class _File:
+class _WeightsFile:
     """The file that rank zero writes: complete under its name, or not there. On other ranks it does nothing."""
 
     def __init__(self, target: Path) -> None:
@@ -222,7 +222,7 @@ class _File:
         self._size_bytes = size_bytes
         try:
             self._refuse_other_kinds()
-            self._behind.parent.mkdir(parents=True, exist_ok=True)
+            folder.make_folder(self._behind.parent)
             for left in self._behind.parent.glob(f".{glob.escape(self._behind.name)}.writing-*"):
                 left.unlink()
             if shutil.disk_usage(self._behind.parent).free < size_bytes:

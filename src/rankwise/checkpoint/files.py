@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of tensors: writing with checksums, checking, reading; and the staging memory.
+"""Files of tensors: their header and bytes, reading regions of them, and the staging memory of a save.
 
 Knows the safetensors layout and no other rank. Imported by the saving and the loading of this room.
 """
@@ -9,21 +9,19 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
-import stat
 import struct
-import zlib
 from typing import TYPE_CHECKING, Any, cast
 
 import safetensors
 import torch
 
-from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry, Part, Region, TensorEntry
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from rankwise.checkpoint.manifest import Region, TensorEntry, TensorPart
 
     Bytes = bytes | memoryview
 
@@ -167,92 +165,6 @@ def copy_into(memory: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None
         offset += tensor.nbytes
 
 
-def write_file(path: Path, parts: Iterable[Bytes]) -> FileEntry:
-    """Write a new file from its parts, on disk when this returns; return its size and checksums.
-
-    The interpreter lock is free while bytes are written and summed.
-    """
-    checksums: list[str] = []
-    size, crc = 0, 0
-    with path.open("xb") as file:
-        for piece in _cut(parts):
-            file.write(piece)
-            crc = zlib.crc32(piece, crc)
-            size += len(piece)
-            if size % PIECE_BYTES == 0:
-                checksums.append(f"{crc:08x}")
-                crc = 0
-        if size % PIECE_BYTES:
-            checksums.append(f"{crc:08x}")
-        file.flush()
-        os.fsync(file.fileno())
-    return FileEntry(name=path.name, size_bytes=size, checksums=tuple(checksums))
-
-
-def _cut(parts: Iterable[Bytes]) -> Iterator[memoryview]:
-    """Yield the bytes of ``parts`` so that no piece crosses a multiple of ``PIECE_BYTES``."""
-    position = 0
-    for part in parts:
-        view = memoryview(part)
-        while view:
-            piece = view[: PIECE_BYTES - position % PIECE_BYTES]
-            yield piece
-            view = view[len(piece) :]
-            position += len(piece)
-
-
-def plain(path: Path) -> Path:
-    """Return a path unless a pipe or a device lies there, which opening may wait for.
-
-    Raises:
-        OSError: one does, or nothing does.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is not a plain file")
-    return path
-
-
-def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
-    """Return what is wrong with a file, or ``None``.
-
-    Args:
-        path: the file.
-        entry: what the manifest says about it.
-        pieces: numbers of the pieces whose checksums are compared; the size is compared in any
-            case.
-    """
-    try:
-        found = plain(path).stat().st_size
-        if found < entry.size_bytes:
-            return f"{path.name} is truncated: {entry.size_bytes} bytes expected, {found} found"
-        if found > entry.size_bytes:
-            return f"{path.name} is too long: {entry.size_bytes} bytes expected, {found} found"
-        buffer = memoryview(bytearray(min(PIECE_BYTES, entry.size_bytes)))
-        with path.open("rb", buffering=0) as file:
-            for number in pieces:
-                length = min(PIECE_BYTES, entry.size_bytes - number * PIECE_BYTES)
-                file.seek(number * PIECE_BYTES)
-                _fill(file.readinto, buffer[:length])
-                if f"{zlib.crc32(buffer[:length]):08x}" != entry.checksums[number]:
-                    first = number * PIECE_BYTES
-                    where = f"bytes {first}-{first + length - 1}"
-                    return f"{path.name} is damaged: its checksum differs in {where}"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except (OSError, EOFError) as error:
-        return f"{path.name} cannot be read: {error}"
-    return None
-
-
-def _fill(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> None:
-    while len(buffer):
-        count = readinto(buffer)
-        if not count:
-            message = "the file ended early"
-            raise EOFError(message)
-        buffer = buffer[count:]
-
-
 def read_regions(folder: Path, wanted: Sequence[tuple[TensorEntry, Region]]) -> list[torch.Tensor]:
     """Return regions of tensors, on the CPU, in memory of their own. Nothing else of the files is read.
 
@@ -267,7 +179,7 @@ def read_regions(folder: Path, wanted: Sequence[tuple[TensorEntry, Region]]) -> 
     """
     results = [torch.empty(region.shape, dtype=dtype_of(entry.dtype)) for entry, region in wanted]
     # Where each part of a file goes: which result, where in it, and from where in the part.
-    ways: dict[str, list[tuple[int, Part, Region]]] = {}
+    ways: dict[str, list[tuple[int, TensorPart, Region]]] = {}
     for number, (entry, region) in enumerate(wanted):
         for part in entry.parts:
             if (common := region.common(part.region)) is not None:
@@ -286,7 +198,7 @@ def read_regions(folder: Path, wanted: Sequence[tuple[TensorEntry, Region]]) -> 
     return results
 
 
-def _checked(part: Part, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+def _checked(part: TensorPart, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     found = dtype_name(tensor.dtype), tuple(tensor.shape)
     if found != _in_file(dtype, part.region.shape):
         raise CheckpointError(

@@ -137,6 +137,14 @@ def remove(path: Path, token: str) -> None:
     shutil.rmtree(hidden)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, where they are not there; on disk when this returns."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Return when the names in a folder are on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from rankwise.checkpoint import folder, spread
-from rankwise.checkpoint.confirm import Alone, Together
+from rankwise.checkpoint import dtensor_layout, folder
 from rankwise.checkpoint.content import unwrapped
 from rankwise.checkpoint.files import dtype_name
 from rankwise.checkpoint.manifest import whole
+from rankwise.checkpoint.phases import CollectiveRanks, SingleRank
+from rankwise.comm.session import current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
-from rankwise.session import current_or_none
-from rankwise.tensor_files import open_tensor_files
+from rankwise.tensors.files import open_tensor_files
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from rankwise.checkpoint.confirm import Ranks
-    from rankwise.tensor_files import TensorFiles, TensorInfo
+    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.tensors.files import TensorFiles, TensorInfo
 
 M = TypeVar("M", bound="torch.nn.Module")
 
@@ -42,7 +42,7 @@ _MOST_NAMES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _TensorRead:
     """One tensor to be read, and where it goes."""
 
     name: str
@@ -79,9 +79,9 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
         PeerFailed: that happened on another rank.
     """
     session = current_or_none()
-    ranks = Alone() if session is None else Together(session)
+    ranks = SingleRank() if session is None else CollectiveRanks(session)
     opened: list[TensorFiles] = []
-    copies: list[_Copy] = []
+    copies: list[_TensorRead] = []
 
     def compare() -> tuple[str, str, list[str]]:
         place = folder.path_of(path, call="load_weights()")
@@ -93,18 +93,24 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
             )
         opened.append(open_tensor_files(place))
         copies.extend(_copies(opened[0], module, ranks))
-        return str(place), _fingerprint(opened[0]), [copy.key for copy in copies if spread.is_elsewhere(copy.here)]
+        return (
+            str(place),
+            _fingerprint(opened[0]),
+            [copy.key for copy in copies if dtensor_layout.is_elsewhere(copy.here)],
+        )
 
     try:
-        told = ranks.confirm(f"comparing {path} with the model", compare)
-        if len({fingerprint for _, fingerprint, _ in told}) > 1:
-            seen = {rank: f"{named}, contents {fingerprint[:8]}" for rank, (named, fingerprint, _) in enumerate(told)}
+        reported = ranks.confirm(f"comparing {path} with the model", compare)
+        if len({fingerprint for _, fingerprint, _ in reported}) > 1:
+            seen = {
+                rank: f"{named}, contents {fingerprint[:8]}" for rank, (named, fingerprint, _) in enumerate(reported)
+            }
             raise CheckpointError(
                 "Ranks were given files of different contents.",
                 evidence=f"{fold_values(seen)}\nthe model has not changed",
                 do="pass the same path on every rank; where each machine has its own copy, make them equal",
             )
-        elsewhere = [keys for *_, keys in told]
+        elsewhere = [keys for *_, keys in reported]
         common = set[str].intersection(*map(set, elsewhere))
         if common:
             raise ConfigurationError(
@@ -134,13 +140,13 @@ def _fingerprint(files: TensorFiles) -> str:
     return digest.hexdigest()
 
 
-def _copies(files: TensorFiles, model: torch.nn.Module, ranks: Ranks) -> list[_Copy]:
+def _copies(files: TensorFiles, model: torch.nn.Module, ranks: CheckpointRanks) -> list[_TensorRead]:
     """Return what is to be copied where. Raises unless names, shapes and kinds of the files fit the model."""
     here = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     _refuse_copies(model, here)
     keys_of: dict[object, list[str]] = {}
     for key, tensor in here.items():
-        keys_of.setdefault(spread.identity(tensor) if tensor.numel() else key, []).append(key)
+        keys_of.setdefault(dtensor_layout.identity(tensor) if tensor.numel() else key, []).append(key)
     groups = list(keys_of.values())
     missing = [keys[0] for keys in groups if not any(key in files.entries for key in keys)]
     unexpected = [name for name in files.entries if name not in here]
@@ -148,7 +154,7 @@ def _copies(files: TensorFiles, model: torch.nn.Module, ranks: Ranks) -> list[_C
         raise CheckpointError(
             f"{files.path} does not hold the weights of this model: {len(missing)} are missing, "
             f"{len(unexpected)} are not known.",
-            evidence=_names_in_words(missing, unexpected),
+            evidence=_names_text(missing, unexpected),
             do="build the model that the files were written from, or name other files; nothing has changed",
         )
     for key, tensor in here.items():
@@ -163,7 +169,7 @@ def _copies(files: TensorFiles, model: torch.nn.Module, ranks: Ranks) -> list[_C
         if number % ranks.world_size == ranks.rank:
             _refuse_unequal(files, [key for key in keys if key in files.entries], here[keys[0]].dtype)
     names = [(next(key for key in keys if key in files.entries), keys[0]) for keys in groups]
-    return [_Copy(name, key, here[key]) for name, key in names]
+    return [_TensorRead(name, key, here[key]) for name, key in names]
 
 
 def _refuse_unequal(files: TensorFiles, names: list[str], dtype: torch.dtype) -> None:
@@ -189,15 +195,15 @@ def _refuse_copies(model: torch.nn.Module, here: Mapping[str, torch.Tensor]) -> 
         raise ConfigurationError(
             f"{lazy} has no shape yet: it is of a lazy module.", do="run one batch through the model first"
         )
-    own = {spread.identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own = {dtensor_layout.identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for key, tensor in here.items():
-        memory = spread.local(tensor)
+        memory = dtensor_layout.local(tensor)
         if any(stride == 0 and size > 1 for stride, size in zip(memory.stride(), memory.shape, strict=True)):
             raise ConfigurationError(
                 f"{key} cannot be loaded in place: it is an expanded tensor, whose elements share their memory.",
                 do=f"give it memory of its own, {key.rpartition('.')[2]}.clone(), or use model.load_state_dict()",
             )
-        if tensor.numel() and spread.identity(tensor) not in own:
+        if tensor.numel() and dtensor_layout.identity(tensor) not in own:
             raise ConfigurationError(
                 f"{key} cannot be loaded in place: state_dict() gives a copy of it.",
                 do="use model.load_state_dict() with the tensors of the files",
@@ -211,7 +217,7 @@ def _difference(entry: TensorInfo, here: torch.Tensor) -> str | None:
     return f"file: {dtype_name(entry.dtype)}{list(entry.shape)}\nmodel: {dtype_name(here.dtype)}{list(here.shape)}"
 
 
-def _names_in_words(missing: list[str], unexpected: list[str]) -> str:
+def _names_text(missing: list[str], unexpected: list[str]) -> str:
     lines: list[str] = []
     for name in missing[:_MOST_NAMES]:
         near = difflib.get_close_matches(name, unexpected, n=1)
@@ -221,12 +227,12 @@ def _names_in_words(missing: list[str], unexpected: list[str]) -> str:
     return "\n".join([*lines, f"and {more} more"] if more else lines)
 
 
-def _copy_all(files: TensorFiles, copies: list[_Copy]) -> None:
+def _copy_all(files: TensorFiles, copies: list[_TensorRead]) -> None:
     for number, copy in enumerate(copies):
-        region = spread.region_of(copy.here, copy.key)
+        region = dtensor_layout.region_of(copy.here, copy.key)
         if region is None:
             continue
-        memory = spread.local(copy.here)
+        memory = dtensor_layout.local(copy.here)
         try:
             with torch.no_grad():
                 if region == whole(tuple(copy.here.shape)):

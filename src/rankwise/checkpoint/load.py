@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.checkpoint import files, folder, manifest, reading
+from rankwise.checkpoint import checksums, folder, manifest, saved_tree
 from rankwise.checkpoint.compare import first_difference
-from rankwise.checkpoint.confirm import Alone, Together
 from rankwise.checkpoint.content import unwrapped
+from rankwise.checkpoint.phases import CollectiveRanks, SingleRank
+from rankwise.comm.session import current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, fold_values
-from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from rankwise.checkpoint.confirm import Ranks
     from rankwise.checkpoint.manifest import Manifest
+    from rankwise.checkpoint.phases import CheckpointRanks
 
 
 def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
         PeerFailed: that happened on another rank.
     """
     session = current_or_none()
-    ranks = Alone() if session is None else Together(session)
+    ranks = SingleRank() if session is None else CollectiveRanks(session)
     path = folder.find(Path(directory).absolute())
     saved, damage = verify(ranks, path)
     if saved is None:
@@ -70,7 +70,7 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
     return load_into(ranks, path, saved, objects)
 
 
-def verify(ranks: Ranks, path: Path) -> tuple[Manifest | None, str | None]:
+def verify(ranks: CheckpointRanks, path: Path) -> tuple[Manifest | None, str | None]:
     """Check a checkpoint's files, each rank a share of their bytes; all come to one verdict.
 
     Called by: every rank.
@@ -84,7 +84,7 @@ def verify(ranks: Ranks, path: Path) -> tuple[Manifest | None, str | None]:
         try:
             data = read_manifest_bytes(path)
             own.append(manifest.decode(data))
-            reading.check(own[0])
+            saved_tree.check(own[0])
         except CheckpointError as error:
             return [error.what.rstrip("."), None]
         return [_find_damage(ranks, path, own[0]), hashlib.sha256(data).hexdigest()]
@@ -108,7 +108,7 @@ def read_manifest_bytes(path: Path) -> bytes:
         CheckpointError: there is none; says what is there.
     """
     try:
-        return files.plain(path / manifest.MANIFEST_NAME).read_bytes()
+        return checksums.plain(path / manifest.MANIFEST_NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         if not path.exists():
             what = "there is no such directory"
@@ -127,23 +127,23 @@ def looks_complete(path: Path) -> bool:
         saved = manifest.decode(read_manifest_bytes(path))
     except CheckpointError:
         return False
-    return all(files.find_damage(path / name, entry, ()) is None for name, entry in saved.files.items())
+    return all(checksums.find_damage(path / name, entry, ()) is None for name, entry in saved.files.items())
 
 
-def _find_damage(ranks: Ranks, path: Path, saved: Manifest) -> str | None:
+def _find_damage(ranks: CheckpointRanks, path: Path, saved: Manifest) -> str | None:
     for name, pieces in manifest.pieces_to_check(saved.files, ranks.rank, ranks.world_size).items():
-        damage = files.find_damage(path / name, saved.files[name], pieces)
+        damage = checksums.find_damage(path / name, saved.files[name], pieces)
         if damage is not None:
             return damage
     return None
 
 
-def load_into(ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, object]) -> dict[str, Any]:
+def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapping[str, object]) -> dict[str, Any]:
     """Load a verified checkpoint into objects. As :func:`load`.
 
     Called by: every rank.
     """
-    trees: dict[str, reading.SavedTree] = {}
+    trees: dict[str, saved_tree.SavedTree] = {}
 
     def compare() -> tuple[list[str], list[str]]:
         names = objects or saved.objects
@@ -154,18 +154,18 @@ def load_into(ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, o
                     evidence="it holds " + ", ".join(saved.objects),
                     do="leave it out, or load a checkpoint that was saved with it",
                 )
-            trees[name] = reading.SavedTree(name, saved)
-        for name, thing in objects.items():
-            _refuse_if_different(path, name, thing, trees[name].tree, saved.objects[name].kind)
-            trees[name].fit(thing)
+            trees[name] = saved_tree.SavedTree(name, saved)
+        for name, item in objects.items():
+            _refuse_if_different(path, name, item, trees[name].tree, saved.objects[name].kind)
+            trees[name].fit(item)
         # Those most likely to refuse come first; modules last, as they were compared in full.
         order = sorted(objects, key=lambda name: _late(objects[name]))
         return order, [place for tree in trees.values() for place in tree.elsewhere]
 
-    told = ranks.confirm(f"comparing {path} with what is here", compare)
-    _refuse_different_objects([names for names, _ in told])
+    reported = ranks.confirm(f"comparing {path} with what is here", compare)
+    _refuse_different_objects([names for names, _ in reported])
     # What a pipeline's stages hold is elsewhere on other ranks; what is elsewhere on all would be loaded nowhere.
-    elsewhere = [places for _, places in told]
+    elsewhere = [places for _, places in reported]
     common = set[str].intersection(*map(set, elsewhere))
     nowhere = [place for place in elsewhere[0] if place in common]
     if nowhere:
@@ -174,7 +174,7 @@ def load_into(ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, o
             evidence=f"so are {len(nowhere) - 1} more\nno object has changed",
             do="give the model memory first: model.to_empty(device=...)",
         )
-    ranks.confirm(f"reading {path}", lambda: reading.read(path, list(trees.values())))
+    ranks.confirm(f"reading {path}", lambda: saved_tree.read(path, list(trees.values())))
     results: dict[str, Any] = {name: tree.tree for name, tree in trees.items()}
     done: list[str] = []
 
@@ -182,7 +182,7 @@ def load_into(ranks: Ranks, path: Path, saved: Manifest, objects: Mapping[str, o
         results[name] = _load_one(path, name, objects[name], trees[name].tree, done)
 
     # One by one: what one rank's object refuses, no rank goes beyond.
-    for name in told[0][0]:
+    for name in reported[0][0]:
         ranks.confirm(f"loading {name} from {path}", partial(change, name))
         done.append(name)
     return results
@@ -198,15 +198,15 @@ def _refuse_different_objects(names_of: Sequence[list[str]]) -> None:
         )
 
 
-def _late(thing: object) -> int:
-    inner = unwrapped(thing)
+def _late(item: object) -> int:
+    inner = unwrapped(item)
     return 2 if isinstance(inner, torch.nn.Module) else 1 if isinstance(inner, torch.optim.Optimizer) else 0
 
 
-def _refuse_if_different(path: Path, name: str, thing: object, tree: object, kind: str) -> None:
-    if callable(getattr(thing, "state_dict", None)) and not callable(getattr(thing, "load_state_dict", None)):
+def _refuse_if_different(path: Path, name: str, item: object, tree: object, kind: str) -> None:
+    if callable(getattr(item, "state_dict", None)) and not callable(getattr(item, "load_state_dict", None)):
         raise ConfigurationError(f"{name} has state_dict() but no load_state_dict().", do="give its class that method")
-    difference = first_difference(name, thing, tree, kind)
+    difference = first_difference(name, item, tree, kind)
     if difference is not None:
         raise CheckpointError(
             f"{path} is of another model: it differs first at {difference.path}.",
@@ -215,11 +215,11 @@ def _refuse_if_different(path: Path, name: str, thing: object, tree: object, kin
         )
 
 
-def _load_one(path: Path, name: str, thing: object, tree: object, done: list[str]) -> object:
+def _load_one(path: Path, name: str, item: object, tree: object, done: list[str]) -> object:
     """Load one object and return it; for an immutable value return the saved one."""
-    load_state_dict = getattr(unwrapped(thing), "load_state_dict", None)
+    load_state_dict = getattr(unwrapped(item), "load_state_dict", None)
     if not callable(load_state_dict):
-        return replaced_in_place(thing, tree)
+        return replaced_in_place(item, tree)
     try:
         load_state_dict(tree)
     except RankwiseError:
@@ -231,30 +231,30 @@ def _load_one(path: Path, name: str, thing: object, tree: object, done: list[str
             f"{name} itself may be loaded on other ranks",
             do="build the objects as they were when it was saved, or name another checkpoint",
         ) from error
-    return thing
+    return item
 
 
-def replaced_in_place(thing: object, tree: object) -> object:
-    """Make ``thing`` equal to ``tree`` where it can change, and return the result.
+def replaced_in_place(item: object, tree: object) -> object:
+    """Make ``item`` equal to ``tree`` where it can change, and return the result.
 
     Tensors of the same shape and dtype keep their memory and device; dicts and lists stay the same
     objects.
     """
-    if isinstance(thing, torch.Tensor) and isinstance(tree, torch.Tensor):
-        if (thing.shape, thing.dtype) != (tree.shape, tree.dtype):
+    if isinstance(item, torch.Tensor) and isinstance(tree, torch.Tensor):
+        if (item.shape, item.dtype) != (tree.shape, tree.dtype):
             return tree
         with torch.no_grad():
-            thing.copy_(tree)
-        return thing
-    if isinstance(thing, dict) and isinstance(tree, dict):
-        entries, saved = cast("dict[Any, object]", thing), cast("dict[Any, object]", tree)
+            item.copy_(tree)
+        return item
+    if isinstance(item, dict) and isinstance(tree, dict):
+        entries, saved = cast("dict[Any, object]", item), cast("dict[Any, object]", tree)
         old = dict(entries)
         entries.clear()
         for key, value in saved.items():
             entries[key] = replaced_in_place(old[key], value) if key in old else value
         return entries
-    if isinstance(thing, list) and isinstance(tree, list):
-        old_items, new_items = cast("list[object]", thing), cast("list[object]", tree)
+    if isinstance(item, list) and isinstance(tree, list):
+        old_items, new_items = cast("list[object]", item), cast("list[object]", tree)
         num_both = min(len(old_items), len(new_items))
         both = [replaced_in_place(old_items[i], new_items[i]) for i in range(num_both)]
         old_items[:] = both + new_items[num_both:]

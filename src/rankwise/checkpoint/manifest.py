@@ -87,7 +87,7 @@ def whole(shape: tuple[int, ...]) -> Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """A region of a tensor, and where it lies."""
 
     file: str
@@ -106,13 +106,13 @@ class TensorEntry:
     """As torch names it, without ``torch.``: ``"float32"``."""
     shape: tuple[int, ...]
     """Its sizes, whole."""
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     """Regions that make it up, without overlaps; one where it was whole on a rank."""
 
 
 def in_one_part(name: str, *, file: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
     """Return the entry of a tensor that lies whole in one file, under its own name."""
-    return TensorEntry(dtype=dtype, shape=shape, parts=(Part(file, name, whole(shape)),))
+    return TensorEntry(dtype=dtype, shape=shape, parts=(TensorPart(file, name, whole(shape)),))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,7 +284,9 @@ def _tensor_entry(name: str, entry: dict[str, Any], files: Mapping[str, FileEntr
     if "parts" not in entry:
         return in_one_part(name, file=_known_file(entry, files), dtype=dtype, shape=shape)
     parts = tuple(
-        Part(_known_file(part, files), _text(part["name"]), Region(_counts(part["offsets"]), _counts(part["shape"])))
+        TensorPart(
+            _known_file(part, files), _text(part["name"]), Region(_counts(part["offsets"]), _counts(part["shape"]))
+        )
         for part in entry["parts"]
     )
     if not tiles([part.region for part in parts], shape):

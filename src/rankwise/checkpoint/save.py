@@ -2,7 +2,7 @@
 """Saving: a checkpoint is written in stages, each confirmed by every rank; complete or absent.
 
 A process that dies in any stage leaves the folder's checkpoints as they were, or the new one
-complete. ``save`` is public; the Checkpointer goes through the same stages.
+complete. ``save`` is public; the Checkpointer goes through the same stages, in a thread of each rank.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ import errno
 import importlib.metadata
 import secrets
 import shutil
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.checkpoint import checksums, files, folder, manifest
 from rankwise.checkpoint import content as contents
-from rankwise.checkpoint import files, folder, manifest
-from rankwise.checkpoint.confirm import Together
 from rankwise.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, TensorEntry
+from rankwise.checkpoint.phases import SLICE_SECONDS, CollectiveRanks
+from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
-from rankwise.session import current
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable
 
-    from rankwise.checkpoint.confirm import Ranks
     from rankwise.checkpoint.content import Content
+    from rankwise.checkpoint.phases import CheckpointRanks
 
 
 @dataclass(kw_only=True)
-class Job:
+class SaveJob:
     """One save, as one rank does it."""
 
     target: Path
@@ -95,14 +96,14 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
         PeerFailed: that happened on another rank.
     """
     current().prepare_save()
-    ranks = Together(current())
+    ranks = CollectiveRanks(current())
     content = contents.read(ranks, objects)
     target, token = agree_on_target(ranks, lambda: Path(directory).absolute())
     write(ranks, make_job(ranks, content, target, token, sweep=target.name))
     return target
 
 
-def agree_on_target(ranks: Ranks, choose: Callable[[], Path]) -> tuple[Path, str]:
+def agree_on_target(ranks: CheckpointRanks, choose: Callable[[], Path]) -> tuple[Path, str]:
     """Return rank zero's choice of a directory, and a token for this save.
 
     Called by: every rank.
@@ -116,7 +117,7 @@ def agree_on_target(ranks: Ranks, choose: Callable[[], Path]) -> tuple[Path, str
 
 
 def make_job(
-    ranks: Ranks,
+    ranks: CheckpointRanks,
     content: Content,
     target: Path,
     token: str,
@@ -124,7 +125,7 @@ def make_job(
     sweep: str | None,
     data: Callable[[], Iterable[bytes | memoryview]] | None = None,
     retire: Callable[[], None] = lambda: None,
-) -> Job:
+) -> SaveJob:
     """Return the save of ``content`` as this rank does it.
 
     Args:
@@ -132,10 +133,10 @@ def make_job(
         content: what is saved.
         target: the checkpoint's directory.
         token: of this save.
-        sweep: as :attr:`Job.sweep`.
+        sweep: as :attr:`SaveJob.sweep`.
         data: gives the bytes of this rank's tensors, in file order; by default the objects' own
             memory.
-        retire: as :attr:`Job.retire`.
+        retire: as :attr:`SaveJob.retire`.
     """
     own = content.own
     header = files.header_of(own) if own else b""
@@ -144,7 +145,7 @@ def make_job(
         yield header
         yield from map(files.bytes_of, own.values()) if data is None else data()
 
-    return Job(
+    return SaveJob(
         target=target,
         token=token,
         rank=ranks.rank,
@@ -159,24 +160,24 @@ def make_job(
     )
 
 
-def prepare(job: Job) -> None:
+def prepare(job: SaveJob) -> None:
     """Make the staging directory; remove those of saves that died."""
     if job.rank == 0:
-        job.target.parent.mkdir(parents=True, exist_ok=True)
+        folder.make_folder(job.target.parent)
         folder.refuse_foreign(job.target)
         folder.remove_leftovers(job.target.parent, job.sweep)
         job.staging.mkdir()
 
 
-def write_tensors(job: Job) -> dict[str, Any] | None:
+def write_tensors(job: SaveJob) -> dict[str, Any] | None:
     """Write this rank's file; return what the manifest is to say about it."""
     if job.num_bytes == 0:
         return None
-    entry = files.write_file(job.staging / contents.part_name(job.rank), job.parts())
+    entry = checksums.write_file(job.staging / contents.part_name(job.rank), job.parts())
     return {"name": entry.name, "size_bytes": entry.size_bytes, "checksums": list(entry.checksums)}
 
 
-def write_manifest(job: Job) -> None:
+def write_manifest(job: SaveJob) -> None:
     """Check that every file has arrived whole, then write the manifest."""
     if job.rank != 0:
         return
@@ -186,7 +187,7 @@ def write_manifest(job: Job) -> None:
         if part is not None
     ]
     for entry in entries:
-        damage = files.find_damage(job.staging / entry.name, entry, ())
+        damage = checksums.find_damage(job.staging / entry.name, entry, ())
         if damage is not None:
             raise CheckpointError(
                 f"{job.target} is not saved: rank zero finds that {damage}.",
@@ -201,17 +202,17 @@ def write_manifest(job: Job) -> None:
         tensors=job.tensors,
         objects=job.objects,
     )
-    files.write_file(job.staging / manifest.MANIFEST_NAME, [manifest.encode(saved)])
+    checksums.write_file(job.staging / manifest.MANIFEST_NAME, [manifest.encode(saved)])
     folder.sync_folder(job.staging)
 
 
-def commit(job: Job) -> None:
+def commit(job: SaveJob) -> None:
     """Let the checkpoint appear under its name."""
     if job.rank == 0:
         folder.commit(job.staging, job.target, job.token)
 
 
-def retire(job: Job) -> None:
+def retire(job: SaveJob) -> None:
     """Remove checkpoints that are no longer kept."""
     if job.rank == 0:
         job.retire()
@@ -219,7 +220,7 @@ def retire(job: Job) -> None:
 
 _WRITING = "writing the tensors of"
 
-STAGES: dict[str, Callable[[Job], Any]] = {
+STAGES: dict[str, Callable[[SaveJob], Any]] = {
     "preparing": prepare,
     _WRITING: write_tensors,
     "writing the manifest of": write_manifest,
@@ -229,7 +230,7 @@ STAGES: dict[str, Callable[[Job], Any]] = {
 """What a save does, in this order. Every rank confirms each stage before any begins the next."""
 
 
-def write(ranks: Ranks, job: Job) -> None:
+def write(ranks: CheckpointRanks, job: SaveJob) -> None:
     """Go through the stages. After an error on any rank nothing of this save is left.
 
     Called by: every rank, with the same save.
@@ -245,7 +246,7 @@ def write(ranks: Ranks, job: Job) -> None:
         raise
 
 
-def _worded(stage: Callable[[Job], Any], job: Job) -> Callable[[], Any]:
+def _worded(stage: Callable[[SaveJob], Any], job: SaveJob) -> Callable[[], Any]:
     """Return the stage as a call without arguments whose system errors are in words."""
 
     def run() -> Any:  # noqa: ANN401 - what the stage returns
@@ -262,7 +263,7 @@ def _worded(stage: Callable[[Job], Any], job: Job) -> Callable[[], Any]:
     return run
 
 
-def _what_to_do(number: int | None, job: Job) -> str:
+def _what_to_do(number: int | None, job: SaveJob) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         total = sum(part["size_bytes"] for part in job.written if part is not None)
         needed = max(total, job.num_bytes)
@@ -277,3 +278,30 @@ def _rankwise_version() -> str:
         return importlib.metadata.version("rankwise")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
+
+
+class PendingSave:
+    """One save, from the thread's start on."""
+
+    def __init__(self, ranks: CheckpointRanks, job: SaveJob) -> None:
+        self._error: BaseException | None = None
+        # Not a daemon: a process that ends without close() still completes its last checkpoint.
+        self._thread = threading.Thread(target=self._run, args=(ranks, job), name="rankwise-checkpoint", daemon=False)
+        self._thread.start()
+
+    def _run(self, ranks: CheckpointRanks, job: SaveJob) -> None:
+        try:
+            write(ranks, job)
+        except BaseException as error:  # noqa: BLE001 - raised where the main thread waits
+            self._error = error
+
+    def ended(self) -> bool:
+        """Return whether the save has ended, after waiting a little for it."""
+        self._thread.join(SLICE_SECONDS)
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Return when the save is complete, or raise its error."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from rankwise.checkpoint import spread
+from rankwise.checkpoint import dtensor_layout
 from rankwise.errors import CheckpointError
 from rankwise.torch_private.modules import metadata_of, set_metadata
 
@@ -134,7 +134,7 @@ class _Flattener:
         return encoded
 
     def _name_tensor(self, tensor: torch.Tensor, path: str) -> str:
-        key = spread.identity(tensor)
+        key = dtensor_layout.identity(tensor)
         if tensor.numel() and key in self._name_of:
             return self._name_of[key]
         name = path if path != "__metadata__" else f"{path}.tensor"
@@ -239,8 +239,8 @@ def _no_tensor(name: str) -> torch.Tensor:
 
 def _checked_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
     """Return a tensor that can be written, without the class of its owner; a DTensor as it is."""
-    if (dtensor := spread.as_dtensor(tensor)) is not None:
-        _checked_tensor(spread.local(dtensor), path)
+    if (dtensor := dtensor_layout.as_dtensor(tensor)) is not None:
+        _checked_tensor(dtensor_layout.local(dtensor), path)
         return dtensor.detach()
     dispatch = getattr(type(tensor), "__torch_dispatch__", None)
     if type(tensor) not in _PLAIN_TENSORS and dispatch is not getattr(torch.Tensor, "__torch_dispatch__", None):

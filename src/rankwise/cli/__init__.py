@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rankwise.cli import doctor, env, horovodrun, run, stacks, submit
-from rankwise.cli.words import said_elsewhere
+from rankwise.cli.arguments import equivalents
 from rankwise.errors import RankwiseError
 from rankwise.version import VERSION
 
@@ -42,7 +42,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"{words[0]} is not a command; to run it: rankwise run {words[0]}")
     options, unknown = parser.parse_known_args(words)
     if unknown:
-        parts = [f"unrecognized arguments: {' '.join(unknown)}", *said_elsewhere(unknown)]
+        parts = [f"unrecognized arguments: {' '.join(unknown)}", *equivalents(unknown)]
         options.refuse("\n  ".join(parts))
     return options
 

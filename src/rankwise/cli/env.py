@@ -9,12 +9,12 @@ import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from rankwise.environments import Reading, explain_process
+from rankwise.world.environments import Reading, explain_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.environments.explanation import Explanation, Row
+    from rankwise.world.environments.explanation import Explanation, Row
 
 HELP = "say who started this process, and from which variables that was told"
 DESCRIPTION = """\

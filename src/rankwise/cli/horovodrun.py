@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from rankwise.cli import run
 from rankwise.errors import ConfigurationError
-from rankwise.launch import slots as slots_of
-from rankwise.launch.command import find_command, is_python
-from rankwise.launch.target import find_script
+from rankwise.launch.fork_server.command import find_command, is_python
+from rankwise.launch.fork_server.entrypoint import find_script
+from rankwise.launch.hosts import slots as slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rankwise.launch.slots import Slots
+    from rankwise.launch.hosts.slots import Slots
 
 DESCRIPTION = """\
 Run a Horovod script, unchanged, on several ranks: horovodrun's options, and `import horovod.torch` gives rankwise's.

@@ -4,24 +4,22 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import sys
 from typing import TYPE_CHECKING
 
-from rankwise.cli.words import add_command
-from rankwise.environments import asked_torch_store
-from rankwise.environments.reading import parse_address
+from rankwise.cli.arguments import add_command
 from rankwise.errors import ConfigurationError
+from rankwise.launch.fork_server.entrypoint import find_module, find_script
 from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
+from rankwise.launch.report.reporter import TerminalReporter
 from rankwise.launch.start import launch
-from rankwise.launch.target import find_module, find_script
+from rankwise.world.environments import asked_torch_store
+from rankwise.world.environments.reading import parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from rankwise.launch.failure import FailedAttempt, Failure
-    from rankwise.launch.target import Target
+    from rankwise.launch.fork_server.entrypoint import Target
 
 DESCRIPTION = """\
 Run a training script, or a module, on several ranks of this machine, or of several machines.
@@ -165,15 +163,15 @@ def execute(options: argparse.Namespace) -> int:
         target = find_module(options.target, options.arguments)
     else:
         target = find_script(options.target, options.arguments)
-    exit_code = launch(target, launch_options, _Terminal())
+    exit_code = launch(target, launch_options, TerminalReporter())
     # Every rank is gone and all is said: what Python would still take down, torch first, keeps the person waiting.
     os._exit(exit_code)
 
 
 def _execute_on_hosts(options: argparse.Namespace) -> int:
     # Only who uses ssh waits for it.
-    from rankwise.launch.hosts import parse_hosts  # noqa: PLC0415
-    from rankwise.launch.ssh import Command, launch_on_hosts, split_command  # noqa: PLC0415
+    from rankwise.launch.hosts.host_list import parse_hosts  # noqa: PLC0415
+    from rankwise.launch.hosts.ssh import RemoteCommand, launch_on_hosts, split_command  # noqa: PLC0415
 
     for name, value in (("--rendezvous", options.rendezvous), ("--node-rank", options.node_rank)):
         if value is not None:
@@ -192,9 +190,9 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
         guard=options.guard,
         torch_store=options.torch_store or asked_torch_store(),
     )
-    command = Command(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
+    command = RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
     hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
-    return launch_on_hosts(command, hosts, host_options, nodes=options.nodes, ssh=ssh, say=_Terminal().say)
+    return launch_on_hosts(command, hosts, host_options, nodes=options.nodes, ssh=ssh, show=TerminalReporter().show)
 
 
 def _count(text: str) -> int:
@@ -218,20 +216,3 @@ def _address(text: str) -> tuple[str, int]:
         return parse_address(text, "--rendezvous")
     except ConfigurationError as error:
         raise argparse.ArgumentTypeError(str(error.what)) from error
-
-
-class _Terminal:
-    """Shows on stderr what the launcher has to say."""
-
-    def say(self, text: str) -> None:
-        """Show whole lines; a full disk behind stderr ends nothing."""
-        with contextlib.suppress(OSError):
-            sys.stderr.write(text)
-            sys.stderr.flush()
-
-    def report(self, failed: FailedAttempt, text: str) -> None:  # noqa: ARG002 - the text says it all
-        """Show how an attempt failed."""
-        self.say(text)
-
-    def end(self, failures: Mapping[int, Failure]) -> None:
-        """Show nothing: all has been said."""

@@ -10,12 +10,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError, fold_ranks
-from rankwise.launch import control
+from rankwise.launch.inspect import control_socket
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.launch.control import Job
+    from rankwise.launch.inspect.control_socket import RunningJob
 
 HELP = "show where every rank of a running job is"
 DESCRIPTION = """\
@@ -46,12 +46,12 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Ask the job, print what it answers, and return the exit code."""
-    answer = control.ask(_chosen(control.jobs(), options.job), {"do": "stacks"})
+    answer = control_socket.ask(_chosen(control_socket.jobs(), options.job), {"do": "stacks"})
     sys.stdout.write(json.dumps(answer) + "\n" if options.json else answer["text"])
     return 0
 
 
-def _chosen(jobs: list[Job], pid: int | None) -> Job:
+def _chosen(jobs: list[RunningJob], pid: int | None) -> RunningJob:
     listed = "\n".join(f"{job.pid}: {fold_ranks(job.ranks)}: {shlex.join(job.command)}" for job in jobs)
     if not jobs:
         raise ConfigurationError(

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.cli.words import add_command
-from rankwise.launch.slurm import follow, submit
-from rankwise.launch.slurm_script import SAVE_SECONDS, JobOptions, batch_script
-from rankwise.launch.target import find_module, find_script
+from rankwise.cli.arguments import add_command
+from rankwise.launch.fork_server.entrypoint import find_module, find_script
+from rankwise.launch.slurm.script import SAVE_SECONDS, JobOptions, batch_script
+from rankwise.launch.slurm.steps import follow, submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch is: a tree of tensors. How to move one, pin one, and make one that holds no sample.
+"""What a batch is: a tree of tensors. How to make one of samples, or of no sample, to move one, and to pin one.
 
-Knows nothing of datasets, orders or ranks. Imported by ``sources`` and ``loader``.
+A collate function that fails is reported with the samples that could not become a batch: torch names places in the
+batch only, and in a worker a storage that cannot be resized. Knows nothing of datasets, orders or ranks. Imported by
+``sources`` and ``loader``.
 """
 
 from __future__ import annotations
@@ -9,15 +11,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from rankwise.device.streams import current_stream, new_stream, recorded
+from rankwise.errors import DatasetError
+from rankwise.world.device.streams import current_stream, new_stream, recorded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
 
 Batch = Any
 """A tensor, or lists, tuples and dicts of them; leaves that are no tensors stay as they are."""
+_MOST_KINDS = 8
+_MOST_PLACES = 8
+_MOST_PARTS = 12
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
@@ -81,9 +89,7 @@ def _like_mapping(kind: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any
 def to_device(batches: Iterator[tuple[Any, Batch]], device: torch.device) -> Iterator[tuple[Any, Batch]]:
     """Yield each ``(mark, batch)``, the batch on ``device``; where it has streams the next travels meanwhile."""
     stream = new_stream(device)
-    if device.type == "cpu":
-        yield from batches
-    elif stream is not None:
+    if stream is not None:
         yield from _ahead(batches, device, stream)
     else:
         for mark, batch in batches:
@@ -117,3 +123,65 @@ def _handed_over(waiting: tuple[Any, Batch, torch.Event], device: torch.device) 
         return tensor
 
     return mark, map_tensors(keep_until_used, batch)
+
+
+def collated(
+    collate: Callable[[list[Any]], Any],
+    samples: Any,  # noqa: ANN401 - a list, but for what __getitems__ may return
+    where: str,
+    places: Sequence[int] = (),
+) -> Any:  # noqa: ANN401 - any batch
+    """Return the batch that ``collate`` makes of ``samples``.
+
+    Args:
+        collate: the user's function, or torch's.
+        samples: those of one batch.
+        where: the rank, for the error.
+        places: the index of each sample in the dataset; empty where it has none.
+
+    Raises:
+        DatasetError: ``collate`` raised, which is the cause; the samples are the evidence.
+    """
+    try:
+        return collate(samples)
+    except Exception as error:
+        # What __getitems__ returns goes to the function as it is, and need not be a list.
+        of = f"{len(samples)} samples" if isinstance(samples, list) else f"a {type(samples).__name__}"
+        raise DatasetError(
+            f"collate_fn of {of} raised {type(error).__name__}: {error}",
+            where=where,
+            evidence=_describe_samples(samples, places) if isinstance(samples, list) else None,
+        ) from error
+
+
+def _describe_samples(samples: list[Any], places: Sequence[int]) -> str:
+    """Return a line for each kind of sample: what it is, and which are of that kind."""
+    is_indexed = len(places) == len(samples)
+    of_kind: dict[str, list[str]] = {}
+    for number, sample in enumerate(samples):
+        place = f"dataset[{places[number]}]" if is_indexed else f"sample {number} of the batch"
+        of_kind.setdefault(_kind(sample), []).append(place)
+    lines = [f"{_some(found, _MOST_PLACES)}: {kind}" for kind, found in of_kind.items()]
+    more = [f"and {len(lines) - _MOST_KINDS} more kinds"] if len(lines) > _MOST_KINDS else []
+    return "\n".join(lines[:_MOST_KINDS] + more)
+
+
+def _kind(value: object) -> str:
+    """Return a sample by type, dtype and shape, as ``(float32[3, 32, 32], int)``."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)} of NumPy"
+    if isinstance(value, dict):
+        entries: Mapping[Any, Any] = value
+        return f"{{{_some([f'{key!r}: {_kind(part)}' for key, part in entries.items()], _MOST_PARTS)}}}"
+    if isinstance(value, tuple | list):
+        parts: Sequence[Any] = value
+        inside = _some([_kind(part) for part in parts[: _MOST_PARTS + 1]], _MOST_PARTS, num=len(parts))
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    return "None" if value is None else type(value).__name__
+
+
+def _some(words: Sequence[str], most: int, *, num: int | None = None) -> str:
+    left_out = (len(words) if num is None else num) - most
+    return ", ".join(words[:most]) + (f" and {left_out} more" if left_out > 0 else "")

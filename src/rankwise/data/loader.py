@@ -14,32 +14,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import default_collate
 
-from rankwise.agreement import all_ranks_succeed
-from rankwise.batch_in_hand import BatchInHand
+from rankwise.comm.agreement import all_ranks_succeed
+from rankwise.comm.session import CurrentBatch, current, current_or_none
 from rankwise.data.arguments import check_order, check_workers, refuse
 from rankwise.data.batches import Batch, pin, to_device
-from rankwise.data.given_order import GivenOrder
-from rankwise.data.last_batch import words_of_batch, words_of_share
-from rankwise.data.position import EpochCursor, State, place_in
-from rankwise.data.posted import check_same_block
+from rankwise.data.epoch_order import order_of_epoch
 from rankwise.data.probes import Prober
-from rankwise.data.same_data import check_with_peers
-from rankwise.data.sampler import local_batches, order_of_epoch, shared_order
-from rankwise.data.shards import make_shards
+from rankwise.data.same_data import check_same_block, check_with_peers
+from rankwise.data.sampler_order import GivenOrder, shared_order
+from rankwise.data.shards import (
+    BatchRequest,
+    EpochCursor,
+    State,
+    local_batches,
+    make_shards,
+    note_on_share,
+    note_on_short_batch,
+    place_in,
+)
 from rankwise.data.sources import (
-    Columns,
-    Fetched,
-    Request,
-    Samples,
-    Stream,
+    ColumnSource,
+    FetchedBatch,
+    SampleSource,
+    StreamSource,
     columns_of,
     is_stream,
 )
 from rankwise.data.workers import WorkerOptions, Workers
-from rankwise.device.streams import pins
 from rankwise.errors import DatasetError
-from rankwise.session import current, current_or_none
-from rankwise.stopping import StepSource
+from rankwise.health.preemption import StepSource
+from rankwise.world.device.streams import pins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -187,10 +191,10 @@ class DataLoader(StepSource):
             )
         compares = compare_samples and world.world_size > 1
         self._source = self._source_of(columns, collate_fn or default_collate, str(world), compares=compares)
-        stop_signals = current().stopping.signals
+        stop_signals = current().preemption.signals
         in_process = num_workers == 0 or columns is not None
         prober = None
-        if compares and not isinstance(self._source, Stream):
+        if compares and not isinstance(self._source, StreamSource):
             prober = Prober(self._source, None if in_process else options, str(world), stop_signals)
         settings = {
             "global_batch_size": self._shards.global_batch_size,
@@ -250,19 +254,21 @@ class DataLoader(StepSource):
     def _batches(self) -> Iterator[Batch]:
         iteration = self._cursor.begin()
         position = self._cursor.start
-        share_note = words_of_share(self._shards)
-        batches = to_device(self._fetched(self._cursor.epoch, position), self.device)
+        share_note = note_on_share(self._shards)
+        batches = self._fetched(self._cursor.epoch, position)
+        if self.device.type != "cpu":
+            batches = to_device(batches, self.device)
         while True:
             # Here the step before is done and the next one not begun; the end of an epoch is such a place too.
             session = current_or_none()
             if session is not None:
-                session.stopping.before_step(self)
+                session.preemption.before_step(self)
             fetched = next(batches, None)
             if fetched is None:
                 break
             stop, batch = fetched
             if session is not None:
-                session.failure_note = words_of_batch(self._shards, position, stop)
+                session.failure_note = note_on_short_batch(self._shards, position, stop)
                 session.share_note = share_note
                 session.take(self._in_hand(position, stop, batch))
             position = stop
@@ -282,10 +288,10 @@ class DataLoader(StepSource):
             session.batches.pop(self._number, None)
         self._cursor.finish(iteration)
 
-    def _in_hand(self, start: int, stop: int, batch: Batch) -> BatchInHand:
+    def _in_hand(self, start: int, stop: int, batch: Batch) -> CurrentBatch:
         low, high = self._shards.local_part(start, stop)
         number = start // self.global_batch_size
-        return BatchInHand(
+        return CurrentBatch(
             self._number, self._cursor.epoch, number, high - low, stop - start, low - start, batch, get_ident()
         )
 
@@ -316,11 +322,11 @@ class DataLoader(StepSource):
 
     def _fetched(self, epoch: int, start: int) -> Iterator[tuple[int, Batch]]:
         """Read the rest of an epoch, here or in the workers."""
-        if isinstance(self._source, Stream):
+        if isinstance(self._source, StreamSource):
             if self._workers is not None:
                 return self._compared(self._workers.read_stream(epoch, start), epoch, start)
             return self._compared(self._pinned(self._source.batches(epoch, start)), epoch, start)
-        requests = self._requests(epoch, start, self._order(epoch))
+        requests = local_batches(self._shards, self._order(epoch), epoch, start)
         if self._workers is not None:
             return _without_description(self._workers.read(requests))
         return _without_description(self._pinned(_read_here(self._source, requests)))
@@ -332,24 +338,18 @@ class DataLoader(StepSource):
         return shared_order(self._given, epoch, self._number)
 
     def _source_of(
-        self, columns: Columns | None, collate: Callable[[list[Any]], Batch], where: str, *, compares: bool
-    ) -> Columns | Samples | Stream:
+        self, columns: ColumnSource | None, collate: Callable[[list[Any]], Batch], where: str, *, compares: bool
+    ) -> ColumnSource | SampleSource | StreamSource:
         if self._is_stream:
-            return Stream(self.dataset, collate, self._shards, self.seed, where, compares=compares)
-        return columns if columns is not None else Samples(self.dataset, collate, self.seed, where)
+            return StreamSource(self.dataset, collate, self._shards, self.seed, where, compares=compares)
+        return columns if columns is not None else SampleSource(self.dataset, collate, self.seed, where)
 
-    def _requests(
-        self, epoch: int, start: int, order: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
-    ) -> Iterator[Request]:
-        for stop, indices, stand_in in local_batches(self._shards, order, start):
-            yield Request(epoch, stop, indices, stand_in)
-
-    def _pinned(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
+    def _pinned(self, fetched: Iterator[FetchedBatch]) -> Iterator[FetchedBatch]:
         if not self._pin:
             return fetched
         return (read._replace(batch=pin(read.batch)) for read in fetched)
 
-    def _compared(self, fetched: Iterator[Fetched], epoch: int, start: int) -> Iterator[tuple[int, Batch]]:
+    def _compared(self, fetched: Iterator[FetchedBatch], epoch: int, start: int) -> Iterator[tuple[int, Batch]]:
         """Yield a stream's batches after comparing the first one with the other ranks'."""
         for stop, batch, described in fetched:
             session = current_or_none()
@@ -367,10 +367,10 @@ class DataLoader(StepSource):
         return facts if self._given is None else facts | {"sampler_length": len(self._given)}
 
 
-def _without_description(fetched: Iterator[Fetched]) -> Iterator[tuple[int, Batch]]:
+def _without_description(fetched: Iterator[FetchedBatch]) -> Iterator[tuple[int, Batch]]:
     return ((stop, batch) for stop, batch, _ in fetched)
 
 
-def _read_here(source: Columns | Samples, requests: Iterator[Request]) -> Iterator[Fetched]:
+def _read_here(source: ColumnSource | SampleSource, requests: Iterator[BatchRequest]) -> Iterator[FetchedBatch]:
     for request in requests:
-        yield Fetched(request.stop, source.fetch(request))
+        yield FetchedBatch(request.stop, source.fetch(request))

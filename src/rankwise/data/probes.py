@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rankwise.data.batches import map_tensors
-from rankwise.data.leaves import Leaf, digest_of, leaves_of
-from rankwise.data.sources import Columns, Request, Samples, columns_of
+from rankwise.data.fingerprints import Leaf, digest_of, leaves_of
+from rankwise.data.shards import BatchRequest
+from rankwise.data.sources import ColumnSource, SampleSource, columns_of
 from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.errors import DatasetError
 
@@ -48,7 +49,11 @@ class Prober:
     """
 
     def __init__(
-        self, source: Columns | Samples, options: WorkerOptions | None, where: str, stop_signals: tuple[str, ...] = ()
+        self,
+        source: ColumnSource | SampleSource,
+        options: WorkerOptions | None,
+        where: str,
+        stop_signals: tuple[str, ...] = (),
     ) -> None:
         self._source = source
         self._options = options
@@ -57,7 +62,7 @@ class Prober:
 
     def indices(self) -> list[int]:
         """Return which samples to compare: first, last, and evenly spaced ones between."""
-        most = _NUM_ROWS if isinstance(self._source, Columns) else _NUM_SAMPLES
+        most = _NUM_ROWS if isinstance(self._source, ColumnSource) else _NUM_SAMPLES
         last = len(self._source) - 1
         return sorted(set(np.linspace(0, last, min(most, last + 1)).round().astype(int).tolist()))
 
@@ -72,7 +77,7 @@ class Prober:
             paths: of the values to return; default: all.
         """
         reading = _Reading(self._source, num_reads, paths)
-        request = Request(0, 0, np.array(indices, dtype=np.int64), -1)
+        request = BatchRequest(0, 0, np.array(indices, dtype=np.int64), -1)
         if self._options is None:
             return reading.fetch(request)
         one = self._options._replace(num_workers=1, prefetch_factor=None, persistent_workers=False, pin_memory=False)
@@ -87,7 +92,7 @@ class Prober:
 class _Reading:
     """A source, to the workers, whose batches are probes."""
 
-    def __init__(self, source: Columns | Samples, num_reads: int, paths: frozenset[str] | None) -> None:
+    def __init__(self, source: ColumnSource | SampleSource, num_reads: int, paths: frozenset[str] | None) -> None:
         self._source = source
         self._num_reads = num_reads
         self._paths = paths
@@ -95,7 +100,7 @@ class _Reading:
     def __len__(self) -> int:
         return len(self._source)
 
-    def fetch(self, request: Request) -> list[Probe]:
+    def fetch(self, request: BatchRequest) -> list[Probe]:
         """Return a probe of each sample of ``request``."""
         return [self._probe(index) for index in request.indices.tolist()]
 
@@ -116,10 +121,10 @@ class _Reading:
         return leaves if self._paths is None else [leaf for leaf in leaves if leaf.path in self._paths]
 
     def _all_leaves(self, index: int) -> list[Leaf]:
-        if isinstance(self._source, Samples):
+        if isinstance(self._source, SampleSource):
             return leaves_of(self._source.sample(index))
         row: npt.NDArray[np.int64] = np.array([index])
-        return leaves_of(map_tensors(lambda tensor: tensor[0], self._source.fetch(Request(0, 0, row, -1))))
+        return leaves_of(map_tensors(lambda tensor: tensor[0], self._source.fetch(BatchRequest(0, 0, row, -1))))
 
 
 def digest_of_probes(probes: list[Probe]) -> str:

@@ -1,94 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples each rank takes, batch by batch: the order of an epoch joined with its shards.
-
-Reads no sample. ``ShardedSampler`` is for a loader of the user's own; ``loader`` uses
-``local_batches``.
-"""
+"""``ShardedSampler``: the order and shares of the loader, for a loader of the user's own. Reads no sample."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from rankwise.agreement import all_ranks_succeed
+from rankwise.comm.agreement import all_ranks_succeed
+from rankwise.comm.session import current
 from rankwise.data.arguments import check_order
-from rankwise.data.given_order import SAME_DRAWS, GivenOrder
-from rankwise.data.permutation import Permutation
-from rankwise.data.position import (
+from rankwise.data.epoch_order import order_of_epoch
+from rankwise.data.probes import prober_in_memory
+from rankwise.data.same_data import check_with_peers
+from rankwise.data.sampler_order import GivenOrder, shared_order
+from rankwise.data.shards import (
     EpochCursor,
     State,
     check_not_empty,
+    local_batches,
+    make_shards,
     place_in,
 )
-from rankwise.data.posted import check_same_order
-from rankwise.data.probes import prober_in_memory
-from rankwise.data.same_data import check_with_peers
-from rankwise.data.shards import Shards, make_shards
 from rankwise.errors import ConfigurationError
-from rankwise.session import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 
+    import numpy as np
+    import numpy.typing as npt
+
     Indices = npt.NDArray[np.int64]
-
-_CHUNK = 4096
-"""Positions looked up at once: one look-up of 4096 costs as much as a few of 64."""
-
-
-class LocalBatch(NamedTuple):
-    """One rank's part of a global batch."""
-
-    stop: int
-    """Position of the epoch at which the global batch ends."""
-    indices: npt.NDArray[np.int64]
-    """[samples of this rank] their indices in the dataset; may be empty in the last batch."""
-    stand_in: int
-    """A sample of a short global batch, to learn the shape of an empty part from; else -1."""
-
-
-def order_of_epoch(n: int, *, shuffle: bool, seed: int, epoch: int) -> Callable[[Indices], Indices]:
-    """Return the function from positions of an epoch to indices of the dataset."""
-    return Permutation(n, seed, epoch) if shuffle else (lambda positions: positions)
-
-
-def shared_order(given: GivenOrder, epoch: int, number: int | None) -> Callable[[Indices], Indices]:
-    """Return the same function for the order of a sampler, after comparing it with the other ranks'.
-
-    Args:
-        given: the order.
-        epoch: which one.
-        number: of the loader, the same on every rank; ``None``: the ranks are not compared.
-
-    Raises:
-        DatasetError: the sampler gave another rank another order, or something that is no order.
-    """
-    indices = given.of_epoch(epoch)
-    if number is not None:
-        check_same_order(f"{number}/{epoch}", indices, do=SAME_DRAWS)
-    return indices.__getitem__
-
-
-def local_batches(shards: Shards, order: Callable[[Indices], Indices], position: int = 0) -> Iterator[LocalBatch]:
-    """Yield this rank's part of each global batch from ``position`` to the end of the epoch."""
-    size, end = shards.global_batch_size, shards.stop(position)
-    low, high = shards.local_part(0, size)
-    within = np.arange(low, high)
-    per_chunk = max(1, _CHUNK // (high - low))
-    start = position
-    while end - start >= size:
-        count = min(per_chunk, (end - start) // size)
-        starts = start + size * np.arange(count)
-        for row in order(starts[:, None] + within):
-            start += size
-            yield LocalBatch(start, row, -1)
-    if start < end:
-        first = int(order(np.array([start]))[0])
-        yield LocalBatch(end, order(np.arange(*shards.local_part(start, end))), first)
 
 
 class ShardedSampler(Sampler[list[int]]):
@@ -203,7 +146,7 @@ class ShardedSampler(Sampler[list[int]]):
         iteration = self._cursor.begin()
         self._began = epoch, start = self._cursor.epoch, self._cursor.start
         order = self._order(epoch)
-        for batch in local_batches(self._shards, order, start):
+        for batch in local_batches(self._shards, order, epoch, start):
             self._cursor.take(iteration, batch.stop)
             yield batch.indices.tolist()
         self._cursor.finish(iteration)

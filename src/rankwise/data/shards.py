@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which positions of an epoch make a global batch, and which of these a rank takes.
+"""The positions of an epoch: which make a global batch, which of these a rank takes, and where a training loop stands.
 
-Holds no order, no dataset and no state; imports no torch. Imported by ``sampler``, ``sources`` and
-``loader``.
+A position counts samples of an epoch, taken by all ranks together, so that it means the same on any number of ranks.
+Holds no order and no dataset; imports no torch. Imported by ``sampler``, ``sources`` and ``loader``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankwise.errors import ConfigurationError
+import numpy as np
+import numpy.typing as npt
+
+from rankwise.errors import ConfigurationError, DatasetError, fold_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
+
+    Indices = npt.NDArray[np.int64]
+
 
 REMAINDERS = ("keep", "drop")
+_CHUNK = 4096
+"""Positions looked up at once: one look-up of 4096 costs as much as a few of 64."""
+
+State = dict[str, Any]
 
 
 def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -149,3 +159,192 @@ def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{name} must be a positive integer, not {value!r}.", do=f"pass {name}=1 or more")
     return value
+
+
+def note_on_short_batch(shards: Shards, start: int, stop: int) -> str | None:
+    """Return what an error should say of the batch that this rank was given last; ``None`` where it is a whole one.
+
+    Args:
+        shards: how global batches are cut.
+        start: position of the epoch at which the global batch begins.
+        stop: position at which it ends.
+    """
+    low, high = shards.local_part(start, stop)
+    usual_low, usual_high = shards.local_part(0, shards.global_batch_size)
+    num_samples = high - low
+    if num_samples == usual_high - usual_low:
+        return None
+    samples = "1 sample" if num_samples == 1 else f"{num_samples} samples"
+    return (
+        f"rankwise: the last batch that this rank was given by its DataLoader held {samples}. It is its part of the "
+        f"epoch's last global batch, which has {stop - start} of {shards.global_batch_size} samples. "
+        'Pass remainder="drop" to rankwise.DataLoader if the error is about that.'
+    )
+
+
+def note_on_share(shards: Shards) -> tuple[int, str] | None:
+    """Return the samples of a whole global batch, and what an error that names their number should say besides.
+
+    ``None`` where one rank takes them all.
+    """
+    low, high = shards.local_part(0, shards.global_batch_size)
+    if high - low == shards.global_batch_size:
+        return None
+    words = (
+        f"rankwise: this rank was given {high - low} of the {shards.global_batch_size} samples of the global batch. If "
+        "the error is about that, take the size from the batch, as in len(x), not from a constant."
+    )
+    return shards.global_batch_size, words
+
+
+class BatchRequest(NamedTuple):
+    """One rank's part of a global batch: what to read."""
+
+    epoch: int
+    stop: int
+    """Position of the epoch at which the global batch ends. Goes back with the batch."""
+    indices: npt.NDArray[np.int64]
+    """[samples of this rank] their indices in the dataset; may be empty in the last batch."""
+    stand_in: int
+    """A sample of a short global batch, to learn the shape of an empty part from; else -1."""
+
+
+def local_batches(
+    shards: Shards, order: Callable[[Indices], Indices], epoch: int, position: int = 0
+) -> Iterator[BatchRequest]:
+    """Yield this rank's part of each global batch from ``position`` to the end of the epoch.
+
+    Args:
+        shards: how the epoch is cut.
+        order: from positions of the epoch to indices of the dataset.
+        epoch: its number.
+        position: where to begin.
+    """
+    size, end = shards.global_batch_size, shards.stop(position)
+    low, high = shards.local_part(0, size)
+    within = np.arange(low, high)
+    per_chunk = max(1, _CHUNK // (high - low))
+    start = position
+    while end - start >= size:
+        count = min(per_chunk, (end - start) // size)
+        starts = start + size * np.arange(count)
+        for row in order(starts[:, None] + within):
+            start += size
+            yield BatchRequest(epoch, start, row, -1)
+    if start < end:
+        first = int(order(np.array([start]))[0])
+        yield BatchRequest(epoch, end, order(np.arange(*shards.local_part(start, end))), first)
+
+
+class EpochCursor:
+    """The epoch and position of one loader or sampler.
+
+    An epoch that was left early, by ``break`` or an error, is over: the next iteration begins the
+    next epoch. Where only one batch had been taken, that was a look at the data: the next iteration
+    begins where that one began.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.position = 0
+        self.start = 0
+        """Position at which the iteration under way began, or the next one will begin."""
+        self._taken = 0
+        self._iteration = 0
+
+    def begin(self) -> int:
+        """Begin an iteration at ``epoch`` and ``start``; return the mark its calls must show."""
+        if self._taken > 1:
+            self._turn_to(self.epoch + 1, 0)
+        else:
+            self._turn_to(self.epoch, self.start)
+        self._iteration += 1
+        return self._iteration
+
+    def take(self, iteration: int, position: int) -> None:
+        """Note that the loop takes the batch that ends at ``position``.
+
+        An iteration that another one has followed counts no more.
+        """
+        if iteration == self._iteration:
+            self.position = position
+            self._taken += 1
+
+    def finish(self, iteration: int) -> None:
+        """Note that the loop came to the end of the epoch."""
+        if iteration == self._iteration:
+            self._turn_to(self.epoch + 1, 0)
+
+    def move_to(self, epoch: int, position: int) -> None:
+        """Have the next iteration begin at that place; one under way counts no more."""
+        self._iteration += 1
+        self._turn_to(epoch, position)
+
+    def place(self) -> tuple[int, int]:
+        """Return ``(epoch, position)`` to go on from.
+
+        After the last batch that is the end of the epoch, not the next one: what the training loop does
+        after its ``for`` (a scheduler's step, a validation) is still to come, and comes after a resume.
+        """
+        return self.epoch, self.position
+
+    def _turn_to(self, epoch: int, position: int) -> None:
+        self.epoch, self.start, self.position = epoch, position, position
+        self._taken = 0
+
+
+def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int, int]:
+    """Return ``(epoch, position)`` of a saved state, after checking that its order is this one.
+
+    Args:
+        state: what ``state_dict`` returned: ``facts``, ``epoch`` and ``position``.
+        facts: what decides the order now: ``dataset_length``, ``seed``, ``shuffle``; with a sampler ``sampler_length``.
+
+    Raises:
+        DatasetError: the dataset had another length.
+        ConfigurationError: it was another order, or this is no such state.
+    """
+    missing = [name for name in ("epoch", "position", *facts) if name not in {*state, "sampler_length"}]
+    if missing:
+        raise ConfigurationError(
+            "This is not the state of a loader or sampler: it lacks " + ", ".join(missing) + ".",
+            evidence="it holds " + (", ".join(map(str, state)) or "nothing"),
+            do="pass what state_dict() of a rankwise DataLoader or ShardedSampler returned",
+        )
+    for name in dict.fromkeys([*facts, "sampler_length"]):
+        now = facts.get(name)
+        if state.get(name) != now:
+            kind = DatasetError if name == "dataset_length" else ConfigurationError
+            raise kind(
+                f"The state was saved with {name}={state.get(name)!r}, and now {name}={now!r}: "
+                "its position means other samples in this order.",
+                do="use the dataset it was saved with, or do not load this state"
+                if name == "dataset_length"
+                else "pass a sampler as when the state was saved, or none if there was none"
+                if name == "sampler_length"
+                else f"pass {name}={state[name]!r}",
+            )
+    epoch, position, length = state["epoch"], state["position"], facts.get("sampler_length", facts["dataset_length"])
+    within = isinstance(position, int) and position >= 0 and (not isinstance(length, int) or position <= length)
+    if not (isinstance(epoch, int) and epoch >= 0 and within):
+        raise ConfigurationError(
+            f"There is no position {position!r} of epoch {epoch!r}.",
+            evidence=f"an epoch has {length} samples",
+            do="pass an epoch of at least 0 and a position between 0 and the dataset's length",
+        )
+    return epoch, position
+
+
+def check_not_empty(length: object, *, where: str | None = None, num_ranks: int = 1) -> None:
+    """Raise if the dataset is known to have no samples.
+
+    Raises:
+        DatasetError: ``length`` is 0.
+    """
+    if length == 0:
+        raise DatasetError(
+            "The dataset is empty.",
+            where=where,
+            evidence=fold_values(dict.fromkeys(range(num_ranks), "0 samples")),
+            do="check the path or the filter the dataset was made with",
+        )

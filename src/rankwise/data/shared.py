@@ -13,12 +13,12 @@ import pickle
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from rankwise.agreement import all_ranks_succeed
-from rankwise.collectives import gather_json
+from rankwise.comm.agreement import all_ranks_succeed
+from rankwise.comm.collectives import gather_json
+from rankwise.comm.session import current
 from rankwise.data.packed import pack, unpack
 from rankwise.errors import DatasetError
 from rankwise.log import warn
-from rankwise.session import current
 
 _TOKEN_BYTES = 16
 

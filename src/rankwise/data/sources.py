@@ -18,9 +18,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from rankwise.data.batches import Batch, without_samples
-from rankwise.data.collating import collated
-from rankwise.data.leaves import describe_block
+from rankwise.data.batches import Batch, collated, without_samples
+from rankwise.data.fingerprints import describe_block
 from rankwise.data.seeds import (
     epoch_seed,
     generator_state,
@@ -33,25 +32,14 @@ from rankwise.data.seeds import (
 from rankwise.errors import ConfigurationError, DatasetError
 
 if TYPE_CHECKING:
-    from rankwise.data.shards import Shards
+    from rankwise.data.shards import BatchRequest, Shards
 
 Collate = Callable[[list[Any]], Batch]
 Column = torch.Tensor | npt.NDArray[Any]
 Rebuild = Callable[[list[torch.Tensor]], Batch]
 
 
-class Request(NamedTuple):
-    """What to read: one rank's part of one global batch."""
-
-    epoch: int
-    stop: int
-    """Position at which the global batch ends. Goes back with the batch."""
-    indices: npt.NDArray[np.int64]
-    stand_in: int
-    """A sample to learn the shape of the batch from where ``indices`` is empty."""
-
-
-class Fetched(NamedTuple):
+class FetchedBatch(NamedTuple):
     """What was read for a request, or from a stream."""
 
     stop: int
@@ -67,7 +55,7 @@ class MapSource(Protocol):
         """Return the number of samples."""
         ...
 
-    def fetch(self, request: Request) -> Batch:
+    def fetch(self, request: BatchRequest) -> Batch:
         """Return the batch of ``request``.
 
         Raises:
@@ -76,7 +64,7 @@ class MapSource(Protocol):
         ...
 
 
-class Columns:
+class ColumnSource:
     """Tensors and arrays whose first dim counts samples; a batch is one indexing of each."""
 
     def __init__(
@@ -92,14 +80,14 @@ class Columns:
     def __len__(self) -> int:
         return len(self.columns[0]) if self._rows is None else len(self._rows)
 
-    def fetch(self, request: Request) -> Batch:
+    def fetch(self, request: BatchRequest) -> Batch:
         """Return the columns at the indices of ``request``, as new tensors."""
         indices = request.indices if self._rows is None else self._rows[request.indices]
         index = torch.from_numpy(indices)
         return self._rebuild([_rows_of(column, index) for column in self.columns])
 
 
-class Samples:
+class SampleSource:
     """A map-style dataset, read sample by sample, each with generators seeded for it.
 
     A dataset that has ``__getitems__`` reads the whole batch by it; the generators are then seeded
@@ -118,7 +106,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def fetch(self, request: Request) -> Batch:
+    def fetch(self, request: BatchRequest) -> Batch:
         """Return the collated samples; the process's generators are left as they were."""
         with generators_kept():
             if len(request.indices):
@@ -160,7 +148,7 @@ class Samples:
         return collated(self._collate, samples, self._where, places)
 
 
-class Stream:
+class StreamSource:
     """An iterable dataset; every rank reads all of it and keeps its part of each global batch."""
 
     def __init__(
@@ -173,7 +161,7 @@ class Stream:
         self._seed = seed
         self._where = where
 
-    def batches(self, epoch: int, position: int, worker: int = 0, num_workers: int = 1) -> Iterator[Fetched]:
+    def batches(self, epoch: int, position: int, worker: int = 0, num_workers: int = 1) -> Iterator[FetchedBatch]:
         """Yield this rank's part of every ``num_workers``-th global batch from ``position`` on.
 
         The stream draws from generators of its own, seeded for the epoch, so that one that shuffles
@@ -187,13 +175,13 @@ class Stream:
         owners = owners_of_generators(self._dataset)
         return _with_own_generators(self._cut(position, worker, num_workers), seed, owners)
 
-    def _cut(self, position: int, worker: int, num_workers: int) -> Iterator[Fetched]:
+    def _cut(self, position: int, worker: int, num_workers: int) -> Iterator[FetchedBatch]:
         for number, block in enumerate(self._blocks(position)):
             position += len(block)
             if number % num_workers == worker:
                 # Before the collate function, which may change the samples.
                 described = describe_block(block) if self._compares and number == 0 else ""
-                yield Fetched(position, self._part_of(block), described)
+                yield FetchedBatch(position, self._part_of(block), described)
 
     def _blocks(self, position: int) -> Iterator[list[Any]]:
         size = self._shards.global_batch_size
@@ -250,7 +238,7 @@ def innermost(dataset: Any) -> Any:  # noqa: ANN401 - any dataset
     return dataset
 
 
-def columns_of(dataset: object) -> Columns | None:
+def columns_of(dataset: object) -> ColumnSource | None:
     """Return ``dataset`` as columns, or ``None`` where its samples must be read one by one.
 
     Columns are: a tensor, a NumPy array, a tuple or dict of these, a ``TensorDataset``, and subsets
@@ -276,7 +264,7 @@ def columns_of(dataset: object) -> Columns | None:
             evidence="first dims: " + ", ".join(str(len(part)) for part in parts),
             do="give each one row per sample",
         )
-    return Columns(parts, rebuild, _rows_chosen(dataset))
+    return ColumnSource(parts, rebuild, _rows_chosen(dataset))
 
 
 def _the_only_one(tensors: list[torch.Tensor]) -> Batch:
@@ -318,7 +306,7 @@ def _rows_of(column: Column, index: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=False))
 
 
-def _with_own_generators(batches: Iterator[Fetched], seed: int, owners: list[Any]) -> Iterator[Fetched]:
+def _with_own_generators(batches: Iterator[FetchedBatch], seed: int, owners: list[Any]) -> Iterator[FetchedBatch]:
     """Yield from ``batches``, each read with generators that only they draw from."""
     with generators_kept():
         seed_generators(seed, owners)

@@ -21,13 +21,15 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from rankwise.data.sources import Fetched, MapSource, Request, Stream
+from rankwise.data.sources import FetchedBatch, MapSource, StreamSource
 from rankwise.errors import DatasetError
-from rankwise.forking import threads_are_known
+from rankwise.health.fork_safety import threads_are_known
 from rankwise.torch_private.loader import end_workers, forget_iterator, show_worker, workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from rankwise.data.shards import BatchRequest
 
 _END_SECONDS = 5.0
 """How long a worker that was told to end may take; torch waits as long before it ends it itself."""
@@ -45,7 +47,7 @@ class WorkerOptions(NamedTuple):
     multiprocessing_context: Any
 
 
-class Failure(NamedTuple):
+class WorkerFailure(NamedTuple):
     """A :class:`DatasetError` on its way from a worker to its rank."""
 
     what: str
@@ -63,7 +65,7 @@ class Failure(NamedTuple):
         return error
 
 
-def failure_of(error: DatasetError) -> Failure:
+def failure_of(error: DatasetError) -> WorkerFailure:
     """Return ``error`` as a value that surely crosses a process border."""
     cause = error.__cause__ or error
     try:
@@ -72,31 +74,31 @@ def failure_of(error: DatasetError) -> Failure:
     except Exception:  # noqa: BLE001 - any object may fail in any way here
         pickled = b""
     trace = "".join(traceback.format_exception(cause)).rstrip()
-    return Failure(error.what, error.where, f"{error.evidence}\n{trace}" if error.evidence else trace, pickled)
+    return WorkerFailure(error.what, error.where, f"{error.evidence}\n{trace}" if error.evidence else trace, pickled)
 
 
-class _ReadsRequests(Dataset[Fetched | Failure]):
+class _ReadsRequests(Dataset[FetchedBatch | WorkerFailure]):
     """A dataset, to torch, whose indices are requests and whose samples are batches."""
 
     def __init__(self, source: MapSource) -> None:
         self._source = source
 
-    def __getitem__(self, request: Request) -> Fetched | Failure:
+    def __getitem__(self, request: BatchRequest) -> FetchedBatch | WorkerFailure:
         try:
-            return Fetched(request.stop, self._source.fetch(request))
+            return FetchedBatch(request.stop, self._source.fetch(request))
         except DatasetError as error:
             return failure_of(error)
 
 
-class _ReadsStream(IterableDataset[Fetched | Failure]):
+class _ReadsStream(IterableDataset[FetchedBatch | WorkerFailure]):
     """An iterable dataset, to torch, whose items are batches; of k workers each makes a k-th."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: StreamSource) -> None:
         self._stream = stream
         # Shared, because persistent workers were forked before later epochs began.
         self.start = torch.zeros(2, dtype=torch.int64).share_memory_()
 
-    def __iter__(self) -> Iterator[Fetched | Failure]:
+    def __iter__(self) -> Iterator[FetchedBatch | WorkerFailure]:
         worker = get_worker_info()
         epoch, position = self.start.tolist()
         number, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
@@ -120,9 +122,9 @@ class _Requests:
     """The requests of the epoch under way, where torch looks for a sampler."""
 
     def __init__(self) -> None:
-        self.of_epoch: Iterator[Request] = iter(())
+        self.of_epoch: Iterator[BatchRequest] = iter(())
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         return self.of_epoch
 
 
@@ -130,12 +132,12 @@ class Workers:
     """The worker processes of one loader. They start with the first batch asked for."""
 
     def __init__(
-        self, source: MapSource | Stream, options: WorkerOptions, where: str, stop_signals: Sequence[str] = ()
+        self, source: MapSource | StreamSource, options: WorkerOptions, where: str, stop_signals: Sequence[str] = ()
     ) -> None:
         self._where = where
         self._requests = _Requests()
-        self._stream = _ReadsStream(source) if isinstance(source, Stream) else None
-        reader = _ReadsRequests(source) if not isinstance(source, Stream) else self._stream
+        self._stream = _ReadsStream(source) if isinstance(source, StreamSource) else None
+        reader = _ReadsRequests(source) if not isinstance(source, StreamSource) else self._stream
         self._loader: TorchDataLoader[Any] = TorchDataLoader(
             reader,  # type: ignore[arg-type] # one of the two
             batch_size=None,
@@ -152,7 +154,7 @@ class Workers:
             persistent_workers=options.persistent_workers,
         )
 
-    def read(self, requests: Iterator[Request]) -> Iterator[Fetched]:
+    def read(self, requests: Iterator[BatchRequest]) -> Iterator[FetchedBatch]:
         """Yield what is read for each request, in order.
 
         Raises:
@@ -161,13 +163,13 @@ class Workers:
         self._requests.of_epoch = requests
         return self._fetched()
 
-    def read_stream(self, epoch: int, position: int) -> Iterator[Fetched]:
+    def read_stream(self, epoch: int, position: int) -> Iterator[FetchedBatch]:
         """Yield a stream's batches from ``position`` of ``epoch`` on; raises as :meth:`read`."""
         if self._stream is not None:
             self._stream.start.copy_(torch.tensor([epoch, position]))
         return self._fetched()
 
-    def _fetched(self) -> Iterator[Fetched]:
+    def _fetched(self) -> Iterator[FetchedBatch]:
         with threads_are_known():
             answers = iter(self._loader)
         while True:
@@ -177,7 +179,7 @@ class Workers:
                 raise _unanswered(error, self._end(answers), self._where) from error
             if answer is None:
                 return
-            if isinstance(answer, Failure):
+            if isinstance(answer, WorkerFailure):
                 # Now: whoever keeps the error would otherwise keep the workers with it.
                 self._end(answers)
                 raise answer.error()
@@ -251,14 +253,14 @@ def _begin(stop_signals: Sequence[str], users: Callable[[int], None] | None, num
         if name == "SIGTERM":
             # Only a waiting thread is told who has sent it. A worker that was spawned has others too, and ends.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            threading.Thread(target=_end_at_rank_s_word, name="rankwise-worker", daemon=True).start()
+            threading.Thread(target=_exit_on_sigterm_of_rank, name="rankwise-worker", daemon=True).start()
         else:
             signal.signal(signal.Signals[name], signal.SIG_IGN)
     if users is not None:
         users(number)
 
 
-def _end_at_rank_s_word() -> None:
+def _exit_on_sigterm_of_rank() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

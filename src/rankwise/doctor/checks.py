@@ -10,14 +10,14 @@ import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rankwise import torch_versions
-from rankwise.device.kinds import kind_named
 from rankwise.errors import fold_ranks, fold_values
+from rankwise.world import torch_versions
+from rankwise.world.device.kinds import kind_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rankwise.doctor.facts import Facts, Job
+    from rankwise.doctor.facts import ExaminedJob, Facts
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 MUST_BE_EQUAL = ("torch", "rankwise", "nccl")
@@ -53,12 +53,12 @@ class Finding:
     """What it was told from, one fact a line, where ``what`` does not say it all."""
 
 
-def judge(job: Job) -> list[Finding]:
+def judge(job: ExaminedJob) -> list[Finding]:
     """Return what every check says of a job, in the table's order."""
     return [finding for check in CHECKS for finding in check(job)]
 
 
-def versions(job: Job) -> list[Finding]:
+def versions(job: ExaminedJob) -> list[Finding]:
     """Find versions that differ between ranks, and a torch that was not tested."""
     names = list(dict.fromkeys(name for facts in job.ranks for name in facts.machine.versions))
     found: list[Finding] = []
@@ -81,7 +81,7 @@ def versions(job: Job) -> list[Finding]:
     return found
 
 
-def gpus(job: Job) -> list[Finding]:
+def gpus(job: ExaminedJob) -> list[Finding]:
     """Find GPUs that torch cannot use, or that differ between hosts."""
     found: list[Finding] = []
     held: dict[int, str] = {}
@@ -110,7 +110,7 @@ def gpus(job: Job) -> list[Finding]:
     return [Finding(check="GPUs", level=OK, what=f"{held[job.ranks[0].rank]} on each host; backends: {backends}")]
 
 
-def networks(job: Job) -> list[Finding]:
+def networks(job: ExaminedJob) -> list[Finding]:
     """Find hosts without a way to the store or to one another."""
     found: list[Finding] = []
     ways: list[str] = []
@@ -138,7 +138,7 @@ def networks(job: Job) -> list[Finding]:
     return [Finding(check="network", level=OK, what="; ".join(told))]
 
 
-def store(job: Job) -> list[Finding]:
+def store(job: ExaminedJob) -> list[Finding]:
     """Say which way each rank goes to the job's store."""
     if not job.ranks[0].store or job.ranks[0].across is None:
         return []
@@ -153,7 +153,7 @@ def store(job: Job) -> list[Finding]:
     return [Finding(check="store", level=OK, what=f"{job.ranks[0].store}{', ' if told else ''}{told}")]
 
 
-def own_names(job: Job) -> list[Finding]:
+def own_names(job: ExaminedJob) -> list[Finding]:
     """Find hosts whose own name means loopback, or nothing."""
     found: list[Finding] = []
     fine: list[str] = []
@@ -179,7 +179,7 @@ def own_names(job: Job) -> list[Finding]:
     return [*found, Finding(check="own name", level=OK, what="; ".join(fine))] if fine else found
 
 
-def ports(job: Job) -> list[Finding]:
+def ports(job: ExaminedJob) -> list[Finding]:
     """Find hosts on which no port can be bound, or the one asked about cannot."""
     found: list[Finding] = []
     for first, *_ in job.hosts:
@@ -198,7 +198,7 @@ def ports(job: Job) -> list[Finding]:
     return [Finding(check="ports", level=OK, what=f"can be bound{f'; {port} is free' if port else ''}")]
 
 
-def shared_memory(job: Job) -> list[Finding]:
+def shared_memory(job: ExaminedJob) -> list[Finding]:
     """Find hosts with little shared memory, which loader workers pass samples through."""
     found: list[Finding] = []
     for first, *_ in job.hosts:
@@ -217,7 +217,7 @@ def shared_memory(job: Job) -> list[Finding]:
     return [Finding(check=SHARED_MEMORY, level=OK, what=f"{least / GIB:.1f} GiB or more on each host")]
 
 
-def open_files(job: Job) -> list[Finding]:
+def open_files(job: ExaminedJob) -> list[Finding]:
     """Find ranks that may run out of file descriptors."""
     needed = max(LEAST_OPEN_FILES, 2 * LEAST_PROCESSES + OPEN_FILES_PER_PEER * len(job.ranks))
     found: list[Finding] = []
@@ -232,7 +232,7 @@ def open_files(job: Job) -> list[Finding]:
     return found or [Finding(check="open files", level=OK, what=f"{least} or more per process")]
 
 
-def processes(job: Job) -> list[Finding]:
+def processes(job: ExaminedJob) -> list[Finding]:
     """Find hosts on which ranks and their threads may not be allowed."""
     found: list[Finding] = []
     for ranks in job.hosts:
@@ -245,7 +245,7 @@ def processes(job: Job) -> list[Finding]:
     return found or [Finding(check="processes", level=OK, what="the limit is high enough on each host")]
 
 
-def threads(job: Job) -> list[Finding]:
+def threads(job: ExaminedJob) -> list[Finding]:
     """Find hosts whose ranks compute with more threads than there are cores."""
     found: list[Finding] = []
     for ranks in job.hosts:
@@ -273,7 +273,7 @@ def threads(job: Job) -> list[Finding]:
     return found or [Finding(check="threads", level=OK, what=what)]
 
 
-def clocks(job: Job) -> list[Finding]:
+def clocks(job: ExaminedJob) -> list[Finding]:
     """Find hosts whose clock differs from rank 0's."""
     found: list[Finding] = []
     largest = 0.0
@@ -294,7 +294,7 @@ def clocks(job: Job) -> list[Finding]:
     return [Finding(check="clocks", level=OK, what=f"within {largest * 1000:.1f} ms of rank 0's")]
 
 
-def shared_folder(job: Job) -> list[Finding]:
+def shared_folder(job: ExaminedJob) -> list[Finding]:
     """Find hosts that do not see the folder that all are to see."""
     if not job.shared_folder:
         return []
@@ -310,7 +310,7 @@ def shared_folder(job: Job) -> list[Finding]:
     return found or [Finding(check="shared folder", level=OK, what=what)]
 
 
-def all_reduce(job: Job) -> list[Finding]:
+def all_reduce(job: ExaminedJob) -> list[Finding]:
     """Say how fast an all_reduce is; between hosts, find it slow."""
     if not job.timings:
         return []
@@ -331,7 +331,7 @@ def all_reduce(job: Job) -> list[Finding]:
     return [Finding(check="all_reduce", level=OK, what=what)]
 
 
-CHECKS: Sequence[Callable[[Job], list[Finding]]] = (
+CHECKS: Sequence[Callable[[ExaminedJob], list[Finding]]] = (
     versions,
     gpus,
     networks,

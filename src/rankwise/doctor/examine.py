@@ -10,23 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rankwise.doctor import across, gather
+from rankwise.comm.join import fail, join, leave
+from rankwise.comm.session import current
+from rankwise.doctor import joint_facts, local_facts
 from rankwise.doctor.checks import ERROR, Finding, judge
-from rankwise.doctor.facts import Facts, Job
-from rankwise.environments import explain_process
+from rankwise.doctor.facts import ExaminedJob, Facts
 from rankwise.errors import PeerMissing, RankwiseError
-from rankwise.process_group import fail, join, leave
-from rankwise.session import current
+from rankwise.world.environments import explain_process
 
 if TYPE_CHECKING:
-    from rankwise.environments import Reading
+    from rankwise.world.environments import Reading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
     """What came of it, on one rank."""
 
-    job: Job
+    job: ExaminedJob
     """On other ranks than 0, of this rank only."""
     findings: tuple[Finding, ...]
     speaks: bool
@@ -47,9 +47,9 @@ def examine(*, timeout_seconds: float, port: int = 0, shared_folder: str = "") -
     reading = explanation.decided
     if reading is None or reading.world_size == 1:
         source = "nobody" if reading is None else reading.source
-        facts = Facts(rank=0, world_size=1, source=source, machine=gather.machine(port))
-        error = across.folder_error(shared_folder) if shared_folder else ""
-        job = Job(ranks=(replace(facts, across=across.alone(error)),), shared_folder=shared_folder)
+        facts = Facts(rank=0, world_size=1, source=source, machine=local_facts.machine(port))
+        error = joint_facts.folder_error(shared_folder) if shared_folder else ""
+        job = ExaminedJob(ranks=(replace(facts, across=joint_facts.alone(error)),), shared_folder=shared_folder)
         found = judge(job)
         if reading is None:
             what = f"nobody knows who started this process: {str(explanation.error).splitlines()[0]}"
@@ -65,16 +65,16 @@ def _examine_job(reading: Reading, timeout_seconds: float, shared_folder: str) -
         world_size=reading.world_size,
         source=reading.source,
         store="" if address is None else f"{address[0]} port {address[1]}",
-        machine=gather.machine(),
+        machine=local_facts.machine(),
     )
-    alone = Job(ranks=(own,), shared_folder="")
+    alone = ExaminedJob(ranks=(own,), shared_folder="")
     try:
         world = join(timeout_seconds=timeout_seconds)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what was looked for
         speaks = reading.rank == 0 or not isinstance(error, PeerMissing) or 0 in error.ranks
         return Examination(job=alone, findings=(_told("join", error), *judge(alone)), speaks=speaks)
     try:
-        job, missing = across.gather_job(current(), own, timeout_seconds, shared_folder)
+        job, missing = joint_facts.gather_job(current(), own, timeout_seconds, shared_folder)
     except Exception as error:  # noqa: BLE001 - as above
         fail(error)
         return Examination(job=alone, findings=(_told("answers", error), *judge(alone)), speaks=world.rank == 0)

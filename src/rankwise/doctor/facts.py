@@ -10,8 +10,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rankwise.device.kinds import EXAMPLE
-from rankwise.network import Interface, Route
+from rankwise.world.device.kinds import EXAMPLE
+from rankwise.world.network import Interface, Route
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class ExaminedJob:
     """What all that is judged stands on."""
 
     ranks: tuple[Facts, ...]

@@ -24,29 +24,28 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.device.kinds import EXAMPLE, HIDES_GPUS
 from rankwise.errors import ConfigurationError
-from rankwise.launch import failure
-from rankwise.launch.control import Control
-from rankwise.launch.interrupts import Interrupts, end_quietly
+from rankwise.launch.agent.output import Output
+from rankwise.launch.agent.signals import PendingSignals, end_quietly
+from rankwise.launch.fork_server.entrypoint import Script
+from rankwise.launch.fork_server.fork_server import fork_server
+from rankwise.launch.fork_server.rank_setup import threads_per_rank
+from rankwise.launch.fork_server.worker import run_rank
+from rankwise.launch.inspect.control_socket import ControlSocket
+from rankwise.launch.messages import Hello, Node
 from rankwise.launch.options import LaunchOptions
-from rankwise.launch.output import Output
-from rankwise.launch.scheduler import unused_nodes, with_scheduler
-from rankwise.launch.server import fork_server
-from rankwise.launch.target import Script
-from rankwise.launch.worker import run_rank, threads_per_rank
+from rankwise.launch.slurm.scheduler import unused_nodes, with_scheduler
 from rankwise.version import VERSION
+from rankwise.world.device.kinds import EXAMPLE, HIDES_GPUS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rankwise.device.kinds import Kind
-    from rankwise.launch.failure import FailedAttempt
-    from rankwise.launch.link import Link
-    from rankwise.launch.meeting import Meeting
-    from rankwise.launch.saying import Saying
-    from rankwise.launch.server import WarmServer
-    from rankwise.launch.target import Target
+    from rankwise.launch.agent.controller_link import ControllerLink
+    from rankwise.launch.controller.server import JobServer, LocalLink
+    from rankwise.launch.fork_server.entrypoint import Target
+    from rankwise.launch.fork_server.fork_server import ForkServer
+    from rankwise.launch.rendezvous import JobAddress
+    from rankwise.launch.report.reporter import Reporter
+    from rankwise.world.device.kinds import DeviceKind
 
 __all__ = ["LaunchOptions", "launch", "num_ranks_here"]
 
@@ -57,25 +56,25 @@ SAVES_ON_TERMINATE = "SLURM_JOB_ID"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
+class _OpenedLaunch:
     """What has been opened for one launch before its first rank starts."""
 
     folder: str
     """Temporary, for what ranks write down of their end; the server removes it."""
-    server: WarmServer
-    doorbell: int
+    server: ForkServer
+    notify_pipe: int
     """Readable when a rank has written down a failure."""
-    interrupts: Interrupts
+    signals: PendingSignals
 
 
-def launch(target: Target, options: LaunchOptions, saying: Saying, meeting: Meeting | None = None) -> int:
+def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_address: JobAddress | None = None) -> int:
     """Run ``target`` on the ranks of this machine, with those of other machines where there are some.
 
     Args:
         target: what each rank runs, already checked.
         options: how many, where.
-        saying: shows the person what there is to say.
-        meeting: where the machines meet, where somebody has arranged that already; ``options`` says the same.
+        reporter: shows a person what is reported.
+        job_address: where the machines meet, where that has been arranged already; ``options`` says the same.
 
     Returns:
         0, the first failing rank's exit code (128 and the signal's number for a signal), 75 where the ranks saved
@@ -86,7 +85,7 @@ def launch(target: Target, options: LaunchOptions, saying: Saying, meeting: Meet
             runs something else. No rank was started.
         LaunchError: a rank could not be started, or the other machines cannot be reached.
     """
-    if meeting is None:
+    if job_address is None:
         options = with_scheduler(options)
     end_quietly()
     _open_standard_streams()
@@ -98,18 +97,18 @@ def launch(target: Target, options: LaunchOptions, saying: Saying, meeting: Meet
     importlib.import_module("torch")
 
     folder = tempfile.mkdtemp(prefix="rankwise-")
-    doorbell_r, doorbell_w = os.pipe()
+    notify_read_end, notify_write_end = os.pipe()
     # A rank ends through here too: what stands around this call is done once for each of them.
     server = fork_server(
-        partial(run_rank, target=target, doorbell=doorbell_w),
+        partial(run_rank, target=target, notify_pipe=notify_write_end),
         folder=folder,
-        doorbell=doorbell_r,
+        notify_pipe=notify_read_end,
         expects_restarts=options.can_restart,
     )
-    os.close(doorbell_w)
+    os.close(notify_write_end)
     try:
-        job = _Job(folder=folder, server=server, doorbell=doorbell_r, interrupts=Interrupts())
-        return _take_part(job, target, options, saying, meeting)
+        job = _OpenedLaunch(folder=folder, server=server, notify_pipe=notify_read_end, signals=PendingSignals())
+        return _take_part(job, target, options, reporter, job_address)
     finally:
         server.close()
         # The server's to do, unless it was killed.
@@ -127,7 +126,7 @@ def _open_standard_streams() -> None:
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as above
 
 
-def num_ranks_here(options: LaunchOptions, num_gpus: int, kind: Kind | None = None) -> int:
+def num_ranks_here(options: LaunchOptions, num_gpus: int, kind: DeviceKind | None = None) -> int:
     """Return how many ranks to start on a machine with ``num_gpus`` devices that ranks have one each of.
 
     Raises:
@@ -144,78 +143,88 @@ def num_ranks_here(options: LaunchOptions, num_gpus: int, kind: Kind | None = No
     return options.num_ranks
 
 
-def _take_part(job: _Job, target: Target, options: LaunchOptions, saying: Saying, meeting: Meeting | None) -> int:
+def _take_part(
+    opened: _OpenedLaunch,
+    target: Target,
+    options: LaunchOptions,
+    reporter: Reporter,
+    job_address: JobAddress | None,
+) -> int:
     # While the server already imports what the ranks need.
-    from rankwise.device import accelerator  # noqa: PLC0415
-    from rankwise.launch.agent import Agent  # noqa: PLC0415
-    from rankwise.launch.asking import Asking  # noqa: PLC0415
-    from rankwise.launch.link import open_link  # noqa: PLC0415
-    from rankwise.launch.meeting import meet  # noqa: PLC0415
-    from rankwise.launch.ranks import JobFacts, LocalRanks  # noqa: PLC0415
+    from rankwise.launch.agent.agent import Agent  # noqa: PLC0415
+    from rankwise.launch.agent.controller_link import open_link  # noqa: PLC0415
+    from rankwise.launch.agent.ranks import JobSettings, LocalRanks  # noqa: PLC0415
+    from rankwise.launch.inspect.stacks import StacksService  # noqa: PLC0415
+    from rankwise.launch.rendezvous import find  # noqa: PLC0415
+    from rankwise.world.device import accelerator  # noqa: PLC0415
 
     # Only now: asking for devices before the fork could leave the ranks unable to use them.
     kind = None if options.device == "cpu" else accelerator.found_kind()
     num_ranks = num_ranks_here(options, accelerator.count() if kind and not kind.is_shared else 0, kind)
-    if meeting is None:
-        meeting = meet(options)
+    job = find(options) if job_address is None else job_address
+    hosts_job = job.listener is not None
     output = Output(options.log_dir)
-    with ExitStack() as opened:
-        if meeting.listener is not None:
-            opened.callback(_serve(meeting, options))
-        opened.callback(output.close)
-        opened.callback(output.drain)
-        facts = JobFacts(
-            folder=job.folder,
-            store=meeting.address,
-            secret=meeting.secret,
-            interface=meeting.interface,
+    with ExitStack() as closing:
+        server: JobServer | None = None
+        if hosts_job:
+            server = _serve(job, options)
+            closing.callback(server.close)
+        closing.callback(output.close)
+        closing.callback(output.drain)
+        settings = JobSettings(
+            folder=opened.folder,
+            store=job.address,
+            secret=job.secret,
+            interface=job.interface,
             check=options.check,
             guard=options.guard,
             max_restarts=options.max_restarts,
         )
-        ranks = LocalRanks(num_ranks, facts, server=job.server, output=output, doorbell=job.doorbell)
-        hello = _introduction(target, options, num_ranks, serves=meeting.listener is not None)
+        ranks = LocalRanks(num_ranks, settings, server=opened.server, output=output, notify_pipe=opened.notify_pipe)
+        hello = _hello(target, options, num_ranks, serves=hosts_job)
 
-        def connect(timeout_seconds: float) -> Link:
+        def connect(timeout_seconds: float) -> ControllerLink | LocalLink:
+            agent.raise_if_interrupted()
+            if server is not None:
+                return server.connect(hello)
             return open_link(
-                meeting.address,
-                meeting.secret.encode(),
+                job.address,
+                job.secret.encode(),
                 hello,
                 timeout_seconds=timeout_seconds,
                 between=agent.raise_if_interrupted,
-                say=saying.say,
+                show=reporter.show,
             )
 
-        hosts_job = meeting.listener is not None
+        control_socket = closing.enter_context(ControlSocket(opened.folder, ranks=list(range(num_ranks))))
         agent = Agent(
             ranks,
             open_link=connect,
-            interrupts=job.interrupts,
-            asking=Asking(opened.enter_context(Control(job.folder, ranks=list(range(num_ranks)))), ranks),
-            say=saying.say,
-            on_failed_attempt=partial(_report, saying, hosts_job=hosts_job),
+            signals=opened.signals,
+            stacks=StacksService(control_socket, ranks),
+            reporter=reporter,
             hosts_job=hosts_job,
             can_return=options.can_restart and not hosts_job,
             can_restart=options.max_restarts > 0,
             saves_on_terminate=SAVES_ON_TERMINATE in os.environ,
         )
-        saying.say(_decision(options, num_ranks) + meeting.words + _told(target))
+        reporter.show(_decision(options, num_ranks) + job.notice + _local_rank_notice(target))
         if options.nodes[1] == 1:
-            saying.say(unused_nodes())
+            reporter.show(unused_nodes())
         exit_code = agent.run(options.rendezvous_timeout_seconds)
-        saying.end(ranks.failures)
+        reporter.end(ranks.failures)
         return exit_code
 
 
-def _serve(meeting: Meeting, options: LaunchOptions) -> Callable[[], None]:
-    """Serve the job's store and its coordinator; return what ends it."""
-    from rankwise.launch.coordinator import Coordinator  # noqa: PLC0415
-    from rankwise.launch.serving import JobServer  # noqa: PLC0415
-    from rankwise.launch.torch_store import TorchStores  # noqa: PLC0415
+def _serve(job: JobAddress, options: LaunchOptions) -> JobServer:
+    """Serve the job's store and its coordinator, until it is closed."""
+    from rankwise.launch.controller.coordinator import Coordinator  # noqa: PLC0415
+    from rankwise.launch.controller.server import JobServer  # noqa: PLC0415
+    from rankwise.launch.controller.torch_store import TorchStores  # noqa: PLC0415
 
-    if meeting.listener is None:
+    if job.listener is None:
         raise ConfigurationError("Another machine serves this job.")
-    host, port = meeting.address
+    host, port = job.address
     coordinator = Coordinator(
         nodes=options.nodes,
         max_restarts=options.max_restarts,
@@ -224,13 +233,11 @@ def _serve(meeting: Meeting, options: LaunchOptions) -> Callable[[], None]:
         now=time.monotonic(),
         run_id=secrets.token_hex(8),
     )
-    stores = TorchStores(
-        meeting.listener.getsockname()[0], host, options.torch_store, on_one_machine=options.nodes[1] == 1
-    )
-    return JobServer(meeting.listener, meeting.secret.encode(), coordinator, stores).close
+    stores = TorchStores(job.listener.getsockname()[0], host, options.torch_store, on_one_machine=options.nodes[1] == 1)
+    return JobServer(job.listener, job.secret.encode(), coordinator, stores)
 
 
-def _introduction(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bool) -> dict[str, object]:
+def _hello(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bool) -> Hello:
     import torch  # noqa: PLC0415
 
     words = str(target)
@@ -245,18 +252,18 @@ def _introduction(target: Target, options: LaunchOptions, num_ranks: int, *, ser
         "options": asked,
         "arguments": _digest(target),
         "rankwise": VERSION,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": _python(),
     }
-    node = {
-        "node_id": uuid.uuid4().hex,
-        "hostname": socket.gethostname(),
-        "num_ranks": num_ranks,
-        "node_rank": options.node_rank,
-        "serves": serves,
-        "job": same,
-    }
-    return {"node": node}
+    node = Node(
+        node_id=uuid.uuid4().hex,
+        hostname=socket.gethostname(),
+        num_ranks=num_ranks,
+        node_rank=options.node_rank,
+        serves=serves,
+        job=same,
+    )
+    return Hello(node=node)
 
 
 def _digest(target: Target) -> str:
@@ -269,10 +276,6 @@ def _python() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def _report(saying: Saying, failed: FailedAttempt, *, hosts_job: bool) -> None:
-    saying.report(failed, failure.report(failed) if hosts_job else failure.report_elsewhere(failed))
-
-
 def _decision(options: LaunchOptions, num_ranks: int) -> str:
     if options.num_ranks == 1 and options.nodes[1] == 1:
         return ""  # Nothing was decided here: what runs is what `python` would run.
@@ -282,7 +285,7 @@ def _decision(options: LaunchOptions, num_ranks: int) -> str:
     return f"[rankwise] {ranks} on this machine, {each}{'' if num_ranks == 1 else ' each'}\n"
 
 
-def _told(target: Target) -> str:
+def _local_rank_notice(target: Target) -> str:
     option = getattr(target, "local_rank_option", None)
     return "" if option is None else f"[rankwise] {target} takes {option}: each rank is passed its own\n"
 

@@ -10,37 +10,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakMethod
 
-import torch
-
-from rankwise.agreement import same_on_all_ranks
+from rankwise.comm.agreement import same_on_all_ranks
+from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
-from rankwise.parallel.after_forward import AfterForward
-from rankwise.parallel.batchnorm import SYNCHRONISED, synchronise_batchnorm, take_their, unsynchronised_batchnorms
-from rankwise.parallel.buffers import BufferSync
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
-from rankwise.parallel.gradient_sync import GradientSync
-from rankwise.parallel.loss.reading import subscribe
-from rankwise.parallel.own_hooks import OwnHook, leave_out_of_copies
-from rankwise.parallel.parted_buffers import PartedBuffers
-from rankwise.parallel.randomness.model import draw_as_one_rank
+from rankwise.parallel.core.batchnorm import SYNCHRONISED, synchronise_batchnorm, take_their, unsynchronised_batchnorms
+from rankwise.parallel.core.buffers import BuffersBeforeForward, BufferSync
+from rankwise.parallel.core.diverged_buffers import DivergedBuffers
+from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
+from rankwise.parallel.core.own_hooks import leave_out_of_copies
+from rankwise.parallel.core.same_model import broadcast_model, check_same_model
+from rankwise.parallel.core.strategy_registry import (
+    check_split,
+    check_unregistered,
+    is_placed,
+    register,
+)
+from rankwise.parallel.loss.hooks import check_weight_function, subscribe
+from rankwise.parallel.randomness.model_draws import draw_as_one_rank
 from rankwise.parallel.randomness.scope import check_randomness
-from rankwise.parallel.same_model import broadcast_model, check_same_model
 from rankwise.parallel.state_guard.guard import StateGuard, shared_statistics
-from rankwise.parallel.trained import check_callable, check_split, check_untrained, is_placed, note_trained
-from rankwise.session import current
-from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch import nn
 
-    from rankwise.exchange.protocol import Exchange
-    from rankwise.mesh import Axes
+    from rankwise.comm.backends.protocol import Exchange
     from rankwise.parallel.compress.methods import Method
     from rankwise.parallel.randomness.scope import Randomness
+    from rankwise.world.mesh import Axes
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -103,8 +105,8 @@ def replicate(
     """
     session = current()
     method = method_of(compress)
-    check_untrained(model, "replicate")
-    check_callable(weight, "replicate")
+    check_unregistered(model, "replicate")
+    check_weight_function(weight, "replicate")
     check_randomness(randomness, "replicate")
     names, parameters = _named_parameters(model)
     meta = next((name for name, p in zip(names, parameters, strict=True) if p.is_meta), None)
@@ -135,12 +137,12 @@ def replicate(
         words = "pass the same randomness= on every rank"
         same_on_all_ranks("randomness", randomness, do=words, error=ConfigurationError)
         broadcast_model(model, exchange)
-        group = exchange.twin()
+        group = exchange.dup()
     sync = GradientSync(names, parameters, group, type(model).__name__, method)
     sync.loss.is_given_by_forward = weight is not None
     subscribe(sync.loss, session)
-    note_trained(model, sync)
-    session.stopping.unless(WeakMethod(sync.is_mid_step))
+    register(model, sync)
+    session.preemption.unless(WeakMethod(sync.is_mid_step))
     buffers = None
     if exchange is not None:
         if sync_batchnorm:
@@ -150,14 +152,16 @@ def replicate(
                 f"{take_their(names)} statistics per rank, so that the "
                 "result depends on the number of ranks; replicate(model, sync_batchnorm=True) makes it exact"
             )
-        buffers = BufferSync(model, exchange, PartedBuffers(model, exchange, type(model).__name__))
-        model.register_forward_pre_hook(_BeforeForward(buffers))
+        buffers = BufferSync(model, exchange, DivergedBuffers(model, exchange, type(model).__name__))
+        model.register_forward_pre_hook(BuffersBeforeForward(buffers))
     if group is not None:
         named, statistics = dict(zip(sync.names, parameters, strict=True)), shared_statistics(model, SYNCHRONISED)
         sync.loss.guard = StateGuard(
             type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model)
         )
-    model.register_forward_hook(AfterForward(sync, weight, buffers), with_kwargs=True)
+    model.register_forward_hook(
+        SyncAfterForward(sync, weight, None if buffers is None else buffers.after_forward), with_kwargs=True
+    )
     draw_as_one_rank(model, session, exchange, randomness)
     leave_out_of_copies(model)
     return model
@@ -171,7 +175,7 @@ def _exchange_of(axes: Axes) -> Exchange | None:
                 f"replicate() is not for ranks along {axis}, and the mesh has {axes}.",
                 do=f"call rankwise.{strategy}(model, ...) alone: it averages over dp_replicate too",
             )
-    from rankwise.parallel.device_mesh import exchange_along  # noqa: PLC0415 - torch's mesh is only there with axes
+    from rankwise.parallel.core.device_mesh import exchange_along  # noqa: PLC0415 - torch's mesh is only there with axes
 
     return exchange_along("dp_replicate")
 
@@ -180,15 +184,3 @@ def _named_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
     """Return names and parameters, each tied parameter once."""
     pairs = list(model.named_parameters())
     return [name for name, _ in pairs], [parameter for _, parameter in pairs]
-
-
-class _BeforeForward(OwnHook):
-    """Gives every rank the buffers of rank zero that change while training."""
-
-    def __init__(self, buffers: BufferSync) -> None:
-        self._buffers = buffers
-
-    @uncompiled
-    def __call__(self, module: nn.Module, args: object) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._buffers.before_forward((args,))

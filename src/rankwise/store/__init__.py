@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job's key-value store: how ranks tell each other small things outside the collectives.
 
-A store with a secret is our own and lets in only who holds it; one without is torch's. Opened by process_group and
-the launcher.
+A store with a secret is our own and lets in only who holds it; one without is torch's.
 """
-
-from rankwise.store.opening import connect, open_file, serve
-from rankwise.store.values import Store, StoreLost
-
-__all__ = ["Store", "StoreLost", "connect", "open_file", "serve"]

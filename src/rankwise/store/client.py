@@ -2,7 +2,7 @@
 """A connection to an authenticated store, as the kind of store that torch's process groups take.
 
 Raises torch's own errors, so that torch's code reads them as it does those of its TCPStore; ``Store`` translates both.
-Serves nothing. Imported by this room's front.
+Serves nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LONGEST_SOCKET_SECONDS = 10.0**6
 """The system takes no limits longer than some weeks."""
 
 
-class Connection(dist.Store):
+class StoreConnection(dist.Store):
     """One connection to an authenticated store. Other threads wait while one is in a call.
 
     Torch's C++ finds these methods as long as this object is referenced from Python; whoever hands it to a process
@@ -64,10 +64,10 @@ class Connection(dist.Store):
         self._answer_seconds = ANSWER_SECONDS
         self._socket = open_connection(host, port, secret, PURPOSE, timeout_seconds)
 
-    def clone(self) -> Connection:
+    def clone(self) -> StoreConnection:
         """Return another connection to the same store."""
         try:
-            other = Connection(self._host, self._port, self._secret, REOPEN_SECONDS)
+            other = StoreConnection(self._host, self._port, self._secret, REOPEN_SECONDS)
         except OSError as error:
             raise dist.DistNetworkError(str(error)) from error
         other._kept = self._kept

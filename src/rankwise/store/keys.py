@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys and values of a job, and the service that lets authenticated connections use them.
 
-All of it runs on one event loop and needs no lock. Waits for a key cost nothing until it is set. Imported by this
-room's front, and by the launcher, which serves a store of its own.
+All of it runs on one event loop and needs no lock. Waits for a key cost nothing until it is set. The launcher
+serves a store of its own by it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Serving a store, and connecting to one: our own where there is a secret, torch's where there is none.
 
 Torch's has no password: whoever reaches its port may read and change everything. It is used only where an outer
-launcher serves it, or where nobody set a secret. Imported by this room's front.
+launcher serves it, or where nobody set a secret.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rankwise.errors import SecretRefused
-from rankwise.store.client import Connection
+from rankwise.store.client import StoreConnection
 from rankwise.store.values import Store, translated
 from rankwise.store.wire import checked_secret, greets, listen
 
@@ -64,7 +64,7 @@ def _serve_own(host: str, port: int, secret: bytes) -> tuple[Store, int]:
     server = AuthenticatedServer(listen(host, port), secret, {PURPOSE: Keys().handle})
     server.start()
     own_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - asked for by the caller
-    return Store(Connection(own_host, server.port, secret, OWN_TIMEOUT_SECONDS, server)), server.port
+    return Store(StoreConnection(own_host, server.port, secret, OWN_TIMEOUT_SECONDS, server)), server.port
 
 
 def connect(
@@ -84,7 +84,7 @@ def connect(
         NotRankwise: something else listens there.
     """
     if secret is not None:
-        return Store(Connection(host, port, secret, timeout_seconds))
+        return Store(StoreConnection(host, port, secret, timeout_seconds))
     with translated(f"{host}:{port}"):
         first = min(timeout_seconds, DOUBT_SECONDS)
         try:

@@ -2,7 +2,7 @@
 """A store whose port stands in a file: ranks of one machine find rank 0 by the name of their job alone.
 
 The file is this user's own and nobody else can read it, since the store's secret is in it. Knows nothing of jobs; the
-name is given. Imported by ``process_group``.
+name is given.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIRST_PAUSE_SECONDS = 0.01
 LONGEST_PAUSE_SECONDS = 0.1
 
 
-class _Told(NamedTuple):
+class _Published(NamedTuple):
     """What the file tells."""
 
     port: int
@@ -52,7 +52,7 @@ def serve_published(path: Path, secret: bytes | None) -> Store:
     drawn = secrets.token_hex(DRAWN_SECRET_BYTES) if secret is None else None
     opened, port = serve(LOOPBACK, 0, secret=secret or (drawn or "").encode())
     try:
-        _write(path, _Told(port, drawn))
+        _write(path, _Published(port, drawn))
     except OSError as error:
         opened.close()
         raise _not_ours(path, f"it cannot be written: {error.strerror}") from error
@@ -76,11 +76,11 @@ def connect_published(path: Path, timeout_seconds: float, secret: bytes | None) 
     pause = FIRST_PAUSE_SECONDS
     while True:
         problem: Exception = TimeoutError(f"rank 0 did not write {path} within {timeout_seconds:.0f} s")
-        told = _read(path)
-        if told is not None:
+        published = _read(path)
+        if published is not None:
             try:
                 limit = min(ATTEMPT_SECONDS, max(deadline - time.monotonic(), FIRST_PAUSE_SECONDS))
-                return connect(LOOPBACK, told.port, limit, secret=_secret_of(told, secret))
+                return connect(LOOPBACK, published.port, limit, secret=_secret_of(published, secret))
             except (TimeoutError, NotRankwise, SecretRefused) as error:
                 problem = error
         if time.monotonic() + pause > deadline:
@@ -94,23 +94,23 @@ def forget_published(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _secret_of(told: _Told, given: bytes | None) -> bytes:
+def _secret_of(published: _Published, given: bytes | None) -> bytes:
     if given is not None:
         return given
-    if told.secret is None:
+    if published.secret is None:
         raise SecretRefused(
             "Rank 0 was given RANKWISE_SECRET, and this rank was not.",
             do="set the same RANKWISE_SECRET for every rank, or for none",
         )
-    return told.secret.encode()
+    return published.secret.encode()
 
 
-def _write(path: Path, told: _Told) -> None:
+def _write(path: Path, published: _Published) -> None:
     """Put a file there that was never readable to others, nor there in part."""
     descriptor, name = tempfile.mkstemp(prefix=f"{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(told._asdict(), file)
+            json.dump(published._asdict(), file)
         Path(name).replace(path)
     except BaseException:
         with suppress(OSError):
@@ -118,7 +118,7 @@ def _write(path: Path, told: _Told) -> None:
         raise
 
 
-def _read(path: Path) -> _Told | None:
+def _read(path: Path) -> _Published | None:
     """Return what the file tells, ``None`` where there is none yet, or only one that says something else."""
     try:
         # Neither a link that leads elsewhere, nor a pipe that would keep us waiting.
@@ -132,8 +132,8 @@ def _read(path: Path) -> _Told | None:
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
             raise _not_ours(path, f"user {facts.st_uid}, {stat.filemode(facts.st_mode)}")
         try:
-            told: dict[str, Any] = json.load(file)
-            return _Told(port=int(told["port"]), secret=told["secret"])
+            published: dict[str, Any] = json.load(file)
+            return _Published(port=int(published["port"]), secret=published["secret"])
         except (ValueError, KeyError, TypeError):
             return None
 

@@ -2,7 +2,7 @@
 """The store as ranks use it: text keys, bytes values, Python's own errors, whatever carries them.
 
 Opens nothing. A Store value is one connection, to be used by one thread at a time; ``clone()`` gives another thread
-its own. Imported by this room's front.
+its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from rankwise.store.client import Connection
+from rankwise.store.client import StoreConnection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,20 +51,20 @@ class Store:
         return Store(self._connection, self._key(prefix))
 
     def close(self) -> None:
-        """End the connection, and the store if :func:`rankwise.store.serve` returned it with this connection.
+        """End the connection, and the store if :func:`rankwise.store.opening.serve` returned it with this connection.
 
         Torch's connections end when nothing refers to them any more.
         """
-        if isinstance(self._connection, Connection):
+        if isinstance(self._connection, StoreConnection):
             self._connection.close()
 
     def expect_answers_within(self, seconds: float) -> None:
         """Count a store of our own as lost where it answers later than this; torch's is waited for until TCP gives up.
 
         Args:
-            seconds: see :meth:`rankwise.store.client.Connection.expect_answers_within`.
+            seconds: see :meth:`rankwise.store.client.StoreConnection.expect_answers_within`.
         """
-        if isinstance(self._connection, Connection):
+        if isinstance(self._connection, StoreConnection):
             self._connection.expect_answers_within(seconds)
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -93,7 +93,7 @@ class Store:
             TimeoutError: it was not set within ``timeout_seconds``.
             StoreLost: the store is gone.
         """
-        if isinstance(self._connection, Connection):
+        if isinstance(self._connection, StoreConnection):
             with translated(key):
                 return self._connection.get_within([self._key(key)], timeout_seconds)[0]
         self.wait([key], timeout_seconds)

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The running backward, the version of a tensor, and hooks on what autograd saves."""
+"""The running backward, the nodes of its graph, the version of a tensor, and hooks on what autograd saves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch.autograd.graph import Node
 
     Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
+    Edge = tuple[Node, int]
+    """A node, and which of its outputs."""
 
 NO_GRAPH = -1
 """The number of the backward where none is running."""
@@ -48,3 +51,63 @@ def innermost_saved_tensors_hooks() -> Hooks | None:
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether autograd follows a tensor as a view of another one."""
     return tensor._is_view()  # noqa: SLF001
+
+
+def metadata_of(node: Node) -> dict[str, Any]:
+    """Return what was noted on a node, to be changed. Public in torch, which declares it as a function."""
+    return cast("dict[str, Any]", node.metadata)
+
+
+_Reader = Callable[["Node"], Any]
+_READERS: dict[str, _Reader] = {
+    "reduction": attrgetter("_saved_reduction"),
+    "total_weight": attrgetter("_saved_total_weight"),
+    "dim": attrgetter("_saved_dim"),
+    "self_sizes": attrgetter("_saved_self_sym_sizes"),
+    "other": attrgetter("_saved_other"),
+    "self": attrgetter("_saved_self"),
+    "condition": attrgetter("_saved_condition"),
+}
+
+
+_lacking: set[tuple[type, str]] = set()
+"""Kinds of nodes of C++, and names under which they save nothing: to ask again would cost an exception."""
+
+
+def saved(node: Node, name: str) -> Any:  # noqa: ANN401 - each node saves something else
+    """Return what a node saved in its forward under a name; ``None`` where it saved no such thing."""
+    key = type(node), name
+    if key in _lacking:
+        return None
+    try:
+        return _READERS[name](node)
+    except AttributeError:
+        if not is_of_python(node):
+            _lacking.add(key)
+        return None
+
+
+def shape_of(edge: Edge) -> tuple[int, ...]:
+    """Return the shape of what flows into a node: of the value that it computed in its forward.
+
+    Unlike a saved tensor it is there without calling any hook of saved tensors.
+    """
+    node, output = edge
+    shapes: Any = node._input_metadata  # type: ignore[attr-defined] # noqa: SLF001
+    return tuple(shapes[output].shape)
+
+
+_FUNCTION = "RegisterPostBackwardFunction"
+OF_BLOCK = f"{_FUNCTION}Backward"
+"""The node by which ``fully_shard`` notices that backward has left a block. It changes nothing."""
+
+
+def is_of_strategy(node: Node) -> bool:
+    """Return whether a node is of a function by which rankwise spreads a model: one rank computes the same."""
+    function = getattr(node, "_forward_cls", None)
+    return function is not None and function.__module__.startswith("rankwise.parallel.")
+
+
+def is_of_python(node: Node) -> bool:
+    """Return whether the backward of a node is written in Python: its forward can be anything."""
+    return hasattr(node, "_forward_cls") and node.name() != OF_BLOCK

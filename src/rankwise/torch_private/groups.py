@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups that torch keeps in this process, and groups that only their own ranks know of."""
+"""The process groups that torch keeps in this process.
+
+Among them groups that only their own ranks know of, and groups that outlive their world: what is under way in them may
+never end.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -10,11 +15,13 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+
 _COUNTS_CALLS = "group_count" in dist.distributed_c10d._hash_ranks_to_str.__code__.co_names  # noqa: SLF001
 """Whether torch names such a group after how often this rank has opened one (from 2.14 on), or how many it is in."""
 _FIRST_NUMBER = 1 << 20
 """Above what torch itself counts to: the names of a script's own groups stay others."""
 _next = [0]
+_leaked: list[bool] = []
 
 
 def open_groups() -> list[object]:
@@ -53,3 +60,19 @@ def open_among(ranks: Sequence[int], own: int, number: int) -> object:
     finally:
         world.group_count = counted
         _next[0] = number + 1
+
+
+def leak_groups() -> None:
+    """Keep torch's groups from being destroyed, now or when the interpreter ends.
+
+    After a failure collectives may still be under way; destroying their group would wait for ranks that
+    never join it, or abort the process.
+    """
+    for group in open_groups():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _leaked.append(True)
+
+
+def have_groups_leaked() -> bool:
+    """Return whether a world has failed in this process."""
+    return bool(_leaked)

@@ -1,13 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of torch's operations: calling one, and putting another in its place for a while."""
+"""The kernels of torch's operations, called or replaced for a while, and the modes through which calls reach them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload as Operator
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
+if TYPE_CHECKING:
+    from torch.overrides import TorchFunctionMode
+
+
+__all__ = [
+    "DispatchMode",
+    "Kernel",
+    "Operator",
+    "Replacements",
+    "dispatch_key",
+    "is_innermost",
+    "kernel_of",
+    "pop_function_mode",
+    "push_function_mode",
+]
 
 Kernel = Callable[..., Any]
 """What computes an operation on one kind of device."""
@@ -54,3 +72,15 @@ class Replacements:
         if self.library is not None:
             self.library._destroy()  # noqa: SLF001 - without it, when it is collected
             self.library = None
+
+
+pop_function_mode = torch._C._pop_torch_function_stack  # noqa: SLF001
+"""Take the innermost TorchFunctionMode out of the way, without leaving it."""
+push_function_mode = torch._C._push_on_torch_function_stack  # noqa: SLF001
+"""Put a TorchFunctionMode back."""
+
+
+def is_innermost(mode: TorchFunctionMode) -> bool:
+    """Return whether a TorchFunctionMode is the one that is called first."""
+    count = torch._C._len_torch_function_stack()  # noqa: SLF001
+    return count > 0 and torch._C._get_function_stack_at(count - 1) is mode  # noqa: SLF001

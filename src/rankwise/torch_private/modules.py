@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a module, what its call runs, and layers with private parts."""
+"""The tables of a module, what its call runs, layers with private parts, and the marks of an optimizer's step."""
 
 from __future__ import annotations
 
@@ -98,3 +98,12 @@ def metadata_of(state: dict[Any, Any]) -> object:
 def set_metadata(state: dict[Any, Any], metadata: object) -> None:
     """Give a ``state_dict`` the versions of modules that ``load_state_dict`` reads."""
     state._metadata = metadata  # type: ignore[attr-defined] # noqa: SLF001
+
+
+def mark_step(optimizer: torch.optim.Optimizer, step: Any) -> None:  # noqa: ANN401 - a function
+    """Give ``step``, which replaces the optimizer's, the marks that schedulers look for."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        # A scheduler was built before and has marked the step that it saw.
+        step._wrapped_by_lr_sched = True  # noqa: SLF001
+    # Schedulers also check that the optimizer has stepped before them, which is not for each rank to know.
+    optimizer._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001

@@ -54,7 +54,6 @@ NAMES = tuple(
         ("torch._foreach_sub_", "subtract many tensors in one call", _OLDEST),
         ("torch._foreach_mul_", "multiply many tensors in one call", _OLDEST),
         ("torch._foreach_div_", "divide many tensors in one call", _OLDEST),
-        # graph
         ("torch.autograd.graph.Node._input_metadata", "shapes of what a node of the graph computed", _OLDEST),
         ("torch.autograd.Function._forward_cls", "whether the backward of a node is written in Python", _OLDEST),
         ("torch.autograd.graph.Node._saved_reduction", "whether a loss function takes a mean or a sum", _OLDEST),
@@ -79,6 +78,12 @@ NAMES = tuple(
         ("torch._C.DispatchKeySet", "call a kernel for a kind of device", _OLDEST),
         ("torch._C.DispatchKey", "the same", _OLDEST),
         ("torch.library.Library._destroy", "put torch's own kernels back at once", _OLDEST),
+        ("torch.utils._python_dispatch.TorchDispatchMode", "see each operator that runs", _OLDEST),
+        ("torch._ops.OpOverload", "the type of an operator", _OLDEST),
+        ("torch._C._pop_torch_function_stack", "pause a TorchFunctionMode", _OLDEST),
+        ("torch._C._push_on_torch_function_stack", "resume it", _OLDEST),
+        ("torch._C._len_torch_function_stack", "whether a TorchFunctionMode is the innermost", _OLDEST),
+        ("torch._C._get_function_stack_at", "whether a TorchFunctionMode is the innermost", _OLDEST),
         # loader
         ("torch.utils.data.DataLoader._iterator", "have persistent workers start again", _OLDEST),
         (
@@ -88,13 +93,6 @@ NAMES = tuple(
         ),
         ("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers", "how each worker ended", _OLDEST),
         ("torch.utils.data._utils.worker._worker_info", "what get_worker_info() returns in a worker", _OLDEST),
-        # modes
-        ("torch.utils._python_dispatch.TorchDispatchMode", "see each operator that runs", _OLDEST),
-        ("torch._ops.OpOverload", "the type of an operator", _OLDEST),
-        ("torch._C._pop_torch_function_stack", "pause a TorchFunctionMode", _OLDEST),
-        ("torch._C._push_on_torch_function_stack", "resume it", _OLDEST),
-        ("torch._C._len_torch_function_stack", "whether a TorchFunctionMode is the innermost", _OLDEST),
-        ("torch._C._get_function_stack_at", "whether a TorchFunctionMode is the innermost", _OLDEST),
         # modules
         ("torch.nn.Module._parameters", "swap a module's own parameters; read them fast", _OLDEST),
         ("torch.nn.Module._buffers", "swap a module's own buffers; read them fast", _OLDEST),
@@ -113,7 +111,6 @@ NAMES = tuple(
         ("torch.nn.RNNBase._flat_weight_refs", "drop weak references to weights that are replaced", _OLDEST),
         ("torch.nn.RNNBase._init_flat_weights", "have a recurrent layer use its new weights", _OLDEST),
         ("torch.nn.TransformerEncoderLayer._ff_block", "whether the feed-forward part is torch's own", _OLDEST),
-        # optimizers
         ("torch.optim.Optimizer._opt_called", "schedulers check that the optimizer has stepped", _OLDEST),
         ("torch.optim.Optimizer.step._wrapped_by_lr_sched", "schedulers mark the step that they watch", _OLDEST),
         # rendezvous

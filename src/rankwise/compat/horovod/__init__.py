@@ -9,38 +9,10 @@ import sys
 
 from rankwise.compat.horovod import elastic
 from rankwise.compat.horovod.alias import provide
-from rankwise.compat.horovod.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
 from rankwise.compat.horovod.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 from rankwise.compat.horovod.errors import HorovodInternalError, NotOffered
-from rankwise.compat.horovod.exchanging import alltoall, alltoall_async
 from rankwise.compat.horovod.extensions import check_extension
-from rankwise.compat.horovod.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from rankwise.compat.horovod.launching import run
-from rankwise.compat.horovod.objects import allgather_object, broadcast_object
-from rankwise.compat.horovod.optimizer import DistributedOptimizer
-from rankwise.compat.horovod.parameters import broadcast_optimizer_state, broadcast_parameters
-from rankwise.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from rankwise.compat.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
-from rankwise.compat.horovod.reducing import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from rankwise.compat.horovod.scattering import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from rankwise.compat.horovod.sparse import sparse_allreduce_async
-from rankwise.compat.horovod.sync_batch_norm import SyncBatchNorm
-from rankwise.compat.horovod.waiting import barrier, join, poll, synchronize
-from rankwise.compat.horovod.world import (
+from rankwise.compat.horovod.initialization import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -64,6 +36,39 @@ from rankwise.compat.horovod.world import (
     start_timeline,
     stop_timeline,
 )
+from rankwise.compat.horovod.launching import run
+from rankwise.compat.horovod.operations.api import barrier, join, poll, synchronize
+from rankwise.compat.horovod.operations.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
+from rankwise.compat.horovod.operations.exchanging import alltoall, alltoall_async
+from rankwise.compat.horovod.operations.gathering import (
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from rankwise.compat.horovod.operations.objects import allgather_object, broadcast_object
+from rankwise.compat.horovod.operations.parameters import broadcast_optimizer_state, broadcast_parameters
+from rankwise.compat.horovod.operations.reducing import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from rankwise.compat.horovod.operations.scattering import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from rankwise.compat.horovod.operations.sparse import sparse_allreduce_async
+from rankwise.compat.horovod.optimizer.distributed_optimizer import DistributedOptimizer
+from rankwise.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from rankwise.compat.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
+from rankwise.compat.horovod.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",

@@ -7,10 +7,10 @@ import argparse
 import sys
 
 from rankwise.compat.horovod.alias import ON_PATH, provide
-from rankwise.environments import set_horovod_variables
 from rankwise.errors import RankwiseError
-from rankwise.launch.command import Command, find_command
-from rankwise.launch.target import Target, find_module, find_script, run_as_main
+from rankwise.launch.fork_server.command import Command, find_command
+from rankwise.launch.fork_server.entrypoint import Target, find_module, find_script, run_as_main
+from rankwise.world.environments import set_horovod_variables
 
 USAGE_ERROR = 2
 
@@ -23,7 +23,7 @@ Below any launcher:
   rankwise run -n 4 -m rankwise.compat.horovod --no-python bash train.sh"""
 
 
-def _target(words: list[str]) -> Target | Command:
+def _target(argv: list[str]) -> Target | Command:
     parser = argparse.ArgumentParser(
         prog="python -m rankwise.compat.horovod",
         usage="python -m rankwise.compat.horovod train.py [arguments]\n"
@@ -42,7 +42,7 @@ def _target(words: list[str]) -> Target | Command:
         help="what follows is a command, which takes the place of this process; its Python programs find horovod too",
     )
     parser.add_argument("command", nargs=argparse.PARSER, metavar="train.py | module | command", help="what to run")
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     name, *arguments = options.command
     if options.no_python:
         return find_command(name, arguments)
@@ -50,7 +50,7 @@ def _target(words: list[str]) -> Target | Command:
 
 
 def main() -> None:
-    """Run what the words say; its exceptions come through."""
+    """Run what the arguments name; its exceptions come through."""
     try:
         provide()
         target = _target(sys.argv[1:])

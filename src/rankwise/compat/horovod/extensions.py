@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rankwise.compat.horovod import world
-from rankwise.device import accelerator
-from rankwise.environments.process import replaced
+from rankwise.compat.horovod import initialization
 from rankwise.errors import ConfigurationError
+from rankwise.world.device import accelerator
+from rankwise.world.environments.process import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
 T = TypeVar("T")
@@ -65,34 +65,22 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: F
     return extension_available(ext_base_name, verbose) and accelerator.count_of("cuda") > 0
 
 
-def mpi_built(verbose: bool = False) -> bool:  # noqa: FBT001, FBT002 - Horovod's argument
-    """Return False: MPI carries nothing."""
-    del verbose
-    return world.mpi_built()
+def _with_verbose(built: Callable[[], T]) -> Callable[..., T]:
+    """Return a call of ``hvd`` as ``horovod.common.util`` has it: with an argument that is not used."""
+
+    def call(verbose: bool = False) -> T:  # noqa: FBT001, FBT002 - Horovod's argument
+        del verbose
+        return built()
+
+    call.__name__, call.__doc__ = built.__name__, built.__doc__
+    return call
 
 
-def gloo_built(verbose: bool = False) -> bool:  # noqa: FBT001, FBT002 - Horovod's argument
-    """Return whether torch was built with Gloo."""
-    del verbose
-    return world.gloo_built()
-
-
-def nccl_built(verbose: bool = False) -> int:  # noqa: FBT001, FBT002 - Horovod's argument
-    """Return the version of torch's NCCL as one number, or 0."""
-    del verbose
-    return world.nccl_built()
-
-
-def ddl_built(verbose: bool = False) -> bool:  # noqa: FBT001, FBT002 - Horovod's argument
-    """Return False."""
-    del verbose
-    return world.ddl_built()
-
-
-def ccl_built(verbose: bool = False) -> bool:  # noqa: FBT001, FBT002 - Horovod's argument
-    """Return False."""
-    del verbose
-    return world.ccl_built()
+mpi_built = _with_verbose(initialization.mpi_built)
+gloo_built = _with_verbose(initialization.gloo_built)
+nccl_built = _with_verbose(initialization.nccl_built)
+ddl_built = _with_verbose(initialization.ddl_built)
+ccl_built = _with_verbose(initialization.ccl_built)
 
 
 def env(**kwargs: str | None) -> AbstractContextManager[None]:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwise.compat.horovod.errors import NotOffered
 from rankwise.errors import ConfigurationError
-from rankwise.launch import slots as slots_of
-from rankwise.launch.function import launch
+from rankwise.launch.function.launch import launch
+from rankwise.launch.hosts import slots as slots_of
 from rankwise.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rankwise.launch.slots import Slots
+    from rankwise.launch.hosts.slots import Slots
 
 T = TypeVar("T")
 N = TypeVar("N", int, int | None)

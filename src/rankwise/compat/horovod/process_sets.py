@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rankwise.collectives import new_group
+from rankwise.comm.collectives import new_group
 from rankwise.compat.horovod.errors import Refused, not_initialized
-from rankwise.compat.horovod.members import Members
-from rankwise.compat.horovod.queue import announce, current_queue, current_queue_or_none
+from rankwise.compat.horovod.negotiation.queue import SetMembers, announce, current_queue, current_queue_or_none
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rankwise.collectives import Group
+    from rankwise.comm.collectives import Group
 
 
 class ProcessSet:
@@ -118,7 +117,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     def open_group() -> None:
         number = queue.next_set_id
-        queue.members[number] = Members(ranks=ranks, group=new_group(ranks))
+        queue.members[number] = SetMembers(ranks=ranks, group=new_group(ranks))
         queue.next_set_id += 1
         _bind(chosen, number)
         queue.follow_sets()
@@ -149,11 +148,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
             f"{process_set} still has operations to do.", evidence=", ".join(pending), do="synchronize them before"
         )
 
-    def let_go() -> None:
+    def close() -> None:
         del queue.members[number]
         queue.follow_sets()
 
-    announce(f"remove_process_set({process_set.ranks})", let_go)
+    announce(f"remove_process_set({process_set.ranks})", close)
     process_set.process_set_id = None
     return True
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horovod's variables: which of them are honoured here, and which are named as without effect. Used by world."""
+"""Horovod's variables: which are honoured here, and which are named as without effect. Used by initialization."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FACTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class HorovodSettings:
     """What Horovod's variables ask for."""
 
     log_level: int | None = None
@@ -46,7 +46,7 @@ class Settings:
     """Names of variables that are set, and change nothing here."""
 
 
-def read(variables: Mapping[str, str], *, has_joined: bool) -> Settings:
+def read(variables: Mapping[str, str], *, has_joined: bool) -> HorovodSettings:
     """Return what variables ask for.
 
     Args:
@@ -59,7 +59,7 @@ def read(variables: Mapping[str, str], *, has_joined: bool) -> Settings:
     given = {name: value.strip() for name, value in variables.items() if name.startswith("HOROVOD_") and value.strip()}
     too_late = {LIMIT, INTERFACE} if has_joined else set[str]()
     honoured = {LOG_LEVEL, LIMIT, INTERFACE} - too_late
-    return Settings(
+    return HorovodSettings(
         log_level=_level(given.get(LOG_LEVEL)),
         limit_seconds=None if has_joined else _seconds(given.get(LIMIT)),
         interface="" if has_joined else given.get(INTERFACE, ""),
@@ -67,18 +67,18 @@ def read(variables: Mapping[str, str], *, has_joined: bool) -> Settings:
     )
 
 
-def _level(word: str | None) -> int | None:
-    if word is None:
+def _level(text: str | None) -> int | None:
+    if text is None:
         return None
-    if word.lower() not in LEVELS:
-        raise ConfigurationError(f"{LOG_LEVEL}={word!r} is not a level.", do="set it to one of " + ", ".join(LEVELS))
-    return LEVELS[word.lower()]
+    if text.lower() not in LEVELS:
+        raise ConfigurationError(f"{LOG_LEVEL}={text!r} is not a level.", do="set it to one of " + ", ".join(LEVELS))
+    return LEVELS[text.lower()]
 
 
-def _seconds(word: str | None) -> float | None:
+def _seconds(text: str | None) -> float | None:
     """Return a limit in seconds; none where it is 0, as with Horovod."""
-    if word is None:
+    if text is None:
         return None
-    if not word.isdecimal():
-        raise ConfigurationError(f"{LIMIT}={word!r} is not a number of seconds.", do="set it to 600, for example")
-    return float(word) or None
+    if not text.isdecimal():
+        raise ConfigurationError(f"{LIMIT}={text!r} is not a number of seconds.", do="set it to 600, for example")
+    return float(text) or None

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from rankwise.compat.horovod.gathering import allgather
+from rankwise.compat.horovod.initialization import size
+from rankwise.compat.horovod.operations.gathering import allgather
+from rankwise.compat.horovod.operations.reducing import allreduce
 from rankwise.compat.horovod.reduce_ops import Sum
-from rankwise.compat.horovod.reducing import allreduce
-from rankwise.compat.horovod.world import size
-from rankwise.parallel import global_statistics
+from rankwise.parallel.core import global_statistics
 from rankwise.torch_private.modules import AnySizeBatchNorm, check_input_dim
 
 
@@ -69,7 +69,7 @@ class SyncBatchNorm(AnySizeBatchNorm):
 
 
 class _Normalised(torch.autograd.Function):
-    """Normalisation by the statistics of all ranks; see :mod:`rankwise.parallel.global_statistics`."""
+    """Normalisation by the statistics of all ranks; see :mod:`rankwise.parallel.core.global_statistics`."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ class _Normalised(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        own = global_statistics.told(global_statistics.wide(x))
+        own = global_statistics.statistics_of(global_statistics.wide(x))
         rows = allgather(own.unsqueeze(0), name="sync_batch_norm.statistics")
         mean, variance, count = global_statistics.combined(rows)
         inverse = torch.rsqrt(variance + eps)

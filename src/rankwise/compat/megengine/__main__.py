@@ -8,7 +8,7 @@ import sys
 
 from rankwise.compat.megengine.alias import provide
 from rankwise.errors import RankwiseError
-from rankwise.launch.target import Target, find_module, find_script, run_as_main
+from rankwise.launch.fork_server.entrypoint import Target, find_module, find_script, run_as_main
 
 USAGE_ERROR = 2
 
@@ -20,7 +20,7 @@ Below any launcher:
   mpirun -n 4 python -m rankwise.compat.megengine train.py"""
 
 
-def _target(words: list[str]) -> Target:
+def _target(argv: list[str]) -> Target:
     parser = argparse.ArgumentParser(
         prog="python -m rankwise.compat.megengine",
         usage="python -m rankwise.compat.megengine train.py [arguments]\n"
@@ -31,13 +31,13 @@ def _target(words: list[str]) -> Target:
     )
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
     parser.add_argument("command", nargs=argparse.PARSER, metavar="train.py | module", help="what to run")
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     name, *arguments = options.command
     return find_module(name, arguments) if options.module else find_script(name, arguments)
 
 
 def main() -> None:
-    """Run what the words say; its exceptions come through."""
+    """Run what the arguments name; its exceptions come through."""
     try:
         provide()
         target = _target(sys.argv[1:])

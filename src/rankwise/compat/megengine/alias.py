@@ -1,27 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import megengine`` without MegEngine: an alias that a program requests by :func:`provide`.
-
-The names are entries of ``sys.modules`` that lead to this package's own modules. ``on_path`` is found by ``sys.path``,
-which ranks of ``dist.launcher`` and processes of multiprocessing receive, so the alias works there too.
-"""
+"""``import megengine`` without MegEngine: an alias that a program requests by :func:`provide`."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rankwise.errors import ConfigurationError
+from rankwise.compat import import_alias
+from rankwise.compat.import_alias import ImportAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
-
-ALIAS = "megengine"
-PACKAGE = "rankwise.compat.megengine"
-_ON_PATH = str(Path(__file__).parent / "on_path")
+_PACKAGE = "rankwise.compat.megengine"
 
 _MODULES = (
     "autodiff",
@@ -52,15 +41,24 @@ _ELSEWHERE = {
 }
 """Modules whose names are found in another one here."""
 _INSTEAD = {
-    "data.dataset.vision": "torchvision.datasets, or megengine.data.dataset.ArrayDataset of the arrays",
-    "data.transform.vision": "torchvision.transforms in a subclass of megengine.data.transform.Transform",
-    "jit": "torch.compile",
-    "amp": "torch.amp",
-    "hub": "torch.hub",
-    "random": "torch.rand and its kin",
-    "quantization": "torch.ao.quantization",
+    "megengine.data.dataset.vision": "use torchvision.datasets, or megengine.data.dataset.ArrayDataset of the arrays",
+    "megengine.data.transform.vision": "use torchvision.transforms in a subclass of megengine.data.transform.Transform",
+    "megengine.jit": "use torch.compile",
+    "megengine.amp": "use torch.amp",
+    "megengine.hub": "use torch.hub",
+    "megengine.random": "use torch.rand and its kin",
+    "megengine.quantization": "use torch.ao.quantization",
 }
 """What takes the place of a module that is not offered."""
+_ALIAS = ImportAlias(
+    name="megengine",
+    library="MegEngine",
+    package=_PACKAGE,
+    usual_import="import rankwise.compat.megengine as mge",
+    on_path=str(Path(__file__).parent / "on_path"),
+    modules={f"megengine.{name}": f"{_PACKAGE}.{_ELSEWHERE.get(name, name)}" for name in _MODULES},
+    instead=_INSTEAD,
+)
 
 
 def provide() -> None:
@@ -71,46 +69,10 @@ def provide() -> None:
     Raises:
         ConfigurationError: MegEngine itself is installed here, or has been imported already.
     """
-    present = sys.modules.get(ALIAS)
-    if present is not None:
-        if present is sys.modules.get(PACKAGE):
-            return
-        raise _both_exist(f"it has been imported from {getattr(present, '__file__', None) or 'elsewhere'}")
-    found = importlib.machinery.PathFinder.find_spec(ALIAS, [one for one in sys.path if one != _ON_PATH])
-    # A folder of that name without an __init__.py is not MegEngine, and this alias precedes it.
-    if found is not None and found.origin is not None:
-        raise _both_exist(f"it is installed: {found.origin}")
-    if _ON_PATH not in sys.path:
-        sys.path.append(_ON_PATH)
-    importlib.invalidate_caches()
-    importlib.import_module(ALIAS)
+    import_alias.provide(_ALIAS)
 
 
 def register() -> None:
     """Enter the modules. Called by the package in ``on_path`` when it is first imported."""
-    sys.modules[ALIAS] = importlib.import_module(PACKAGE)
-    for name in _MODULES:
-        sys.modules[f"{ALIAS}.{name}"] = importlib.import_module(f"{PACKAGE}.{_ELSEWHERE.get(name, name)}")
-    sys.meta_path.insert(0, _Refusing())
-
-
-class _Refusing:
-    """Finds no module: names what to use in place of a module that this alias lacks."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Raise for what is below ``megengine``, since what is offered has been imported; leave the rest to others."""
-        del path, target
-        if not name.startswith(f"{ALIAS}."):
-            return None
-        below = name.removeprefix(f"{ALIAS}.")
-        instead = next((f"use {text}" for known, text in _INSTEAD.items() if f"{below}.".startswith(f"{known}.")), None)
-        message = f"rankwise stands in for MegEngine and has no {name}: {instead or 'it has ' + ', '.join(_MODULES)}"
-        raise ModuleNotFoundError(message, name=name)
-
-
-def _both_exist(evidence: str) -> ConfigurationError:
-    return ConfigurationError(
-        "The name `megengine` was requested for rankwise.compat.megengine, but MegEngine itself is present.",
-        evidence=evidence,
-        do="write `import rankwise.compat.megengine as mge` in the script, or run it where MegEngine is not installed",
-    )
+    sys.modules["megengine"] = importlib.import_module(_PACKAGE)
+    import_alias.register(_ALIAS)

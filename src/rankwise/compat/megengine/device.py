@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from rankwise.device import accelerator
 from rankwise.errors import ConfigurationError
+from rankwise.world.device import accelerator
 
 GPU_TYPES = ("cuda", "gpu", "rocm")
 DEVICE_TYPES = ("xpu", "cpu", *GPU_TYPES)

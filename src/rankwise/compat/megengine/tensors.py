@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mge.tensor`` and ``mge.Parameter``: arrays as torch's tensors on this rank's device."""
+"""``mge.tensor`` and ``mge.Parameter``: arrays as torch's tensors on this rank's device; and dtypes by any name."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from rankwise.compat.megengine.dtypes import dtype_of
-from rankwise.session import current_or_none
+from rankwise.comm.session import current_or_none
+from rankwise.errors import ConfigurationError
 
 
 def tensor(data: Any, dtype: object = None, device: str | None = None) -> torch.Tensor:  # noqa: ANN401 - what torch takes
@@ -39,3 +39,30 @@ def tensor(data: Any, dtype: object = None, device: str | None = None) -> torch.
 def Parameter(data: Any, dtype: object = None, device: str | None = None) -> torch.nn.Parameter:  # noqa: ANN401, N802 - as MegEngine has it
     """Return a copy of some data as a parameter of a model. Arguments as for :func:`tensor`."""
     return torch.nn.Parameter(tensor(data, dtype, device))
+
+
+def dtype_of(given: object) -> torch.dtype:
+    """Return torch's dtype.
+
+    Args:
+        given: torch's or NumPy's dtype, or its name: ``"float32"``, ``"torch.float32"``, ``np.float32``.
+
+    Raises:
+        ConfigurationError: torch has no such dtype.
+    """
+    if isinstance(given, torch.dtype):
+        return given
+    name = given.removeprefix("torch.") if isinstance(given, str) else _name_in_numpy(given)
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigurationError(
+            f"torch has no dtype {given!r}.", do='pass tensor.dtype, or its name as text: "float32", "int64"'
+        )
+    return found
+
+
+def _name_in_numpy(given: object) -> str:
+    try:
+        return np.dtype(cast("Any", given)).name
+    except TypeError:
+        return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lane whose matrices travel as two thin factors: PowerSGD.
+"""A channel whose matrices travel as two thin factors: PowerSGD.
 
 Legend: a matrix M [n, m] of what this rank gives, factors P [n, r] and Q [m, r]. Ranks may have unlike processors, on
 which products of matrices are rounded differently: what must be the same on all comes from rank zero, or from single
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.parallel.compress.memory import Memory
+from rankwise.parallel.compress.error_feedback import ErrorFeedback
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.exchange.protocol import Exchange, Lane, LaneSize
+    from rankwise.comm.backends.protocol import BucketChannel, ChannelSize, Exchange
 
 SEED = 5
 DEPENDENT = 1e-10
@@ -27,7 +27,7 @@ CHUNK_ELEMENTS = 2**16
 """What the cache of a core holds."""
 
 
-class Plan:
+class FactorPlan:
     """Which parts of a bucket are matrices worth factoring, and how much travels of them.
 
     Args:
@@ -61,7 +61,7 @@ class Plan:
 
 
 class Factors:
-    """What the lanes of a model have in common: all second factors are sent before any is waited for.
+    """What the channels of a model have in common: all second factors are sent before any is waited for.
 
     Args:
         exchange: for rank zero's word on the bases.
@@ -69,7 +69,7 @@ class Factors:
     """
 
     def __init__(self, exchange: Exchange, what: str) -> None:
-        self.lanes: list[LowRankLane] = []
+        self.channels: list[LowRankChannel] = []
         self._exchange = exchange
         self._what = what
         self._is_over = False
@@ -79,54 +79,58 @@ class Factors:
         self._is_over = False
 
     def finish(self) -> None:
-        """Bring all lanes to their end, once in a step."""
+        """Bring all channels to their end, once in a step."""
         if self._is_over:
             return
-        for lane in self.lanes:
-            lane.take_first()
-        with_matrices = [lane for lane in self.lanes if lane.plan.matrices]
-        by_device: dict[torch.device, list[LowRankLane]] = {}
-        for lane in with_matrices:
-            by_device.setdefault(lane.body.device, []).append(lane)
-        for device, lanes in by_device.items():
-            self._agree_on_bases(lanes, device)
-        for lane in with_matrices:
-            lane.start_second()
-        for lane in self.lanes:
-            lane.finish_second()
+        for channel in self.channels:
+            channel.take_first()
+        with_matrices = [channel for channel in self.channels if channel.plan.matrices]
+        by_device: dict[torch.device, list[LowRankChannel]] = {}
+        for channel in with_matrices:
+            by_device.setdefault(channel.body.device, []).append(channel)
+        for device, channels in by_device.items():
+            self._agree_on_bases(channels, device)
+        for channel in with_matrices:
+            channel.start_second()
+        for channel in self.channels:
+            channel.finish_second()
         self._is_over = True
 
-    def _agree_on_bases(self, lanes: Sequence[LowRankLane], device: torch.device) -> None:
-        ranks = [rank for lane in lanes for *_, rank in lane.plan.matrices]
+    def _agree_on_bases(self, channels: Sequence[LowRankChannel], device: torch.device) -> None:
+        ranks = [rank for channel in channels for *_, rank in channel.plan.matrices]
         squares = torch.zeros(sum(rank * rank for rank in ranks), dtype=torch.float64)
         if self._exchange.rank == 0:
             # Few numbers, for which a processor is as good as a GPU, and is waited for once per lane.
-            sums = [p for lane in lanes for p in lane.first_factors(lane.sums.cpu())]
+            sums = [p for channel in channels for p in channel.first_factors(channel.sums.cpu())]
             torch.cat([orthonormaliser(p.double()).view(-1) for p in sums], out=squares)
-        told = self._exchange.broadcast(squares.to(device), 0, what=f"bases of {self._what}")
-        mine = iter(told.split([rank * rank for rank in ranks]))
-        for lane in lanes:
-            lane.bases = [basis_of(p, next(mine).view(p.shape[1], p.shape[1])) for p in lane.first_factors(lane.sums)]
+        reported = self._exchange.broadcast(squares.to(device), 0, what=f"bases of {self._what}")
+        mine = iter(reported.split([rank * rank for rank in ranks]))
+        for channel in channels:
+            channel.bases = [
+                basis_of(p, next(mine).view(p.shape[1], p.shape[1])) for p in channel.first_factors(channel.sums)
+            ]
 
 
-class LowRankLane:
-    """See :class:`rankwise.exchange.protocol.Lane`.
+class LowRankChannel:
+    """See :class:`rankwise.comm.backends.protocol.BucketChannel`.
 
     Args:
         plan: of its bucket.
-        first: a lane for the P and the rest, with the flags.
-        second: a lane for the Q; ``None`` without matrices.
-        size: of this lane.
-        factors: of all lanes.
+        first: a channel for the P and the rest, with the flags.
+        second: a channel for the Q; ``None`` without matrices.
+        size: of this channel.
+        factors: of all channels.
     """
 
-    def __init__(self, plan: Plan, first: Lane, second: Lane | None, size: LaneSize, factors: Factors) -> None:
+    def __init__(
+        self, plan: FactorPlan, first: BucketChannel, second: BucketChannel | None, size: ChannelSize, factors: Factors
+    ) -> None:
         self.plan = plan
         self._first = first
         self._second = second
         self._factors = factors
         self.body = self.result = torch.zeros(size.num_elements, dtype=size.dtype, device=size.device)
-        self.memory = Memory(self.body, plan.shapes)
+        self.feedback = ErrorFeedback(self.body, plan.shapes)
         self.bases: list[torch.Tensor] = []
         """[n, r] of each matrix, in this step."""
         generator = torch.Generator().manual_seed(SEED)
@@ -139,7 +143,7 @@ class LowRankLane:
         self.claim = first.claim
         self.total = first.total
         self.is_flag_set = first.is_flag_set
-        factors.lanes.append(self)
+        factors.channels.append(self)
 
     @property
     def sums(self) -> torch.Tensor:
@@ -147,7 +151,7 @@ class LowRankLane:
         return self._first.result
 
     def factor(self, share: float) -> float:
-        """Return the share: the lanes below divide."""
+        """Return the share: the channels below divide."""
         return share
 
     def first_factors(self, sums: torch.Tensor) -> list[torch.Tensor]:
@@ -164,7 +168,7 @@ class LowRankLane:
             self._start(share, weight, absent)
 
     def _start(self, share: float, weight: float, absent: Sequence[int]) -> None:
-        self.memory.add_to(self.body, share, weight, absent)
+        self.feedback.add_to(self.body, share, weight, absent)
         factor = self._first.factor(1.0)
         place = 0
         for (low, rows, columns, rank), q in zip(self.plan.matrices, self._q, strict=True):
@@ -180,7 +184,7 @@ class LowRankLane:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Have the second factors of all lanes sent, and multiply both."""
+        """Have the second factors of all channels sent, and multiply both."""
         with _as_they_are(self.body):
             self._factors.finish()
 
@@ -190,19 +194,19 @@ class LowRankLane:
 
     def start_second(self) -> None:
         """Send the second factors, and keep in the body what both leave out."""
-        lane = self._second
-        if lane is None:
+        channel = self._second
+        if channel is None:
             return
-        lane.claim()
-        factor = lane.factor(1.0)
+        channel.claim()
+        factor = channel.factor(1.0)
         place = 0
         for (low, rows, columns, rank), basis in zip(self.plan.matrices, self.bases, strict=True):
             left = self.body[low : low + rows * columns].view(rows, columns)
             q = left.T @ basis
             left.sub_(basis @ q.T)
-            lane.body[place : place + columns * rank].copy_(q.view(-1)).mul_(factor)
+            channel.body[place : place + columns * rank].copy_(q.view(-1)).mul_(factor)
             place += columns * rank
-        lane.start(1.0, self._weight, ())
+        channel.start(1.0, self._weight, ())
 
     def finish_second(self) -> None:
         """Wait for the second factors, remember what was left out, and put the mean in its place."""
@@ -210,7 +214,7 @@ class LowRankLane:
             self._second.finish()
         for part in self.plan.rest:
             self.body[part].zero_()
-        self.memory.leave_out(self.body, 0.0, self.is_flag_set)
+        self.feedback.leave_out(self.body, 0.0, self.is_flag_set)
         if self._second is not None:
             self._multiply(self._second.result)
         place = self.plan.num_first

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from rankwise.exchange.bytes_of import bytes_of
+from rankwise.comm.backends.tensor_memory import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.exchange.protocol import Exchange
+    from rankwise.comm.backends.protocol import Exchange
 
 BLOCK = 256
 PACKED = BLOCK + 4
@@ -26,46 +26,50 @@ PACKED = BLOCK + 4
 MOST = 127.0
 
 
-class Quantised:
+class SumOfQuantised:
     """Adds up over the ranks of an exchange."""
 
     def __init__(self, exchange: Exchange, what: str) -> None:
         self._exchange = exchange
         self._what = what
 
-    def __call__(self, told: torch.Tensor, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """See :class:`rankwise.parallel.compress.at_once.Way`."""
+    def __call__(
+        self, reported: torch.Tensor, given: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """See :class:`rankwise.parallel.compress.allgather_channel.CompressedSum`."""
         if self._exchange.world_size <= 2:  # noqa: PLR2004 - a pair
-            return self._in_one_pass(told, given)
-        return self._in_slices(told, given)
+            return self._in_one_pass(reported, given)
+        return self._in_slices(reported, given)
 
     def _in_one_pass(
-        self, told: torch.Tensor, given: Sequence[torch.Tensor]
+        self, reported: torch.Tensor, given: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        packed = [_take_out(body, 1).view(-1) for body in given]
-        rows = self._exchange.all_gather(torch.cat([told, *packed]), what=f"{self._what}: all of each")
+        packed = [_split_off(body, 1).view(-1) for body in given]
+        rows = self._exchange.all_gather(torch.cat([reported, *packed]), what=f"{self._what}: all of each")
         sums: list[torch.Tensor] = []
-        start = len(told)
+        start = len(reported)
         for body, piece in zip(given, packed, strict=True):
             first, *others = [_unpack(row[start : start + len(piece)], body.dtype) for row in rows]
             for other in others:
                 first += other
             sums.append(first.view(-1)[: len(body)])
             start += len(piece)
-        return rows[:, : len(told)], sums
+        return rows[:, : len(reported)], sums
 
-    def _in_slices(self, told: torch.Tensor, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _in_slices(
+        self, reported: torch.Tensor, given: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         ranks, rank = self._exchange.world_size, self._exchange.rank
-        packed = [_take_out(body, ranks) for body in given]
-        lengths = [len(told), *[piece.shape[1] for piece in packed]]
+        packed = [_split_off(body, ranks) for body in given]
+        lengths = [len(reported), *[piece.shape[1] for piece in packed]]
         num_bytes = sum(lengths)
         taken = self._exchange.all_to_all(
             # Rank by rank: what all are told, and that rank's slice of each lane.
-            torch.cat([told.expand(ranks, -1), *packed], 1).view(-1),
+            torch.cat([reported.expand(ranks, -1), *packed], 1).view(-1),
             [[num_bytes] * ranks] * ranks,
             what=f"{self._what}: slices",
         ).view(ranks, -1)
-        all_told, *slices = taken.split(lengths, 1)
+        all_reported, *slices = taken.split(lengths, 1)
         own: list[torch.Tensor] = []
         for body, slice_ in zip(given, slices, strict=True):
             total = _unpack(slice_, body.dtype).view(ranks, -1, BLOCK).sum(0)
@@ -76,12 +80,12 @@ class Quantised:
             left += (total - sent).view(-1)[: len(left)]
         rows = self._exchange.all_gather(torch.cat(own), what=f"{self._what}: sums")
         pieces = rows.split([len(piece) for piece in own], 1)
-        return all_told, [
+        return all_reported, [
             _unpack(piece, body.dtype).view(-1)[: len(body)] for piece, body in zip(pieces, given, strict=True)
         ]
 
 
-def _take_out(body: torch.Tensor, num_slices: int) -> torch.Tensor:
+def _split_off(body: torch.Tensor, num_slices: int) -> torch.Tensor:
     """Return ``body`` as [num_slices, bytes], and leave in it what those bytes do not say."""
     num_blocks = -(-len(body) // (BLOCK * num_slices)) * num_slices
     packed, sent = _pack(pad(body, (0, num_blocks * BLOCK - len(body))).view(-1, BLOCK))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers of floating-point numbers, as BatchNorm's statistics, averaged over the islands."""
+"""Buffers of floating-point numbers, as BatchNorm's statistics, averaged over the worker groups."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from weakref import ref
 
 import torch
 
-from rankwise.parallel.same_model import broadcast_tensors
+from rankwise.parallel.core.same_model import broadcast_tensors
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from rankwise.exchange.protocol import Exchange
+    from rankwise.comm.backends.protocol import Exchange
 
 
 class MeanBuffers:
     """The buffers of one model, for as long as it lives."""
 
-    def __init__(self, model: nn.Module, islands: Exchange, data: Exchange | None) -> None:
+    def __init__(self, model: nn.Module, across_groups: Exchange, data: Exchange | None) -> None:
         """Note whose they are.
 
         Args:
             model: any.
-            islands: this rank, and that of its coordinate on each other island.
-            data: the ranks of this island that see samples of their own; the first one's buffers count.
+            across_groups: this rank, and that of its coordinate on each other worker group.
+            data: the ranks of this worker group that see samples of their own; the first one's buffers count.
         """
         self._model = ref(model)
-        self._islands = islands
+        self._across_groups = across_groups
         self._data = data
 
     @torch.no_grad()
     def average(self) -> None:
-        """Replace each buffer by its mean over the islands. Called by: every rank."""
+        """Replace each buffer by its mean over the worker groups. Called by: every rank."""
         model = self._model()
         if model is None:
             return
@@ -51,9 +51,9 @@ class MeanBuffers:
             broadcast_tensors(parts, self._data, what="buffers of an island's first rank")
 
     def _mean(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the islands, which is what all have where that is the same."""
+        """Return the mean over the worker groups, which is what all have where that is the same."""
         # A sum of masks of the lowest number there is would be infinite, and one of constants would be rounded.
-        first = self._islands.broadcast(own, 0, what="buffers of the first island")
+        first = self._across_groups.broadcast(own, 0, what="buffers of the first island")
         apart = torch.where(own == first, 0.0, own - first)
-        total = self._islands.all_reduce(apart, what="buffers of all islands")
-        return first + total / self._islands.world_size
+        total = self._across_groups.all_reduce(apart, what="buffers of all islands")
+        return first + total / self._across_groups.world_size

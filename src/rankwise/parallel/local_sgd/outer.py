@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the mean of the islands' changes does to the parameters they began from: the outer optimizer, as values."""
+"""How the mean of the worker groups' changes is applied to the parameters: the outer optimizer, as values."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def step_outer(
     Args:
         outer: ``None`` for the plain mean.
         anchors: what the round began from.
-        changes: the mean of what the islands subtracted from it.
+        changes: the mean of what the worker groups subtracted from it.
         momentum: of earlier rounds, moved in place; empty where there is none.
     """
     if not anchors:

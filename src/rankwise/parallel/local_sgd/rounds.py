@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rounds of one model: when islands exchange what they changed, and when that is applied."""
+"""The rounds of one model: when worker groups exchange what they changed, and when that is applied."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 
-from rankwise.blame import world_left
+from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
+from rankwise.health.diagnosis import world_left
 from rankwise.log import warn
-from rankwise.parallel.buckets import gradient_of
-from rankwise.parallel.local_sgd.counting import follow_steps
+from rankwise.parallel.core.buckets import gradient_of
 from rankwise.parallel.local_sgd.outer import step_outer
-from rankwise.session import current_or_none
+from rankwise.parallel.local_sgd.step_counter import follow_steps
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from rankwise.comm.session import Session
     from rankwise.parallel.local_sgd.buffers import MeanBuffers
-    from rankwise.parallel.local_sgd.changes import Changes
     from rankwise.parallel.local_sgd.outer import DiLoCo
-    from rankwise.session import Session
+    from rankwise.parallel.local_sgd.pseudo_gradient import PseudoGradients
 
 
-class Weighed(Protocol):
-    """What says how much the steps of an island count."""
+class WeighsSteps(Protocol):
+    """What says how much the steps of a worker group count."""
 
     on_mean: Callable[[float], None] | None
-    """Called at the end of backward with what the gradients are the mean over, on the whole island."""
+    """Called at the end of backward with what the gradients are the mean over, on the whole worker group."""
 
 
 _MANY = 100
@@ -57,27 +57,27 @@ class LocalSGD:
         self,
         model: nn.Module,
         session: Session,
-        trained: Weighed,
+        trained: WeighsSteps,
         *,
         every: int,
         overlap: int,
         outer: DiLoCo | None,
-        changes: Changes | None,
+        changes: PseudoGradients | None,
         buffers: MeanBuffers | None,
         meet: Callable[[str], None] | None,
     ) -> None:
         """See :func:`rankwise.local_sgd`, which calls it.
 
         Args:
-            model: through its strategy already, the same on all islands.
+            model: through its strategy already, the same on all worker groups.
             session: the open one.
             trained: says what steps stood for.
             every: steps of a round.
             overlap: steps of the next round before what comes of a round is applied.
             outer: ``None`` for the plain mean.
-            changes: the lanes between islands; ``None`` where there is one island.
+            changes: the channels between worker groups; ``None`` where there is one worker group.
             buffers: what averages buffers; ``None`` as for ``changes``.
-            meet: returns when all islands came to what its argument says; ``None`` as for ``changes``.
+            meet: returns when all worker groups came to what its argument says; ``None`` as for ``changes``.
         """
         self._session = session
         self._name = type(model).__name__
@@ -102,7 +102,7 @@ class LocalSGD:
         self._is_begun = False
         """Whether a step was begun since the latest round ended, of whichever optimizer."""
         self._is_settled = True
-        """Whether nothing has changed since all islands were the same."""
+        """Whether nothing has changed since all worker groups were the same."""
         self._weight = 0.0
         """Samples of the round so far."""
         self._num_backward = 0
@@ -130,17 +130,17 @@ class LocalSGD:
         return self._num_rounds
 
     def synchronize(self) -> None:
-        """End a round now: afterwards parameters and buffers are the same on all islands.
+        """End a round now: afterwards parameters and buffers are the same on all worker groups.
 
         Called by: every rank. At the end of training, and before evaluating; a save calls it by itself.
 
-        What is under way is applied first; then the steps since are averaged, as at the end of a round. Statistics
-        of BatchNorm, and other buffers of floating-point numbers, become their mean over the islands. Does nothing
+        What is under way is applied first; then the steps since are averaged, as at the end of a round. Statistics of
+        BatchNorm, and other buffers of floating-point numbers, become their mean over the worker groups. Does nothing
         where no step was made since the last time.
 
         Raises:
             ConfigurationError: the world was left.
-            CollectiveMismatch: islands have made different numbers of steps.
+            CollectiveMismatch: worker groups have made different numbers of steps.
             PeerFailed: another rank failed.
         """
         if current_or_none() is not self._session:
@@ -164,7 +164,7 @@ class LocalSGD:
         if self._buffers is not None:
             self._buffers.average()
         self._is_settled = True
-        # The next round begins at what the parameters are then: all islands may load others before.
+        # The next round begins at what the parameters are then: all worker groups may load others before.
         self._has_anchors = False
 
     # -- what backward and optimizers tell -----------------------------------------------------------
@@ -201,10 +201,10 @@ class LocalSGD:
             return
         if session is not self._session:
             raise world_left()
-        watch = self._session.watch
-        if watch is not None and watch.error is not None:
+        detector = self._session.detector
+        if detector is not None and detector.error is not None:
             # Nothing may be waited for until the end of a long round.
-            raise watch.error
+            raise detector.error
         self._is_settled, self._is_begun, self._has_stepped = False, True, True
         if not self._has_anchors:
             # Not earlier: weights may have been loaded since local_sgd().
@@ -283,14 +283,14 @@ class LocalSGD:
         elif self._outer is not None:
             changes = [anchor - end for anchor, end in zip(self._anchors, ends, strict=True)]
         else:
-            return  # the mean of one island is what it is
+            return  # the mean of one worker group is what it is
         if parts:
             step_outer(self._outer, self._anchors, changes, self._momentum)
             if self._is_begun:
                 foreach.sub_(parts, ends)
                 foreach.add_(parts, self._anchors)
             else:
-                # Also where an island has numbers that are none, of which no difference is zero.
+                # Also where a worker group has numbers that are none, of which no difference is zero.
                 foreach.copy_(parts, self._anchors)
 
     def _leave(self) -> None:
@@ -309,8 +309,8 @@ class LocalSGD:
     def state_dict(self) -> dict[str, Any]:
         """Return what the outer optimizer remembers, as of the last round that was applied.
 
-        Belongs to parameters, so that it loads on any number of islands. Call :meth:`synchronize` first, as a save
-        does: what the islands have not yet exchanged is not in it.
+        Belongs to parameters, so that it loads on any number of worker groups. Call :meth:`synchronize` first, as a
+        save does: what the worker groups have not yet exchanged is not in it.
         """
         own = dict(zip([name for name, _ in self._own], self._momentum, strict=False))
         momentum: dict[str, torch.Tensor] = {}
@@ -325,7 +325,7 @@ class LocalSGD:
         """Go on from a saved state, with a new round that begins at the parameters as they will be at the next step.
 
         Called by: every rank, with the same state; :meth:`rankwise.Checkpointer.restore` does. What is under way is
-        dropped, and what compressing left out, so load the model's parameters too, on every island the same.
+        dropped, and what compressing left out, so load the model's parameters too, on every worker group the same.
 
         Raises:
             ConfigurationError: it is of another model, or of another outer optimizer.

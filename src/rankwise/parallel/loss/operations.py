@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of operations between a loss and a model's outputs, by the names of their nodes in autograd's graph.
 
-Data alone. What is not here acts on each element by itself, or on dims whose numbers it saves.
+Data alone, for ``terms``. What is not here acts on each element by itself, or on dims whose numbers it saves.
 """
 
 from __future__ import annotations
-
-from functools import cache
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import Node
 
 PASSING = frozenset(
     {
@@ -34,14 +28,10 @@ PASSING = frozenset(
     }
 )
 """Linear in their one input, element by element: a mean of what they give is a mean of what they got."""
-
 ADDING = frozenset({"Add", "Rsub", "Sub"})
 """Sums of terms."""
-
 SCALING = frozenset({"Mul", "Div"})
-
 REDUCING = frozenset({"Mean", "Sum"})
-
 COUPLING = frozenset(
     {
         "Amax",
@@ -77,19 +67,7 @@ COUPLING = frozenset(
     }
 )
 """Let samples see one another where they act on the first dim, or on all."""
-
 PRODUCTS = frozenset({"Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Mm", "Mv"})
 """Products of matrices: they couple samples where two factors come from a model's outputs."""
-
 LOOKUPS = frozenset({"Embedding", "EmbeddingBag", "Gather", "Index", "IndexSelect"})
 """Choose rows of a parameter by samples, which are not in the graph."""
-
-
-def operation_of(node: Node) -> str:
-    """Return what a node is the backward of: ``"NllLoss2D"`` for ``NllLoss2DBackward0``."""
-    return _operation(node.name())
-
-
-@cache
-def _operation(name: str) -> str:
-    return name.rpartition("::")[2].partition("Backward")[0]

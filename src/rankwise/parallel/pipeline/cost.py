@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.device.accelerator import kept_random_states
+from rankwise.parallel.pipeline.executor import now
 from rankwise.parallel.pipeline.program import Program, Ref
-from rankwise.parallel.pipeline.step import now
-from rankwise.parallel.pipeline.untouched import PythonRandomness, left_as_it_was
+from rankwise.parallel.pipeline.undo_forward import PythonRandomness, left_as_it_was
 from rankwise.torch_private import tree as pytree
+from rankwise.world.device.accelerator import kept_random_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,20 +11,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.errors import ConfigurationError
+from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
-from rankwise.parallel.loss.once import warn_once
-from rankwise.parallel.loss.readings import Readings
-from rankwise.parallel.loss.verdict import Mode
-from rankwise.parallel.pipeline.step_weight import NO_STEP, NOTHING, CopyLosses, Settled, StepWeight, settled
-from rankwise.places import user_place, words
+from rankwise.parallel.loss.hooks import warn_once
+from rankwise.parallel.loss.reports import Mode, TermReadings
+from rankwise.parallel.pipeline.step_weight import (
+    NO_STEP,
+    NOTHING,
+    CopyLosses,
+    StepLosses,
+    StepWeight,
+    settled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rankwise.exchange.protocol import Exchange
-    from rankwise.parallel.loss.verdict import GlobalTerm
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.health.call_site import CallSite
+    from rankwise.parallel.loss.reports import GlobalTerm
     from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
-    from rankwise.places import Place
 
 _OF_PIPELINE = "loss of the pipeline"
 LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -64,7 +70,7 @@ class LossOnStages:
         self._last_place = last_place
         self._cautions = cautions
         self._device = device
-        self._readings = Readings(_ambiguous)
+        self._readings = TermReadings(_ambiguous)
         self._has_warned = False
         self._dtype: torch.dtype | None = None
 
@@ -121,7 +127,7 @@ class LossOnStages:
             numbers = torch.tensor(losses.of_copy.numbers(), dtype=torch.float64)
             found = self._copies.all_gather(numbers, what="losses of the copies of a pipeline")
             copies = [CopyLosses.of(one) for one in found.tolist()]
-        line = user_place()
+        line = user_call_site()
         together = settled(copies, self._readings, line)
         if together is None:
             raise _unlike(losses)
@@ -130,7 +136,7 @@ class LossOnStages:
             self._warn(losses, together, line)
         return together.weight_of(copies, place)
 
-    def _warn(self, losses: MicroBatchLosses, together: Settled, line: Place | None) -> None:
+    def _warn(self, losses: MicroBatchLosses, together: StepLosses, line: CallSite | None) -> None:
         mode = Mode.SUM if together.is_sum else together.combined.mode
         if mode in self._cautions:
             warn_once(mode.name, self._cautions[mode], all_ranks=True)
@@ -163,7 +169,7 @@ def _unlike(losses: MicroBatchLosses) -> ConfigurationError:
     )
 
 
-def _ambiguous(term: GlobalTerm, place: Place | None) -> ConfigurationError:
+def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
     by = f"divided by {term.divisor:g}" if term.divisor else "multiplied by a number"
     return ConfigurationError(
         f"A sum in the loss of the pipeline at {words(place)} is {by}, which can be read in two ways.",

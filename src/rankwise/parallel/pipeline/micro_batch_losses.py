@@ -11,24 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.parallel.loss.nodes import ForwardCall
-from rankwise.parallel.loss.on_ranks import model_numbers
-from rankwise.parallel.loss.padding import RowsInSteps
-from rankwise.parallel.loss.reading import mark_output
-from rankwise.parallel.loss.terms import Reader
-from rankwise.parallel.loss.verdict import MOST_TERMS, REPORT_LENGTH, Mode, Verdict, report_of, verdict_of
+from rankwise.comm.session import current
+from rankwise.parallel.loss.hooks import mark_output, tensors_with_grad
+from rankwise.parallel.loss.loss_on_ranks import model_numbers
+from rankwise.parallel.loss.reports import (
+    MOST_TERMS,
+    REPORT_LENGTH,
+    Mode,
+    RowLengthsInSteps,
+    Verdict,
+    report_of,
+    verdict_of,
+)
+from rankwise.parallel.loss.terms import ForwardCall, LossReader
 from rankwise.parallel.pipeline.step_weight import NOTHING, CopyLosses, times
-from rankwise.parallel.trained import tensors_with_grad
-from rankwise.session import current
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
 
-    from rankwise.parallel.loss.padding import Rows
-    from rankwise.parallel.loss.reductions import Term
-    from rankwise.parallel.pipeline.step import MicroBatch
+    from rankwise.parallel.loss.reports import RowLengths
+    from rankwise.parallel.loss.terms import Term
+    from rankwise.parallel.pipeline.executor import MicroBatch
 
 
 class MicroBatchLosses:
@@ -46,7 +51,7 @@ class MicroBatchLosses:
         """Of the model, as :class:`rankwise.parallel.loss.terms.Model` has one."""
         self.terms: tuple[Term, ...] = ()
         """Of the latest loss."""
-        self.rows: Rows | None = None
+        self.rows: RowLengths | None = None
         """Of the latest loss, where padding may count in it."""
         self._ids = set(map(id, parameters))
         self._is_unlike = False
@@ -58,7 +63,7 @@ class MicroBatchLosses:
         self._are_samples_first = False
         """Whether a loader gave the batch, so that its first dim is known to be the sample."""
         self._num_odd = 0
-        self._rows_in_steps = RowsInSteps()
+        self._rows_in_steps = RowLengthsInSteps()
 
     def owns(self, variable: object) -> bool:
         """Return whether something is a parameter of this rank's stages."""
@@ -110,7 +115,7 @@ class MicroBatchLosses:
             return []
         call = ForwardCall(self.number, float(part.num_samples), _first_sizes(part.leaves))
         mark_output(tensors_with_grad(output), call)
-        reader = Reader((self,))
+        reader = LossReader((self,))
         reader.read(loss)
         self.rows = self._rows_in_steps.read(reader.terms, call, part.num_samples if self._are_samples_first else None)
         return reader.terms

@@ -16,7 +16,7 @@ from rankwise.parallel.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWA
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rankwise.parallel.pipeline.step import Span
+    from rankwise.parallel.pipeline.executor import Span
 
 COLOURS = {FORWARD: "#4c78a8", BACKWARD: "#f58518", BACKWARD_INPUT: "#e45756", BACKWARD_WEIGHT: "#72b7b2"}
 LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
@@ -55,11 +55,11 @@ class Picture:
         num_micro_batches = 1 + max((span.micro_batch for span in self.spans), default=-1)
         return (
             f"{self.schedule}: {self.num_stages} stages on {self.num_ranks} ranks, {num_micro_batches} micro-batches, "
-            f"{in_words(self.seconds)}, bubble {self.bubble:.0%}"
+            f"{seconds_text(self.seconds)}, bubble {self.bubble:.0%}"
         )
 
 
-def in_words(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
     """Return a time in the unit in which it is easily read."""
     return f"{seconds:.3g} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"
 
@@ -105,7 +105,7 @@ def svg(picture: Picture) -> str:
     y = TOP + picture.num_ranks * ROW + 14
     for part in range(5):
         x = LEFT + part * (WIDTH - LEFT - 20) / 4
-        label = in_words(picture.seconds * part / 4)
+        label = seconds_text(picture.seconds * part / 4)
         lines.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill="#555555">{label}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
@@ -113,7 +113,7 @@ def svg(picture: Picture) -> str:
 def _box(span: Span, scale: float) -> str:
     x, width = LEFT + span.start * scale, (span.end - span.start) * scale
     y = TOP + span.rank * ROW
-    words = f"{span.kind}, stage {span.stage}, micro-batch {span.micro_batch}: {in_words(span.end - span.start)}"
+    title = f"{span.kind}, stage {span.stage}, micro-batch {span.micro_batch}: {seconds_text(span.end - span.start)}"
     label = ""
     if width >= LEAST_WIDTH:
         label = (
@@ -121,7 +121,7 @@ def _box(span: Span, scale: float) -> str:
             f"{_label(span, width)}</text>"
         )
     return (
-        f'<g><title>{escape(words)}</title><rect x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{ROW - 4}" '
+        f'<g><title>{escape(title)}</title><rect x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{ROW - 4}" '
         f'fill="{COLOURS[span.kind]}" stroke="white" stroke-width="0.5"/>{label}</g>'
     )
 

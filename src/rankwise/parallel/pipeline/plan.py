@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError, RankwiseError
-from rankwise.parallel.blocks import block_of, blocks
+from rankwise.parallel.core.blocks import block_of, blocks
 from rankwise.parallel.pipeline.cost import block_costs
-from rankwise.parallel.pipeline.stage_run import BoundStage
+from rankwise.parallel.pipeline.stage_executor import BoundStage
 from rankwise.parallel.pipeline.stages import Stage, balanced, called_blocks, cut, cuts_before, owners, stages_of_blocks
 from rankwise.parallel.pipeline.traced import trace
 from rankwise.torch_private import tree as pytree
@@ -28,9 +28,9 @@ from rankwise.torch_private.modules import own_parameters
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rankwise.parallel.loss.verdict import Mode
+    from rankwise.parallel.loss.reports import Mode
     from rankwise.parallel.pipeline.program import Program
-    from rankwise.parallel.pipeline.schedule import Schedule
+    from rankwise.parallel.pipeline.schedule import PipelineSchedule
 
 
 MOST_PROGRAMS = 64
@@ -49,7 +49,7 @@ class StageReport:
     """Of the forward and backward of the whole model, as measured; ``None`` where the split was given by hand."""
 
 
-class Piped:
+class StagedModel:
     """What is noted of a model in stages, so that no other strategy takes it, and nobody speaks of its backward."""
 
     strategy = "pipeline"
@@ -94,11 +94,11 @@ class Piped:
 
 
 @dataclass(eq=False)
-class Plan:
+class StagePlan:
     """A model, and where its parts go."""
 
     model: nn.Module
-    schedule: Schedule
+    schedule: PipelineSchedule
     num_ranks: int
     device: torch.device
     blocks: list[str]
@@ -137,7 +137,7 @@ class Plan:
             raise ConfigurationError(
                 f"{type(self.model).__name__} cannot be called with this batch.",
                 evidence=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n"
-                f"called with {', '.join(map(_shape_in_words, shapes))}",
+                f"called with {', '.join(map(_shape_text, shapes))}",
                 do="pass x, and example, as the model itself is called: a tensor, a tuple of arguments, or a dict of "
                 "them by name; on the device and of the dtype of the model",
             ) from error
@@ -311,7 +311,7 @@ class Plan:
         return found
 
 
-def plan_of(model: nn.Module, schedule: Schedule, num_ranks: int, world_device: str) -> Plan:
+def plan_of(model: nn.Module, schedule: PipelineSchedule, num_ranks: int, world_device: str) -> StagePlan:
     """Return a plan in which nothing is decided yet.
 
     Raises:
@@ -333,7 +333,7 @@ def plan_of(model: nn.Module, schedule: Schedule, num_ranks: int, world_device: 
     # What is not on this rank's device yet goes there stage by stage, so that a model need not fit on one.
     is_there = bool(where) and where != {"cpu"}
     device = torch.device(next(iter(where)) if is_there else world_device)
-    return Plan(model, schedule, num_ranks, device, blocks(model), devices == {str(device)})
+    return StagePlan(model, schedule, num_ranks, device, blocks(model), devices == {str(device)})
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -363,7 +363,7 @@ def _signature(leaf: object) -> object:
     return repr(leaf)
 
 
-def _shape_in_words(signature: Any) -> str:  # noqa: ANN401 - of a tensor, or of another leaf
+def _shape_text(signature: Any) -> str:  # noqa: ANN401 - of a tensor, or of another leaf
     if isinstance(signature, str):
         return signature
     shape, _, dtype, device = signature

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a forward pass calls, as values: calls, the tensors between them, and what is known of those.
 
-Written by traced, cut by stages, run by stage_run.
+Written by traced, cut by stages, run by stage_executor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorKind:
     """What a tensor is, without its values."""
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Kind:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class TracedCall:
     """One call of a block, or of a function between blocks."""
 
     target: str | Callable[..., Any]
@@ -81,7 +81,7 @@ class Call:
 class Program:
     """A forward pass, for inputs of one shape."""
 
-    calls: list[Call] = field(default_factory=list[Call])
+    calls: list[TracedCall] = field(default_factory=list[TracedCall])
     inputs: dict[int, int] = field(default_factory=dict[int, int])
     """Number of a value to which leaf of ``(args, kwargs)`` it is."""
     states: dict[int, str] = field(default_factory=dict[int, str])
@@ -89,7 +89,7 @@ class Program:
     changed_states: tuple[str, ...] = ()
     """Parameters and buffers that forward changes, within blocks too."""
     constants: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    kinds: dict[int, Kind] = field(default_factory=dict[int, Kind])
+    kinds: dict[int, TensorKind] = field(default_factory=dict[int, TensorKind])
     output: list[Any] = field(default_factory=list[Any])
     """Leaves of what forward returns, a :class:`Ref` in place of each tensor."""
     output_spec: pytree.TreeSpec | None = None

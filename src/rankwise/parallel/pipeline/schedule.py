@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rankwise import torch_versions
 from rankwise.errors import ConfigurationError
 from rankwise.torch_private.pipelining import (
     BACKWARD_OF_INPUTS,
@@ -23,6 +22,7 @@ from rankwise.torch_private.pipelining import (
     read_action,
     with_sends,
 )
+from rankwise.world import torch_versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -65,7 +65,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class PipelineSchedule:
     """An order of forwards and backwards."""
 
     name: str
@@ -105,16 +105,16 @@ class Schedule:
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
-        Schedule("gpipe", "GPipe"),
-        Schedule("1f1b", "1F1B"),
-        Schedule("interleaved_1f1b", "Interleaved1F1B", stages_per_rank=2),
-        Schedule("interleaved_zero_bubble", "InterleavedZeroBubble", stages_per_rank=2),
-        Schedule("zbv_zero_bubble", "ZBVZeroBubble", stages_per_rank=2, is_v=True),
+        PipelineSchedule("gpipe", "GPipe"),
+        PipelineSchedule("1f1b", "1F1B"),
+        PipelineSchedule("interleaved_1f1b", "Interleaved1F1B", stages_per_rank=2),
+        PipelineSchedule("interleaved_zero_bubble", "InterleavedZeroBubble", stages_per_rank=2),
+        PipelineSchedule("zbv_zero_bubble", "ZBVZeroBubble", stages_per_rank=2, is_v=True),
     )
 }
 
 
-def schedule_of(name: str) -> Schedule:
+def schedule_of(name: str) -> PipelineSchedule:
     """Return the schedule of a name.
 
     Raises:
@@ -194,7 +194,7 @@ def predicting_order(name: str, num_ranks: int, num_micro_batches: int) -> tuple
     return _with_sends(schedule, num_ranks, order)
 
 
-def _with_sends(schedule: Schedule, num_ranks: int, order: dict[int, Any]) -> tuple[tuple[Action, ...], ...]:
+def _with_sends(schedule: PipelineSchedule, num_ranks: int, order: dict[int, Any]) -> tuple[tuple[Action, ...], ...]:
     computing = {rank: [one for one in actions if _is_computed(one)] for rank, actions in order.items()}
     whole = with_sends(
         computing,

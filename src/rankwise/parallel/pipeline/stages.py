@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.blocks import block_of, near
-from rankwise.parallel.pipeline.program import Call, Program
+from rankwise.parallel.core.blocks import block_of, near
+from rankwise.parallel.pipeline.program import Program, TracedCall
 from rankwise.parallel.pipeline.traced import TARGET_WORDS
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Stage:
     """One stage of a program."""
 
     number: int
-    calls: list[Call] = field(default_factory=list[Call])
+    calls: list[TracedCall] = field(default_factory=list[TracedCall])
     drops: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     """Values that are not needed after each call."""
     receives: tuple[int, ...] = ()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.parallel.gradient_mean import GradientMean
+from rankwise.parallel.core.gradient_mean import GradientMean
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.exchange.protocol import Exchange
+    from rankwise.comm.backends.protocol import Exchange
     from rankwise.parallel.pipeline.step_weight import StepWeight
 
 
@@ -24,7 +24,7 @@ class StepGradients:
     """The gradients of this rank's stages: :meth:`begin`, compute them, :meth:`finish`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], copies: Exchange | None, what: str) -> None:
-        """Open lanes to the copies of the pipeline.
+        """Open channels to the copies of the pipeline.
 
         Called by: every rank, in one order.
 

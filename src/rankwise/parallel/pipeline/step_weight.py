@@ -11,14 +11,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from rankwise.parallel.loss.verdict import MOST_TERMS, REPORT_LENGTH, Mode, combine
+from rankwise.parallel.loss.reports import MOST_TERMS, REPORT_LENGTH, Mode, combine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.parallel.loss.readings import Readings
-    from rankwise.parallel.loss.verdict import GlobalLoss
-    from rankwise.places import Place
+    from rankwise.health.call_site import CallSite
+    from rankwise.parallel.loss.reports import GlobalLoss, TermReadings
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ NOTHING = CopyLosses(0.0, 0.0, 0.0, (0.0,) * MOST_TERMS, (0.0,) * REPORT_LENGTH)
 """Of a copy without samples."""
 
 
-class Settled(NamedTuple):
+class StepLosses(NamedTuple):
     """What the losses of all copies together amount to."""
 
     combined: GlobalLoss
@@ -115,7 +114,7 @@ class Settled(NamedTuple):
         return StepWeight(factor, factor * weight, weight, total)
 
 
-def settled(copies: Sequence[CopyLosses], readings: Readings, place: Place | None) -> Settled | None:
+def settled(copies: Sequence[CopyLosses], readings: TermReadings, place: CallSite | None) -> StepLosses | None:
     """Return what the losses of all copies amount to; ``None`` where they are not of the same terms.
 
     Called by: the last stage of each copy, with the same.
@@ -130,7 +129,7 @@ def settled(copies: Sequence[CopyLosses], readings: Readings, place: Place | Non
     """
     combined = combine([sum(column) for column in zip(*(copy.reports for copy in copies), strict=True)])
     if not combined.num_active:
-        return Settled(combined, is_sum=False, by_samples=True)
+        return StepLosses(combined, is_sum=False, by_samples=True)
     if not combined.is_alike:
         return None
     combined = _with_shares(combined)
@@ -144,7 +143,7 @@ def settled(copies: Sequence[CopyLosses], readings: Readings, place: Place | Non
         or (is_sum and any(copy.num_penalties for copy in copies))
         or not (is_sum or (is_mean and _are_proportional(copies)))
     )
-    return Settled(combined, is_sum and not by_samples, by_samples)
+    return StepLosses(combined, is_sum and not by_samples, by_samples)
 
 
 def _with_shares(combined: GlobalLoss) -> GlobalLoss:

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rankwise.device.accelerator import autocast_state
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.pipeline.program import Call, Kind, Program, Ref
-from rankwise.parallel.pipeline.untouched import PythonRandomness, left_as_it_was
+from rankwise.parallel.pipeline.program import Program, Ref, TensorKind, TracedCall
+from rankwise.parallel.pipeline.undo_forward import PythonRandomness, left_as_it_was
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part, placed_like
-from rankwise.torch_private.modes import DispatchMode
+from rankwise.torch_private.kernels import DispatchMode
 from rankwise.torch_private.modules import own_buffers, own_parameters
 from rankwise.torch_private.tensors import mark_as_parameter, memory_key
+from rankwise.world.device.accelerator import autocast_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.torch_private.fake import FakeTensorMode
-    from rankwise.torch_private.modes import Operator
+    from rankwise.torch_private.kernels import Operator
 
 TARGET_WORDS = "put this part of forward into a module of its own: a block runs as it is"
 MOST_DEPTH = 4
@@ -211,7 +211,7 @@ class _Recorder(TorchFunctionMode):
         tensors = [
             (index, leaf) for index, leaf in enumerate(pytree.tree_leaves(result)) if isinstance(leaf, torch.Tensor)
         ]
-        call = Call(
+        call = TracedCall(
             target=target,
             leaves=stored,
             spec=spec,
@@ -255,7 +255,9 @@ class _Recorder(TorchFunctionMode):
         """Note that ``tensor`` is what this rank holds of a parameter: ``to_local`` is no function of torch's."""
         leaves, spec = pytree.tree_flatten(((Ref(state),), {}))
         number = self.number(tensor)
-        call = Call(_own_part_of, leaves, spec, (state,), ((0, number),), True, (), torch.is_grad_enabled(), False)
+        call = TracedCall(
+            _own_part_of, leaves, spec, (state,), ((0, number),), True, (), torch.is_grad_enabled(), False
+        )
         self.program.calls.append(call)
         return number
 
@@ -332,13 +334,13 @@ def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) 
     return stand_in
 
 
-def _kind(tensor: torch.Tensor) -> Kind:
+def _kind(tensor: torch.Tensor) -> TensorKind:
     part = own_part(tensor)
     is_plain = part is tensor and part.layout is torch.strided
     # empty_like gives strides without holes: the tensor's own where it has none.
     stride = torch.empty_like(part, device="meta").stride() if is_plain else ()
     storage = memory_key(part) if is_plain else -1
-    return Kind(tuple(part.shape), tuple(stride), part.dtype, tensor.requires_grad, storage, is_plain)
+    return TensorKind(tuple(part.shape), tuple(stride), part.dtype, tensor.requires_grad, storage, is_plain)
 
 
 def _own_part_of(parameter: Any) -> torch.Tensor:  # noqa: ANN401 - a DTensor, imported by whoever made it

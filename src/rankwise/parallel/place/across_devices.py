@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.modes import is_innermost, pop_function_mode, push_function_mode
+from rankwise.torch_private.kernels import is_innermost, pop_function_mode, push_function_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ def moved(values: Any, device: torch.device) -> Any:  # noqa: ANN401 - any tree
     return pytree.tree_unflatten(there, spec)
 
 
-class Meeting(TorchFunctionMode):
+class CrossDeviceMode(TorchFunctionMode):
     """Lets the forward of an open module combine values of parts on different devices.
 
     What such a forward calculates itself (``x + y``, ``torch.cat``) runs where the part ran that was called last;

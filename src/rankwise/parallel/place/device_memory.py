@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.device import accelerator
-from rankwise.device.kinds import is_accelerator
+from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
-from rankwise.session import current_or_none
+from rankwise.world.device import accelerator
+from rankwise.world.device.kinds import is_accelerator
 
 if TYPE_CHECKING:
     import os

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rankwise.device.streams import current_stream, new_stream
 from rankwise.errors import RankwiseError
 from rankwise.torch_private.autograd import (
     NO_GRAPH,
@@ -28,11 +27,12 @@ from rankwise.torch_private.autograd import (
     version_of,
 )
 from rankwise.torch_private.tensors import is_zero_tensor
+from rankwise.world.device.streams import current_stream, new_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rankwise.parallel.place.away import Away
+    from rankwise.parallel.place.offloaded import OffloadedPart
     from rankwise.torch_private.autograd import Hooks
 
 
@@ -41,7 +41,7 @@ class _Backward:
     """What is kept while backward goes through one part."""
 
     task: int = NO_GRAPH
-    away: Away | None = None
+    away: OffloadedPart | None = None
     data: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -58,12 +58,12 @@ class Fetching:
         self._ahead: _Ahead | None = None
         self._streams: dict[torch.device, torch.Stream | None] = {}
         self._is_running = False
-        self._last: Away | None = None
-        self._after: dict[Away, Away] = {}
-        self._before: dict[Away, Away] = {}
-        self._after_in_backward: dict[Away, Away] = {}
+        self._last: OffloadedPart | None = None
+        self._after: dict[OffloadedPart, OffloadedPart] = {}
+        self._before: dict[OffloadedPart, OffloadedPart] = {}
+        self._after_in_backward: dict[OffloadedPart, OffloadedPart] = {}
         self._backward = _Backward()
-        self._open: list[Away] = []
+        self._open: list[OffloadedPart] = []
 
     def begin(self) -> None:
         """Note that the whole model begins to run."""
@@ -83,7 +83,7 @@ class Fetching:
         if not in_backward():
             self._forget()
 
-    def enter(self, away: Away, *, with_notes: bool = True) -> None:
+    def enter(self, away: OffloadedPart, *, with_notes: bool = True) -> None:
         """Have a part see its weights on its device. Calls may be nested; each needs its :meth:`leave`.
 
         Args:
@@ -105,7 +105,7 @@ class Fetching:
             self.leave(away)
             raise
 
-    def _show(self, away: Away, *, with_notes: bool) -> None:
+    def _show(self, away: OffloadedPart, *, with_notes: bool) -> None:
         data = self._for_backward(away) if in_backward() else self._for_forward(away)
         track = torch.is_grad_enabled()
         away.show(
@@ -118,7 +118,7 @@ class Fetching:
             push_saved_tensors_hooks(*_Keeping(self, away, data).hooks())
             away.hooked = True
 
-    def leave(self, away: Away) -> None:
+    def leave(self, away: OffloadedPart) -> None:
         """End what :meth:`enter` began."""
         if away.depth == 0:
             return
@@ -126,7 +126,7 @@ class Fetching:
         if away.depth == 0:
             self._close(away)
 
-    def _close(self, away: Away) -> None:
+    def _close(self, away: OffloadedPart) -> None:
         away.hide()
         if away.hooked:
             away.hooked = False
@@ -134,13 +134,13 @@ class Fetching:
         if away in self._open:
             self._open.remove(away)
 
-    def again(self, away: Away) -> list[torch.Tensor]:
+    def again(self, away: OffloadedPart) -> list[torch.Tensor]:
         """Return the weights of a part for backward."""
         if in_backward():
             return self._for_backward(away)
         return _copies(away)
 
-    def _for_forward(self, away: Away) -> list[torch.Tensor]:
+    def _for_forward(self, away: OffloadedPart) -> list[torch.Tensor]:
         last, self._last = self._last, away
         if last is not None and last is not away:
             self._after[last] = away
@@ -150,7 +150,7 @@ class Fetching:
             self._fetch_ahead(self._after.get(away), away)
         return data
 
-    def _for_backward(self, away: Away) -> list[torch.Tensor]:
+    def _for_backward(self, away: OffloadedPart) -> list[torch.Tensor]:
         task = graph_task()
         with self._lock:
             backward = self._backward
@@ -171,7 +171,7 @@ class Fetching:
             self._forget()
             self._backward = _Backward()
 
-    def _take(self, away: Away) -> list[torch.Tensor]:
+    def _take(self, away: OffloadedPart) -> list[torch.Tensor]:
         with self._lock:
             ahead, self._ahead = self._ahead, None
             if ahead is not None:
@@ -181,7 +181,7 @@ class Fetching:
                 del data, ahead
             return _copies(away)
 
-    def _fetch_ahead(self, following: Away | None, running: Away) -> None:
+    def _fetch_ahead(self, following: OffloadedPart | None, running: OffloadedPart) -> None:
         if self._is_ahead and following is not None and following is not running and following.depth == 0:
             device = following.device
             if device not in self._streams:
@@ -199,7 +199,7 @@ class Fetching:
 class _Ahead:
     """A part that a thread fetches."""
 
-    def __init__(self, away: Away, stream: torch.Stream | None) -> None:
+    def __init__(self, away: OffloadedPart, stream: torch.Stream | None) -> None:
         self.away = away
         self._data: list[torch.Tensor] = []
         self._error: BaseException | None = None
@@ -248,7 +248,7 @@ class _Fetched(torch.autograd.Function):
 class _Note:
     """A fetched weight, or a view of one, that backward will need."""
 
-    away: Away
+    away: OffloadedPart
     number: int
     version: int
     shape: torch.Size
@@ -268,7 +268,7 @@ class _Passed:
 class _Keeping:
     """What is kept for backward while one part runs: notes for its weights, the rest as ever."""
 
-    def __init__(self, fetching: Fetching, away: Away, data: Iterable[torch.Tensor]) -> None:
+    def __init__(self, fetching: Fetching, away: OffloadedPart, data: Iterable[torch.Tensor]) -> None:
         self._fetching = fetching
         self._away = away
         self._numbers = {address: number for number, tensor in enumerate(data) if (address := _address(tensor))}
@@ -318,5 +318,5 @@ def _check_version(tensor: torch.Tensor, version: int, what: str) -> None:
 
 
 @torch.no_grad()
-def _copies(away: Away) -> list[torch.Tensor]:
+def _copies(away: OffloadedPart) -> list[torch.Tensor]:
     return [parameter.detach().to(away.device, copy=True) for parameter in away.parameters]

@@ -13,10 +13,10 @@ from weakref import ref
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.own_hooks import OwnHook
-from rankwise.parallel.place.across_devices import Meeting, moved
-from rankwise.parallel.place.away import Away
+from rankwise.parallel.core.own_hooks import OwnHook
+from rankwise.parallel.place.across_devices import CrossDeviceMode, moved
 from rankwise.parallel.place.fetch import Fetching
+from rankwise.parallel.place.offloaded import OffloadedPart
 from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.modules import unwrapped_call, wrap_call
 
@@ -40,15 +40,15 @@ def install(model: nn.Module, runs_on: dict[Unit, torch.device], away: set[Unit]
     devices = set(runs_on.values())
     if devices <= {torch.device("cpu")} and not away:
         return
-    meeting = Meeting() if devices != {torch.device("cpu")} and (len(devices) > 1 or away) else None
+    cross_device = CrossDeviceMode() if devices != {torch.device("cpu")} and (len(devices) > 1 or away) else None
     fetching = Fetching(is_ahead=is_ahead) if away else None
-    around: list[tuple[nn.Module, _Around]] = [(model, _AroundModel(meeting, fetching))]
+    around: list[tuple[nn.Module, _Around]] = [(model, _AroundModel(cross_device, fetching))]
     for unit, device in runs_on.items():
-        one = Away(unit, device) if unit in away else None
+        one = OffloadedPart(unit, device) if unit in away else None
         # What belongs to an open module, which itself has no one device.
         is_loose = not unit.is_called
         if one is not None or not is_loose:
-            parts = (None, None) if is_loose else (device, meeting)
+            parts = (None, None) if is_loose else (device, cross_device)
             around.append((unit.module, _AroundPart(*parts, fetching, one)))
         if one is not None and fetching is not None and not is_loose:
             # A recomputation in backward, or a user, may call a layer without the block it belongs to.
@@ -87,20 +87,20 @@ class _Around:
 class _AroundModel(_Around):
     """The whole model: what it combines itself may come from several devices."""
 
-    def __init__(self, meeting: Meeting | None, fetching: Fetching | None) -> None:
-        self._meeting = meeting
+    def __init__(self, cross_device: CrossDeviceMode | None, fetching: Fetching | None) -> None:
+        self._cross_device = cross_device
         self._fetching = fetching
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module, args, kwargs
         if self._fetching is not None:
             self._fetching.begin()
-        if self._meeting is not None:
-            self._meeting.begin()
+        if self._cross_device is not None:
+            self._cross_device.begin()
 
     def after(self) -> None:
-        if self._meeting is not None:
-            self._meeting.end()
+        if self._cross_device is not None:
+            self._cross_device.end()
         if self._fetching is not None:
             self._fetching.end()
 
@@ -109,10 +109,14 @@ class _AroundPart(_Around):
     """One part: its inputs come to its device, its weights too."""
 
     def __init__(
-        self, device: torch.device | None, meeting: Meeting | None, fetching: Fetching | None, away: Away | None
+        self,
+        device: torch.device | None,
+        cross_device: CrossDeviceMode | None,
+        fetching: Fetching | None,
+        away: OffloadedPart | None,
     ) -> None:
         self._device = device
-        self._meeting = meeting
+        self._cross_device = cross_device
         self._fetching = fetching
         self._away = away
         self._num_entered = 0
@@ -122,16 +126,16 @@ class _AroundPart(_Around):
         arguments = None if self._device is None else moved((args, kwargs), self._device)
         if self._away is not None and self._fetching is not None:
             self._fetching.enter(self._away)
-        if self._meeting is not None and self._device is not None:
-            self._meeting.enter_part(self._device)
+        if self._cross_device is not None and self._device is not None:
+            self._cross_device.enter_part(self._device)
         self._num_entered += 1
         return arguments
 
     def after(self) -> None:
         if self._num_entered:
             self._num_entered -= 1
-            if self._meeting is not None and self._device is not None:
-                self._meeting.leave_part()
+            if self._cross_device is not None and self._device is not None:
+                self._cross_device.leave_part()
             if self._away is not None and self._fetching is not None:
                 self._fetching.leave(self._away)
 
@@ -139,7 +143,7 @@ class _AroundPart(_Around):
 class _AroundLayer(_Around):
     """A layer of a part, when it is called on its own."""
 
-    def __init__(self, fetching: Fetching, away: Away) -> None:
+    def __init__(self, fetching: Fetching, away: OffloadedPart) -> None:
         self._fetching = fetching
         self._away = away
         self._entered: list[bool] = []
@@ -205,20 +209,20 @@ class _Interruptible:
         return (type(None), ())
 
 
-class _Hook(OwnHook):
+class _PlacedModelHook(OwnHook):
     """A hook of a placed model."""
 
     def __init__(self, calls: _Around) -> None:
         self._calls = calls
 
 
-class _Before(_Hook):
+class _Before(_PlacedModelHook):
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         return self._calls.before(module, args, kwargs)
 
 
-class _After(_Hook):
+class _After(_PlacedModelHook):
     @uncompiled
     def __call__(self, *_: object) -> None:
         self._calls.after()

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.place.plan import in_words
-from rankwise.tensor_files import CODES, SUFFIX
+from rankwise.parallel.place.plan import bytes_text
+from rankwise.tensors.files import CODES, SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,8 +100,8 @@ class OffloadFiles:
             if error.errno not in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
                 raise
             raise ConfigurationError(
-                f"{self.folder.parent} has no room for {in_words(size_bytes)} of weights: {error.strerror}.",
-                evidence=f"free there: {in_words(shutil.disk_usage(self.folder).free)}",
+                f"{self.folder.parent} has no room for {bytes_text(size_bytes)} of weights: {error.strerror}.",
+                evidence=f"free there: {bytes_text(shutil.disk_usage(self.folder).free)}",
                 do="offload_folder= a folder on a larger disk, or a larger budget for other devices",
             ) from error
 

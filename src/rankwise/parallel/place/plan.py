@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a model goes to which device: sizes in, a mapping out.
+"""Which part of a model goes to which device: sizes in, a mapping out; and the report of what went where.
 
 Pure: touches no tensor, no device and no file. Imported by place.
 """
@@ -10,12 +10,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rankwise.device.accelerator import example
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.blocks import near
+from rankwise.parallel.core.blocks import near
+from rankwise.world.device.accelerator import example
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
 
 POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 OFFLOADED = ("cpu", "disk")
@@ -26,7 +27,7 @@ _UNITS = {"": 1, "B": 1, **{f"{word}{end}": base**power
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class PartSize:
     """One part of a model that goes to one device as a whole."""
 
     name: str
@@ -39,7 +40,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PartDevice:
     """Where a part goes, and why."""
 
     device: str
@@ -47,10 +48,10 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """Where every part goes, and which device runs what waits elsewhere."""
 
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, PartDevice]
     executes: str
     has_room_ahead: bool = True
     """Whether the next part may be fetched while one runs."""
@@ -61,7 +62,7 @@ class Plan:
         return self.executes if device in OFFLOADED else device
 
 
-def bytes_in(text: str | int) -> int:
+def parse_bytes(text: str | int) -> int:
     """Return a number of bytes: ``4096``, ``"1.5GB"`` (10⁹) or ``"10GiB"`` (2³⁰).
 
     Raises:
@@ -76,7 +77,7 @@ def bytes_in(text: str | int) -> int:
     return int(float(match[1]) * unit)
 
 
-def in_words(num_bytes: int) -> str:
+def bytes_text(num_bytes: int) -> str:
     """Return a number of bytes as people write it: ``1.5 GiB``."""
     for power, word in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes >= 1024**power:
@@ -84,7 +85,7 @@ def in_words(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def by_policy(policy: str, sizes: Sequence[Size], budgets: Mapping[str, int]) -> Plan:
+def by_policy(policy: str, sizes: Sequence[PartSize], budgets: Mapping[str, int]) -> PlacementPlan:
     """Choose a device for every part, in their order, none over its budget.
 
     The accelerators come first: ``sequential`` fills one after the other; ``balanced`` and ``auto`` give them equal
@@ -132,7 +133,7 @@ def by_policy(policy: str, sizes: Sequence[Size], budgets: Mapping[str, int]) ->
         if needed <= kept_free:
             break
         kept_free = needed
-    return Plan(choices, executes, has_room_ahead=ahead)
+    return PlacementPlan(choices, executes, has_room_ahead=ahead)
 
 
 def by_hand(mapping: Mapping[str, str], names: Mapping[str, Sequence[str]], whole: Mapping[str, str]) -> dict[str, str]:
@@ -187,14 +188,14 @@ def _accelerators(budgets: Mapping[str, int]) -> list[str]:
     return [device for device in budgets if device not in OFFLOADED]
 
 
-def _is_fetched(choice: Choice, executes: str) -> bool:
+def _is_fetched(choice: PartDevice, executes: str) -> bool:
     return choice.device in OFFLOADED and choice.device != executes
 
 
-def _groups(sizes: Sequence[Size]) -> list[list[Size]]:
+def _groups(sizes: Sequence[PartSize]) -> list[list[PartSize]]:
     """Put parts that share parameters together, where the first of them stands."""
-    group_of: dict[str, list[Size]] = {}
-    groups: list[list[Size]] = []
+    group_of: dict[str, list[PartSize]] = {}
+    groups: list[list[PartSize]] = []
     for size in sizes:
         if size.tied_to is not None:
             group_of[size.name] = group_of[size.tied_to]
@@ -207,22 +208,22 @@ def _groups(sizes: Sequence[Size]) -> list[list[Size]]:
 
 def _filled(
     policy: str,
-    groups: list[list[Size]],
+    groups: list[list[PartSize]],
     left: dict[str, int],
     budgets: Mapping[str, int],
     kept_free: int,
-) -> dict[str, Choice]:
+) -> dict[str, PartDevice]:
     totals = [sum(size.num_bytes for size in group) for group in groups]
     accelerators = _accelerators(budgets)
     limits = _limits(policy, totals, [max(left[device], 0) for device in accelerators])
     used = dict.fromkeys(budgets, 0)
-    choices: dict[str, Choice] = {}
+    choices: dict[str, PartDevice] = {}
     current = 0
     for group, total in zip(groups, totals, strict=True):
         fits = [n for n in range(current, len(accelerators)) if used[accelerators[n]] + total <= limits[n]]
         if fits:
             current = fits[0]
-            device, why = accelerators[current], f"{policy}: its share is {in_words(limits[current])}"
+            device, why = accelerators[current], f"{policy}: its share is {bytes_text(limits[current])}"
         else:
             device = next((one for one in OFFLOADED if used.get(one, 0) + total <= left.get(one, -1)), "")
             why = "the first with room" if device == next(iter(budgets)) else "no room before it"
@@ -232,7 +233,7 @@ def _filled(
             raise _no_room(sum(totals), budgets, kept_free)
         used[device] += total
         for size in group:
-            choices[size.name] = Choice(device, why if size is group[0] else f"shares weights with {group[0].name}")
+            choices[size.name] = PartDevice(device, why if size is group[0] else f"shares weights with {group[0].name}")
     return choices
 
 
@@ -266,12 +267,12 @@ def _holds(totals: Sequence[int], limits: Sequence[int]) -> bool:
 
 
 def _lines(budgets: Mapping[str, int]) -> str:
-    return "\n".join(f"{device}: {in_words(amount)}" for device, amount in budgets.items())
+    return "\n".join(f"{device}: {bytes_text(amount)}" for device, amount in budgets.items())
 
 
 def _too_large(name: str, num_bytes: int, budgets: Mapping[str, int], why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{name or 'The model'} takes {in_words(num_bytes)}, more than every budget allows. {why}",
+        f"{name or 'The model'} takes {bytes_text(num_bytes)}, more than every budget allows. {why}",
         evidence=_lines(budgets),
         do="raise the budget of a device, or build the model in smaller blocks",
     )
@@ -281,7 +282,62 @@ def _no_room(total: int, budgets: Mapping[str, int], kept_free: int) -> Configur
     missing = [device for device in OFFLOADED if device not in budgets]
     words = {"cpu": 'add "cpu" to budgets', "disk": "pass offload_folder=, so that the rest lies on disk"}
     return ConfigurationError(
-        f"The model takes {in_words(total)}, more than all devices have room for.",
-        evidence=_lines(budgets) + (f"\nkept free for fetching: {in_words(kept_free)}" if kept_free else ""),
+        f"The model takes {bytes_text(total)}, more than all devices have room for.",
+        evidence=_lines(budgets) + (f"\nkept free for fetching: {bytes_text(kept_free)}" if kept_free else ""),
         do=", or ".join(words[device] for device in missing) or "raise the budget of a device",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPart:
+    """Where one part of a model is."""
+
+    module: str
+    """The block's name, or that of a parameter of an open module."""
+    device: str
+    num_bytes: int
+    """Parameters and buffers, tied ones counted once."""
+    dtypes: tuple[str, ...]
+    """Kinds of numbers that its parameters and buffers are kept in, that of the most bytes first; ``int8`` with
+    ``place(int8=True)``, where ``weight.dtype`` says what the layer calculates in."""
+    runs_on: str
+    """The device that executes it; its weights are fetched to it where that is another one."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where all parts of a model are. As text, a table."""
+
+    parts: tuple[PlacedPart, ...]
+    is_ahead: bool
+    """Whether the next part is fetched while one runs."""
+
+    @property
+    def bytes_on(self) -> dict[str, int]:
+        """Bytes at rest per device, in the order of the table."""
+        total: dict[str, int] = {}
+        for part in self.parts:
+            total[part.device] = total.get(part.device, 0) + part.num_bytes
+        return total
+
+    def __str__(self) -> str:
+        head = ("module", "device", "bytes", "numbers", "runs on", "why")
+        rows = [
+            (
+                part.module or "(the model)",
+                part.device,
+                bytes_text(part.num_bytes),
+                ", ".join(part.dtypes),
+                part.runs_on,
+                part.why,
+            )
+            for part in self.parts
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                 for row in (head, *rows)]  # fmt: skip
+        lines += ["total  " + ", ".join(f"{device}: {bytes_text(size)}" for device, size in self.bytes_on.items())]
+        if any(part.device != part.runs_on for part in self.parts):
+            lines.append("fetched to where it runs: one part at a time" + (", and the next" if self.is_ahead else ""))
+        return "\n".join(lines)

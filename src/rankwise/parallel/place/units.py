@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.parallel.blocks import has_forward, reasons
-from rankwise.parallel.place.plan import Size
+from rankwise.parallel.core.blocks import has_forward, reasons
+from rankwise.parallel.place.plan import PartSize
 from rankwise.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.parallel.blocks import Kept
+    from rankwise.parallel.core.blocks import Kept
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -94,7 +94,7 @@ def units_of(model: nn.Module, keep_whole: Kept | Iterable[Kept] = ()) -> list[U
     return units
 
 
-def sizes_of(units: Sequence[Unit], bytes_of: Callable[[Slot], int]) -> list[Size]:
+def sizes_of(units: Sequence[Unit], bytes_of: Callable[[Slot], int]) -> list[PartSize]:
     """Return what each part takes, tied parameters counted where they come first.
 
     Args:
@@ -102,7 +102,7 @@ def sizes_of(units: Sequence[Unit], bytes_of: Callable[[Slot], int]) -> list[Siz
         bytes_of: how much memory the tensor of a slot will take.
     """
     first: dict[int, str] = {}
-    sizes: list[Size] = []
+    sizes: list[PartSize] = []
     for unit in units:
         own, fetched, tied_to = 0, 0, None
         here: set[int] = set()
@@ -117,7 +117,7 @@ def sizes_of(units: Sequence[Unit], bytes_of: Callable[[Slot], int]) -> list[Siz
             else:
                 own += bytes_of(slot)
         first.update((key, unit.name) for key in here if key not in first)
-        sizes.append(Size(unit.name, own, fetched, tied_to))
+        sizes.append(PartSize(unit.name, own, fetched, tied_to))
     return sizes
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.parallel.blocks import near
+from rankwise.parallel.core.blocks import near
 from rankwise.parallel.place.int8 import parts_of, quantised, with_parts
 from rankwise.torch_private.modules import forget_flat_weights, own_buffers, replace_buffers, update_flat_weights
 from rankwise.torch_private.tensors import can_take_data
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from rankwise.parallel.place.offload_files import OffloadFiles
     from rankwise.parallel.place.units import Slot, Unit
-    from rankwise.tensor_files import TensorFiles
+    from rankwise.tensors.files import TensorFiles
 
 MOST_LISTED = 8
 """How many names an error lists."""
 
 
-class Weights:
+class WeightSource:
     """Where the values of a model's tensors come from.
 
     Args:
@@ -78,7 +78,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class TensorDevices:
     """Where the tensors of a model shall be."""
 
     of_parameter: dict[int, str]
@@ -94,7 +94,7 @@ class Homes:
 
 
 def prepare(
-    units: Sequence[Unit], homes: Homes, weights: Weights, files: OffloadFiles | None
+    units: Sequence[Unit], homes: TensorDevices, weights: WeightSource, files: OffloadFiles | None
 ) -> dict[int, torch.Tensor]:
     """Return the new tensors, by the ``id`` of those that they are for. The model stays as it is.
 
@@ -135,7 +135,7 @@ def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _in_int8(slot: Slot, home: str, weights: Weights, files: OffloadFiles | None) -> torch.Tensor:
+def _in_int8(slot: Slot, home: str, weights: WeightSource, files: OffloadFiles | None) -> torch.Tensor:
     full = _empty_like(slot.tensor, "cpu" if home == "disk" else home)
     weights.fill(slot.tensor, full)
     small = quantised(full)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One draw: this rank's rows of what one rank would draw for the whole batch."""
+"""How one draw is made: this rank's rows of what one rank would draw for the whole batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.parallel.randomness.ahead import masks_ahead
 from rankwise.parallel.randomness.counter import SAMPLERS, kept, mixed
 from rankwise.parallel.randomness.scope import drawing
 from rankwise.parallel.randomness.source import is_checkpointing, key_of_pass
@@ -16,14 +15,20 @@ from rankwise.parallel.randomness.source import is_checkpointing, key_of_pass
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.batch_in_hand import BatchInHand
-    from rankwise.parallel.randomness.layout import Layout
-    from rankwise.parallel.randomness.scope import Scope
-    from rankwise.parallel.randomness.source import Source
+    from rankwise.comm.session import CurrentBatch
+    from rankwise.parallel.randomness.sample_layout import SampleLayout
+    from rankwise.parallel.randomness.scope import DrawScope, DropoutMask
+    from rankwise.parallel.randomness.source import NumberSource
     from rankwise.torch_private.kernels import Kernel
 
 
-def drop_on_plan(operation: str, out: torch.Tensor, args: Sequence[Any], scope: Scope) -> bool:
+LARGEST_AHEAD = 2**16
+"""Elements of a mask that is drawn ahead: of larger ones the drawing itself is what takes time."""
+MOST_AHEAD = 2**22
+"""Elements of all masks that wait to be used."""
+
+
+def drop_on_plan(operation: str, out: torch.Tensor, args: Sequence[Any], scope: DrawScope) -> bool:
     """Fill a mask, if the forward pass before drew it at this place, as the samples' rows in order.
 
     What :func:`fill` does, for the one draw that is made in every layer: in a third of the time.
@@ -51,7 +56,7 @@ def drop_on_plan(operation: str, out: torch.Tensor, args: Sequence[Any], scope: 
     return True
 
 
-def fill(operation: str, kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: Source) -> None:
+def fill(operation: str, kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: NumberSource) -> None:
     """Fill a tensor with random numbers.
 
     Args:
@@ -78,7 +83,7 @@ def fill(operation: str, kernel: Kernel, out: torch.Tensor, args: Sequence[Any],
         out.copy_(layout.from_samples(numbers.view(layout.by_sample(out.shape, rows.num))))
 
 
-def _fill_whole(kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: Source) -> None:
+def _fill_whole(kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: NumberSource) -> None:
     """Draw for the whole batch, and keep this rank's rows."""
     generator, layout, rows = source.own_generator(out.device), source.layout, source.rows
     if layout is None or rows is None or not source.is_part:
@@ -95,7 +100,7 @@ def main_of(args: Sequence[Any]) -> torch.Tensor:
     return max(tensors, key=lambda one: one.dim())
 
 
-def draw_by_sample(kernel: Kernel, args: Sequence[Any], source: Source) -> torch.Tensor:
+def draw_by_sample(kernel: Kernel, args: Sequence[Any], source: NumberSource) -> torch.Tensor:
     """Return what an operation draws that takes as many numbers as the values of its arguments happen to need.
 
     Each sample has a generator of its own, since what other ranks' samples need is not known here.
@@ -114,13 +119,13 @@ def draw_by_sample(kernel: Kernel, args: Sequence[Any], source: Source) -> torch
     return out
 
 
-def _as_parts(value: Any, shape: Sequence[int], layout: Layout, rows: BatchInHand) -> tuple[Any, bool]:  # noqa: ANN401 - any argument
+def _as_parts(value: Any, shape: Sequence[int], layout: SampleLayout, rows: CurrentBatch) -> tuple[Any, bool]:  # noqa: ANN401 - any argument
     if not isinstance(value, torch.Tensor) or value.shape != torch.Size(shape):
         return value, False
     return layout.parts(value, rows.num, 0, rows.num), True
 
 
-def draw_from_tensors(kernel: Kernel, args: Sequence[Any], source: Source) -> torch.Tensor:
+def draw_from_tensors(kernel: Kernel, args: Sequence[Any], source: NumberSource) -> torch.Tensor:
     """Return what an operation draws from tensors of probabilities, means or counts."""
     main, layout, rows = main_of(args), source.layout, source.rows
     generator = source.own_generator(main.device)
@@ -132,7 +137,7 @@ def draw_from_tensors(kernel: Kernel, args: Sequence[Any], source: Source) -> to
 
 
 def draw_dropout(
-    kernel: Kernel, inputs: torch.Tensor, probability: float, source: Source
+    kernel: Kernel, inputs: torch.Tensor, probability: float, source: NumberSource
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a fused dropout makes of its input, and what it kept."""
     layout, rows = source.layout, source.rows
@@ -152,7 +157,7 @@ def _fill_bernoulli(out: torch.Tensor, probability: float, *, generator: torch.G
     return out.bernoulli_(probability, generator=generator)
 
 
-def _widened(value: Any, shape: Sequence[int], source: Source) -> Any:  # noqa: ANN401 - any argument
+def _widened(value: Any, shape: Sequence[int], source: NumberSource) -> Any:  # noqa: ANN401 - any argument
     """Return an argument for the whole batch: this rank's rows in their place, ones beside them."""
     layout, rows = source.layout, source.rows
     if not isinstance(value, torch.Tensor) or value.shape != torch.Size(shape) or layout is None or rows is None:
@@ -167,3 +172,29 @@ def _like(tensor: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> t
     """Return a tensor of another shape whose dims lie in memory in some order, which torch fills it in."""
     whole = torch.empty([shape[dim] for dim in order], dtype=tensor.dtype, device=tensor.device)
     return whole.permute([order.index(dim) for dim in range(tensor.dim())])
+
+
+def masks_ahead(key: int, expected: Sequence[DropoutMask], rows: CurrentBatch) -> dict[DropoutMask, torch.Tensor]:
+    """Return the small dropout masks of a forward pass, drawn at once when it begins, as the pass before drew them.
+
+    Drawn one by one between layers, each takes twice as long: by then the processor's cache holds the code of other
+    operations. The numbers are the same either way, since they are functions of a key and a position.
+
+    Each is [rows.num * elements of a sample].
+
+    Args:
+        key: of the pass.
+        expected: the masks to draw.
+        rows: the samples in hand.
+    """
+    masks: dict[DropoutMask, torch.Tensor] = {}
+    left = MOST_AHEAD
+    for mask in expected:
+        number, size, probability = mask
+        count = size * rows.num
+        left -= count
+        if left < 0:
+            break
+        if count <= LARGEST_AHEAD:
+            masks[mask] = torch.from_numpy(kept((key, number), size * rows.start, count, probability))
+    return masks

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.randomness.agree import forget_draws
+from rankwise.health.call_site import user_call_site, words
+from rankwise.parallel.randomness.draw_warnings import forget_notices, notice, warn_of_rejection
 from rankwise.parallel.randomness.drawing import (
     draw_by_sample,
     draw_dropout,
@@ -21,7 +22,6 @@ from rankwise.parallel.randomness.drawing import (
     fill,
     main_of,
 )
-from rankwise.parallel.randomness.notice import forget_notices, notice, warn_of_rejection
 from rankwise.parallel.randomness.scope import current_scope, drawing, is_drawing
 from rankwise.parallel.randomness.source import (
     forget,
@@ -32,16 +32,15 @@ from rankwise.parallel.randomness.source import (
     source_by_key,
     source_in,
 )
-from rankwise.places import user_place, words
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.kernels import Replacements, dispatch_key, kernel_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.parallel.randomness.scope import Scope
-    from rankwise.parallel.randomness.source import Source
-    from rankwise.session import Session
+    from rankwise.comm.session import Session
+    from rankwise.parallel.randomness.scope import DrawScope
+    from rankwise.parallel.randomness.source import NumberSource
     from rankwise.torch_private.kernels import Kernel
 
 IN_PLACE = (
@@ -94,7 +93,6 @@ def put_back() -> None:
     while _installed:
         _installed.pop().put_back()
     forget()
-    forget_draws()
     forget_notices()
 
 
@@ -104,7 +102,7 @@ def _replace(replacements: Replacements, name: str, key: str, make: Callable[[st
         replacements.replace(name, key, make(name, kernel))
 
 
-def _source(operation: str, like: torch.Tensor, generator: torch.Generator | None) -> Source | None:
+def _source(operation: str, like: torch.Tensor, generator: torch.Generator | None) -> NumberSource | None:
     """Return where the numbers of a draw come from; ``None``: from torch's generator, as ever."""
     if is_drawing():
         return None
@@ -133,7 +131,7 @@ def _bernoulli(name: str, kernel: Kernel) -> Kernel:
 def _in_place(name: str, kernel: Kernel) -> Kernel:
     def draw(out: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:  # noqa: ANN401 - as torch
         scope = current_scope()
-        is_followed = scope is not None and bool(scope.told)
+        is_followed = scope is not None and bool(scope.traced_layouts)
         before = generator_before(scope, generator, out.device) if is_followed else None
         source = _source(name, out, generator)
         if source is None:
@@ -165,7 +163,7 @@ def _from_tensors(name: str, kernel: Kernel) -> Kernel:
             source = source_by_key(source)
         with drawing():
             out = draws(kernel, given, source)
-        if scope is not None and scope.told:
+        if scope is not None and scope.traced_layouts:
             scope.redraw = redrawing(
                 source, scope, before, lambda again: out.copy_(draws(kernel, given, again)), main.device
             )
@@ -227,11 +225,11 @@ def _permutation(name: str, kernel: Kernel) -> Kernel:
             kernel(length, generator=generator, out=out)
             return out
         _check_not_samples(length, scope)
-        scope.told.append(None)
+        scope.traced_layouts.append(None)
         try:
             source = source_in(scope, name, out, generator)
         finally:
-            scope.told.pop()
+            scope.traced_layouts.pop()
         with drawing():
             kernel(length, generator=source.own_generator(out.device), out=out)
         return out
@@ -239,12 +237,12 @@ def _permutation(name: str, kernel: Kernel) -> Kernel:
     return permute
 
 
-def _check_not_samples(length: int, scope: Scope) -> None:
+def _check_not_samples(length: int, scope: DrawScope) -> None:
     rows = scope.rows
     if rows is None or scope.is_per_rank or length != rows.num or rows.num == rows.num_global:
         return
     raise ConfigurationError(
-        f"torch.randperm({length}) at {words(user_place())} permutes this rank's samples among themselves.",
+        f"torch.randperm({length}) at {words(user_call_site())} permutes this rank's samples among themselves.",
         evidence=f"this rank has {rows.num} of {rows.num_global} samples; one rank would permute all of them",
         do="mix samples in the dataset's __getitem__, or gather the batch (rankwise.all_gather_uneven), draw "
         f"torch.randperm({rows.num_global}), and take this rank's rows; if it permutes something else, call it before "

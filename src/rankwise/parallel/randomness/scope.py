@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.randomness.layout import Layout, layout_of
+from rankwise.parallel.randomness.sample_layout import SampleLayout, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     import torch
 
-    from rankwise.batch_in_hand import BatchInHand
-    from rankwise.parallel.randomness.ahead import Mask
+    from rankwise.comm.session import CurrentBatch
+
+DropoutMask = tuple[int, int, float]
+"""A draw of dropout: its number in the pass, the elements of a sample, and the probability that one is kept."""
 
 Randomness = Literal["counter", "torch", "per_rank"]
 """``counter``: by position, the same for any number of ranks; ``torch``: the numbers of torch's own generators for the
@@ -40,12 +42,12 @@ def check_randomness(randomness: object, caller: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedDraw:
     """How one draw of a forward pass was laid out."""
 
     operation: str
     num_dims: int
-    layout: Layout | None
+    layout: SampleLayout | None
     """``None``: the same on every rank, as noise on weights is."""
     order: tuple[int, ...]
     """The dims as they lie in memory, the outermost first."""
@@ -58,28 +60,28 @@ class Planned:
 
 
 @dataclass
-class Scope:
+class DrawScope:
     """One forward pass, or one block, of which each draw is told how it is laid out."""
 
-    rows: BatchInHand | None
+    rows: CurrentBatch | None
     """The samples in hand; ``None`` where no loader tells: each rank then draws for itself."""
     randomness: Randomness
     rank: int
-    plan: Sequence[Planned] = ()
+    plan: Sequence[PlannedDraw] = ()
     """The draws of an earlier forward pass of the same kind, in order."""
-    expected: Sequence[Mask] = ()
+    expected: Sequence[DropoutMask] = ()
     """The dropout masks of that pass."""
-    masks: list[Mask] = field(default_factory=list)
+    masks: list[DropoutMask] = field(default_factory=list)
     """Those of this one so far."""
-    ahead: dict[Mask, torch.Tensor] = field(default_factory=dict)
+    ahead: dict[DropoutMask, torch.Tensor] = field(default_factory=dict)
     """Masks that are drawn already."""
-    made: list[Planned] = field(default_factory=list)
+    made: list[PlannedDraw] = field(default_factory=list)
     """The draws so far."""
     is_off_plan: bool = False
     """Whether a draw was not the one that was planned."""
-    told: list[Layout | None] = field(default_factory=list)
+    traced_layouts: list[SampleLayout | None] = field(default_factory=list)
     """The layout of the next draw, where the batch is being followed."""
-    redraw: Callable[[Layout | None], None] | None = None
+    redraw: Callable[[SampleLayout | None], None] | None = None
     """Draws the latest numbers again, with another layout."""
     on_first_draw: Callable[[], None] | None = None
     is_model: bool = False
@@ -99,9 +101,9 @@ class Scope:
     @property
     def is_on_plan(self) -> bool:
         """Whether draws are those of an earlier forward pass, by position."""
-        return self.randomness == "counter" and bool(self.plan) and not self.told
+        return self.randomness == "counter" and bool(self.plan) and not self.traced_layouts
 
-    def plan_draw(self, operation: str, shape: Sequence[int], stride: Sequence[int]) -> Planned:
+    def plan_draw(self, operation: str, shape: Sequence[int], stride: Sequence[int]) -> PlannedDraw:
         """Return where the samples lie in what is about to be drawn.
 
         Args:
@@ -113,16 +115,20 @@ class Scope:
             self.on_first_draw()
             self.on_first_draw = None
         if self.rows is None or self.randomness == "per_rank":
-            return Planned(operation, len(shape), None, ())
+            return PlannedDraw(operation, len(shape), None, ())
         number, num_samples = len(self.made), self.rows.num
         self.num_single += math.prod(shape) == 1
-        if number < len(self.plan) and not self.told and self.plan[number].fits(operation, shape, num_samples):
+        if (
+            number < len(self.plan)
+            and not self.traced_layouts
+            and self.plan[number].fits(operation, shape, num_samples)
+        ):
             # Its order in memory, too: of a dim of size one the stride says nothing.
             planned = self.plan[number]
         else:
-            self.is_off_plan = not self.told
-            layout = self.told[-1] if self.told else layout_of(shape, num_samples)
-            planned = Planned(operation, len(shape), layout, memory_order(stride))
+            self.is_off_plan = not self.traced_layouts
+            layout = self.traced_layouts[-1] if self.traced_layouts else layout_of(shape, num_samples)
+            planned = PlannedDraw(operation, len(shape), layout, memory_order(stride))
         self.made.append(planned)
         return planned
 
@@ -136,15 +142,15 @@ class _Here(threading.local):
     """What this thread is in."""
 
     def __init__(self) -> None:
-        self.scopes: list[Scope | None] = []
-        self.scope: Scope | None = None
+        self.scopes: list[DrawScope | None] = []
+        self.scope: DrawScope | None = None
         self.is_drawing = False
 
 
 _here = _Here()
 
 
-def current_scope() -> Scope | None:
+def current_scope() -> DrawScope | None:
     """Return the innermost scope of this thread."""
     return _here.scope
 
@@ -154,7 +160,7 @@ def is_drawing() -> bool:
     return _here.is_drawing
 
 
-def enter(scope: Scope | None) -> None:
+def enter(scope: DrawScope | None) -> None:
     """Draw as a scope says from here on; ``None``: as torch does."""
     _here.scopes.append(_here.scope)
     _here.scope = scope

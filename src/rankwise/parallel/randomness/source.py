@@ -21,10 +21,10 @@ from rankwise.torch_private.autograd import innermost_saved_tensors_hooks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.batch_in_hand import BatchInHand
+    from rankwise.comm.session import CurrentBatch
     from rankwise.parallel.randomness.counter import Key
-    from rankwise.parallel.randomness.layout import Layout
-    from rankwise.parallel.randomness.scope import Scope
+    from rankwise.parallel.randomness.sample_layout import SampleLayout
+    from rankwise.parallel.randomness.scope import DrawScope
     from rankwise.torch_private.kernels import Kernel
 
 MOST_REMEMBERED = 2**14
@@ -32,12 +32,12 @@ MOST_REMEMBERED = 2**14
 
 
 @dataclass(slots=True)
-class Source:
+class NumberSource:
     """The numbers of one draw."""
 
-    layout: Layout | None
+    layout: SampleLayout | None
     """Where the samples lie; ``None`` if every rank draws the same."""
-    rows: BatchInHand | None
+    rows: CurrentBatch | None
     """Which samples this rank has, where there is a layout."""
     salt: int
     """What sets a rank's numbers apart from the others'; 0 where they belong to one batch."""
@@ -68,9 +68,9 @@ class Source:
 
 
 _random: dict[str, Kernel] = {}
-_remembered: dict[int, Source] = {}
+_remembered: dict[int, NumberSource] = {}
 """The sources of forward passes: by their keys, or by the state of the generator."""
-_remembered_longer: dict[int, Source] = {}
+_remembered_longer: dict[int, NumberSource] = {}
 """Those before them."""
 
 
@@ -86,7 +86,7 @@ def forget() -> None:
     _random.clear()
 
 
-def _remember(known_by: int, source: Source) -> None:
+def _remember(known_by: int, source: NumberSource) -> None:
     if len(_remembered) >= MOST_REMEMBERED:
         # To drop single ones, the oldest first, would take longer with each that was dropped.
         _remembered_longer.clear()
@@ -95,11 +95,11 @@ def _remember(known_by: int, source: Source) -> None:
     _remembered[known_by] = source
 
 
-def _recall(known_by: int) -> Source | None:
+def _recall(known_by: int) -> NumberSource | None:
     return _remembered.get(known_by) or _remembered_longer.get(known_by)
 
 
-def source_in(scope: Scope, operation: str, like: torch.Tensor, generator: torch.Generator | None) -> Source:
+def source_in(scope: DrawScope, operation: str, like: torch.Tensor, generator: torch.Generator | None) -> NumberSource:
     """Return the source of a draw in a scope, and remember it.
 
     Args:
@@ -113,30 +113,30 @@ def source_in(scope: Scope, operation: str, like: torch.Tensor, generator: torch
     layout = planned.layout
     rows = None if layout is None else scope.rows
     if scope.randomness == "torch" and not scope.is_per_rank:
-        known_by, source = _state_of(generator, device), Source(layout, rows, 0, None, generator, planned.order)
+        known_by, source = _state_of(generator, device), NumberSource(layout, rows, 0, None, generator, planned.order)
     else:
         salt = mixed(scope.rank) if scope.is_per_rank else 0
         if generator is None and not is_checkpointing(scope):
-            return Source(layout, rows, salt, key_of_pass(scope), None, planned.order)
+            return NumberSource(layout, rows, salt, key_of_pass(scope), None, planned.order)
         known_by = _take_key(generator)
-        source = Source(layout, rows, salt, (known_by, 0), None, planned.order)
+        source = NumberSource(layout, rows, salt, (known_by, 0), None, planned.order)
     _remember(known_by, source)
     return source
 
 
-def key_of_pass(scope: Scope) -> Key:
+def key_of_pass(scope: DrawScope) -> Key:
     """Return the key of the latest draw of a scope, which takes one number from the generator for all."""
     if scope.key is None:
         scope.key = _take_key(None)
     return scope.key, len(scope.made)
 
 
-def is_checkpointing(scope: Scope) -> bool:
+def is_checkpointing(scope: DrawScope) -> bool:
     """Return whether what is drawn may be drawn again in backward: with hooks on what is saved, or without a graph."""
     return innermost_saved_tensors_hooks() is not None or torch.is_grad_enabled() != scope.has_graph
 
 
-def source_again(generator: torch.Generator | None, device: torch.device) -> Source | None:
+def source_again(generator: torch.Generator | None, device: torch.device) -> NumberSource | None:
     """Return the source of a draw that a checkpoint repeats; ``None``, and nothing taken, where there was none."""
     if not _remembered:
         return None
@@ -151,27 +151,27 @@ def source_again(generator: torch.Generator | None, device: torch.device) -> Sou
     return found
 
 
-def source_by_key(source: Source) -> Source:
+def source_by_key(source: NumberSource) -> NumberSource:
     """Return the source of a draw that cannot have torch's numbers: by key instead."""
     return replace(source, key=(_take_key(source.generator), 0))
 
 
 def generator_before(
-    scope: Scope | None, generator: torch.Generator | None, device: torch.device
+    scope: DrawScope | None, generator: torch.Generator | None, device: torch.device
 ) -> torch.Tensor | None:
     """Return the state of a generator, where a draw may have to be repeated with another layout."""
-    if scope is None or not scope.told or scope.randomness != "torch":
+    if scope is None or not scope.traced_layouts or scope.randomness != "torch":
         return None
     return (generator or default_generator(device) or torch.default_generator).get_state()
 
 
 def redrawing(
-    source: Source,
-    scope: Scope,
+    source: NumberSource,
+    scope: DrawScope,
     before: torch.Tensor | None,
-    draw: Callable[[Source], object],
+    draw: Callable[[NumberSource], object],
     device: torch.device,
-) -> Callable[[Layout | None], None]:
+) -> Callable[[SampleLayout | None], None]:
     """Return a function that repeats a draw with another layout.
 
     Args:
@@ -182,7 +182,7 @@ def redrawing(
         device: of the numbers.
     """
 
-    def redraw(layout: Layout | None) -> None:
+    def redraw(layout: SampleLayout | None) -> None:
         again = replace(source, layout=layout, rows=None if layout is None else scope.rows)
         with drawing():
             if before is not None and source.key is None:

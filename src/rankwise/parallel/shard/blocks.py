@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.blocks import blocks as repeated_blocks
-from rankwise.parallel.names import matching
+from rankwise.parallel.core.blocks import blocks as repeated_blocks
+from rankwise.parallel.core.blocks import matching
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,40 +7,62 @@ Checksums only ask for this; it has the last word. Every rank exchanges the same
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from rankwise.collectives.objects import gather_bytes
+from rankwise.comm.collectives.objects import gather_bytes
+from rankwise.comm.session import current
 from rankwise.errors import ReplicasDiffer, fold_values
-from rankwise.parallel.state_guard.facts import all_facts
-from rankwise.parallel.state_guard.values import furthest_apart, largest_element
-from rankwise.replicas.checksum import checksums_of_each
-from rankwise.replicas.hyperparameters import is_same
-from rankwise.session import current
+from rankwise.tensors.checksum import checksums_of_each, is_same_setting
+from rankwise.tensors.rounding import FLOOR, tolerance
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rankwise.exchange.protocol import Exchange
-    from rankwise.parallel.state_guard.hyperparameters import OptimizersOf
+    from rankwise.comm.backends.protocol import Exchange
+
 
 MOST_NAMES = 5
+CHUNK_ELEMENTS = 2**22
+"""How much of a tensor is exchanged at a time."""
+
+
+class PutRight(Protocol):
+    """Makes a fact the same on all ranks."""
+
+    def __call__(self, ranks: Exchange, *, is_expected: bool) -> None:
+        """Do it, with a warning unless it was expected. Called by: every rank that compares."""
+        ...
+
+
+class HeldFact(NamedTuple):
+    """An integer that must be the same on all ranks, as it was when this rank reported."""
+
+    name: str
+    """As an error begins with it: ``The state of torch's random number generator``."""
+    number: int | None
+    """``None``: nothing to compare yet."""
+    repair: PutRight | str
+    """What makes it the same again; or what the user is to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
+class DivergedReplicas:
     """What a rank knows of replicas whose checksums differ."""
 
     model_name: str
     parameters: list[str]
     """Names, by number."""
-    optimizers: OptimizersOf
-    facts: Mapping[str, int | None]
-    """What facts were when this rank reported, by name."""
+    num_optimizer_steps: int
+    """Since ranks last compared settings."""
+    groups: Sequence[dict[str, Any]]
+    """Parameter groups of those optimizers, as JSON can carry them."""
+    facts: Sequence[HeldFact]
     tensors: Mapping[str, torch.Tensor]
     """What is to be compared by value; empty in a step that compares none."""
     steps: tuple[int, int]
@@ -53,7 +75,7 @@ class Parted:
 
 
 class Harmless(Enum):
-    """What was found where replicas have not parted."""
+    """What was found where replicas have not replicas."""
 
     ROUNDING = auto()
     """Values differ by rounding."""
@@ -62,7 +84,7 @@ class Harmless(Enum):
     NOTHING = auto()
 
 
-def diagnose(parted: Parted, exchange: Exchange) -> Harmless:
+def diagnose(replicas: DivergedReplicas, exchange: Exchange) -> Harmless:
     """Return what differs, where it is harmless or could be put right; raise if it is more.
 
     Called by: every rank of ``exchange``.
@@ -70,31 +92,31 @@ def diagnose(parted: Parted, exchange: Exchange) -> Harmless:
     Raises:
         ReplicasDiffer: the same on every rank.
     """
-    tensors = list(parted.tensors.values())
+    tensors = list(replicas.tensors.values())
     own = {
         "rank": current().world.rank,
-        "facts": dict(parted.facts),
-        "steps": parted.optimizers.num_steps,
-        "groups": parted.optimizers.groups(),
+        "facts": {fact.name: fact.number for fact in replicas.facts},
+        "steps": replicas.num_optimizer_steps,
+        "groups": list(replicas.groups),
         "checksums": checksums_of_each(tensors),
         "largest": max(map(largest_element, tensors), default=0.0),
     }
-    found = gather_bytes(exchange, json.dumps(own).encode(), f"state of {parted.model_name}")
+    found = gather_bytes(exchange, json.dumps(own).encode(), f"state of {replicas.model_name}")
     reports = [json.loads(one) for one in found]
-    _check_steps(parted, reports)
-    _check_groups(parted, reports)
-    is_put_right = _check_facts(parted, exchange, reports)
-    if _check_values(parted, exchange, reports):
+    _check_steps(replicas, reports)
+    _check_groups(replicas, reports)
+    is_put_right = _check_facts(replicas, exchange, reports)
+    if _check_values(replicas, exchange, reports):
         return Harmless.ROUNDING
     return Harmless.PUT_RIGHT if is_put_right else Harmless.NOTHING
 
 
-def _check_steps(parted: Parted, reports: Sequence[dict[str, Any]]) -> None:
+def _check_steps(replicas: DivergedReplicas, reports: Sequence[dict[str, Any]]) -> None:
     if len({report["steps"] for report in reports}) > 1:
         raise _differ(
-            f"Ranks have stepped the optimizers of {parted.model_name} differently often before step "
-            f"{parted.num_steps}.",
-            _folded(reports, [_times(report["steps"], parted.steps[0]) for report in reports]),
+            f"Ranks have stepped the optimizers of {replicas.model_name} differently often before step "
+            f"{replicas.num_steps}.",
+            _folded(reports, [_times(report["steps"], replicas.steps[0]) for report in reports]),
             "decide for all ranks together whether to step: skip = rankwise.all_reduce(float(is_bad), 'max') > 0",
         )
 
@@ -103,17 +125,17 @@ def _times(number: int, since: int) -> str:
     return f"{number} optimizer {'step' if number == 1 else 'steps'} since step {since}"
 
 
-def _check_groups(parted: Parted, reports: Sequence[dict[str, Any]]) -> None:
+def _check_groups(replicas: DivergedReplicas, reports: Sequence[dict[str, Any]]) -> None:
     """Raise if a hyperparameter of a parameter is not the same on all ranks that step it."""
     by_rank = [_by_parameter(report["groups"]) for report in reports]
     for number, (optimizer, values) in by_rank[0].items():
         others = [one.get(number, (optimizer, values)) for one in by_rank]
         for key in values:
             held = [own.get(key, values[key]) for _, own in others]
-            if all(name == optimizer for name, _ in others) and any(not is_same(one, held[0]) for one in held):
+            if all(name == optimizer for name, _ in others) and any(not is_same_setting(one, held[0]) for one in held):
                 raise _differ(
-                    f"{key} of {optimizer} is not the same on all ranks before step {parted.num_steps}: ranks would "
-                    f"train {parted.parameters[number]} of {parted.model_name} differently.",
+                    f"{key} of {optimizer} is not the same on all ranks before step {replicas.num_steps}: ranks would "
+                    f"train {replicas.parameters[number]} of {replicas.model_name} differently.",
                     _folded(reports, held),
                     _instead_of(key),
                 )
@@ -132,10 +154,10 @@ def _instead_of(key: str) -> str:
     return f"set {key} from what is the same on all ranks, and load the optimizer's state on all of them"
 
 
-def _check_facts(parted: Parted, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:
+def _check_facts(replicas: DivergedReplicas, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:
     """Return whether facts differ that were put right, or that not every rank has yet; raise for others."""
     is_put_right = False
-    for fact in all_facts():
+    for fact in replicas.facts:
         held = [report["facts"].get(fact.name) for report in reports]
         if len(set(held)) == 1:
             continue
@@ -144,31 +166,31 @@ def _check_facts(parted: Parted, exchange: Exchange, reports: Sequence[dict[str,
             continue
         if isinstance(fact.repair, str):
             raise _differ(
-                f"{fact.name} is not the same on all ranks in step {parted.num_steps} of {parted.model_name}.",
+                f"{fact.name} is not the same on all ranks in step {replicas.num_steps} of {replicas.model_name}.",
                 _folded(reports, [f"checksum {one:x}" for one in held]),
                 fact.repair,
             )
-        fact.repair.put_right(exchange, is_expected=False)
+        fact.repair(exchange, is_expected=False)
         is_put_right = True
     return is_put_right
 
 
-def _check_values(parted: Parted, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:
+def _check_values(replicas: DivergedReplicas, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:
     """Return whether tensors differ by rounding; raise if one differs by more."""
     checksums = zip(*(report["checksums"] for report in reports), strict=True)
-    unlike = [name for name, held in zip(parted.tensors, checksums, strict=True) if len(set(held)) > 1]
+    unlike = [name for name, held in zip(replicas.tensors, checksums, strict=True) if len(set(held)) > 1]
     largest = max(report["largest"] for report in reports)
     for name in unlike:
-        tensor = parted.tensors[name]
+        tensor = replicas.tensors[name]
         index = furthest_apart(tensor, exchange, name=name, largest=largest)
         if index is not None:
             held = exchange.all_gather(tensor.reshape(-1)[index : index + 1].cpu(), what=f"an element of {name}")
             raise _differ(
-                f"{name[0].upper()}{name[1:]} of {parted.model_name} is not the same on all ranks in step "
-                f"{parted.num_steps}.",
+                f"{name[0].upper()}{name[1:]} of {replicas.model_name} is not the same on all ranks in step "
+                f"{replicas.num_steps}.",
                 f"{_element(name, tensor, index)}\n{_folded(reports, held.flatten().tolist())}\n"
-                f"{_how_many(parted, unlike)}",
-                _cause(parted, name, reports),
+                f"{_how_many(replicas, unlike)}",
+                _cause(replicas, name, reports),
             )
     return bool(unlike)
 
@@ -181,22 +203,24 @@ def _element(name: str, tensor: torch.Tensor, index: int) -> str:
     return f"{own_name}[{', '.join(str(int(one)) for one in position)}] on"
 
 
-def _how_many(parted: Parted, unlike: Sequence[str]) -> str:
+def _how_many(replicas: DivergedReplicas, unlike: Sequence[str]) -> str:
     if len(unlike) == 1:
-        return f"the other {len(parted.tensors) - 1} are the same on all" if len(parted.tensors) > 1 else "it is alone"
+        return (
+            f"the other {len(replicas.tensors) - 1} are the same on all" if len(replicas.tensors) > 1 else "it is alone"
+        )
     names = ", ".join(unlike[:MOST_NAMES]) + (", ..." if len(unlike) > MOST_NAMES else "")
-    return f"{len(unlike)} of {len(parted.tensors)} differ: {names}"
+    return f"{len(unlike)} of {len(replicas.tensors)} differ: {names}"
 
 
-def _cause(parted: Parted, name: str, reports: Sequence[dict[str, Any]]) -> str:
+def _cause(replicas: DivergedReplicas, name: str, reports: Sequence[dict[str, Any]]) -> str:
     """Return what has most likely happened, and what to do about it."""
     kind, _, own_name = name.partition(" ")
-    if parted.num_steps == 1:
+    if replicas.num_steps == 1:
         return "load or change weights before replicate(), or after it on every rank"
     if kind == "buffer":
         return "change it on every rank alike, and load checkpoints on every rank"
     stepped = Counter(number for report in reports for group in report["groups"] for number in group["parameters"])
-    if stepped and parted.parameters.index(own_name) not in stepped:
+    if stepped and replicas.parameters.index(own_name) not in stepped:
         return (
             "no optimizer has stepped it, so the script changes it itself, perhaps from this rank's own samples: apply "
             "the same update on every rank: update = rankwise.all_reduce(update, 'mean')"
@@ -213,3 +237,53 @@ def _folded(reports: Sequence[dict[str, Any]], held: Sequence[object]) -> str:
 
 def _differ(what: str, evidence: str, do: str) -> ReplicasDiffer:
     return ReplicasDiffer(what, where=f"reported on {current().world}", evidence=evidence, do=do)
+
+
+def furthest_apart(tensor: torch.Tensor, exchange: Exchange, *, name: str, largest: float) -> int | None:
+    """Return the number of the element that ranks differ most in; ``None`` where they differ by rounding at most.
+
+    Called by: every rank of ``exchange``. The same on every rank.
+
+    Args:
+        tensor: of the same shape and dtype on every rank.
+        exchange: the ranks.
+        name: of the tensor.
+        largest: element of the whole model.
+    """
+    apart, index = _furthest_from_first(tensor.reshape(-1), exchange, name)
+    own = torch.tensor([apart, float(index), largest_element(tensor)], dtype=torch.float64)
+    rows = exchange.all_gather(own, what=f"how far {name} is apart").tolist()
+    furthest = max(rows, key=lambda row: row[0])
+    allowed = tolerance(tensor.dtype) * max(FLOOR * largest, *(row[2] for row in rows))
+    return int(furthest[1]) if furthest[0] > allowed else None
+
+
+def _furthest_from_first(flat: torch.Tensor, exchange: Exchange, name: str) -> tuple[float, int]:
+    """Return how far this rank's values are from those of the first, and where: NaN and NaN are the same."""
+    furthest, place = 0.0, 0
+    for start in range(0, flat.numel(), CHUNK_ELEMENTS):
+        own = flat[start : start + CHUNK_ELEMENTS].contiguous()
+        first = exchange.broadcast(own, 0, what=f"{name} of the first rank")
+        apart, index = furthest_from(own, first)
+        if apart > furthest:
+            furthest, place = apart, start + index
+    return furthest, place
+
+
+def furthest_from(own: torch.Tensor, first: torch.Tensor) -> tuple[float, int]:
+    """Return how far two tensors of one dim are apart, and in which element: NaN and NaN are the same."""
+    if not own.numel():
+        return 0.0, 0
+    wide = torch.complex128 if own.is_complex() else torch.float64
+    mine, other = own.cpu().to(wide), first.cpu().to(wide)
+    is_equal = (mine == other) | (mine.isnan() & other.isnan())
+    apart = torch.where(is_equal, 0.0, (mine - other).abs()).nan_to_num(nan=math.inf)
+    index = int(apart.argmax())
+    return float(apart[index]), index
+
+
+def largest_element(tensor: torch.Tensor) -> float:
+    """Return the largest finite element of a tensor, without its sign."""
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    return float(tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max())

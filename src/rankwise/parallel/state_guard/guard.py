@@ -3,30 +3,34 @@
 
 Some steps compare settings (hyperparameters, how often optimizers have stepped, facts), fewer compare values (the bits
 of parameters and of statistics that ranks share). Where numbers differ, the ranks exchange the details (diagnosis).
-Used by replicate and shard, which make one per model, and by gradient_sync.
+Facts are named integers that other rooms add with :func:`add_fact`, such as the state of a random number generator.
+Optimizers are known by torch's global step hook, from the first guarded model until the world is left. Used by
+replicate and shard, which make one guard per model, and by loss_on_ranks.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-from weakref import ref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, ref
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from rankwise.parallel.state_guard.diagnosis import Harmless, Parted, diagnose
-from rankwise.parallel.state_guard.facts import Fact, Repair, all_facts, forget_facts
-from rankwise.parallel.state_guard.hyperparameters import OptimizersOf, unfollow
-from rankwise.parallel.state_guard.schedule import Schedule
-from rankwise.replicas.checksum import ChecksumOfAll, are_equal, combined, short
+from rankwise.parallel.state_guard.diagnosis import DivergedReplicas, Harmless, HeldFact, PutRight, diagnose
+from rankwise.tensors.checksum import ChecksumOfAll, are_equal, combined, settings_checksum, settings_of, short
+from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
-    from rankwise.exchange.protocol import Exchange
-    from rankwise.session import Session
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.session import Session
+
 
 NUM_NUMBERS = 2
 """How many numbers each rank reports: its checksum and the square of it."""
@@ -37,6 +41,85 @@ VALUES_EVERY = 64
 """How many steps apart settings are compared, and values, once a training is under way."""
 PATIENT_EVERY = 1024
 """The same of what is known to differ without meaning: to look whether it is more takes a whole exchange."""
+FACT_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """How a fact is made the same again."""
+
+    put_right: PutRight
+    is_expected: Callable[[], bool]
+    """Whether ranks differ in the step under way, as all of them know without comparing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFact:
+    """An integer that must be the same on all ranks, whenever a backward begins to send gradients."""
+
+    name: str
+    """In words, as an error begins with it: ``The state of torch's random number generator``."""
+    read: Callable[[], int | None]
+    """Returns it; called in steps that compare settings, so it takes microseconds. ``None``: nothing to compare yet."""
+    repair: Repair | str
+    """What makes it the same on all ranks again, so that a difference is no error; or what the user is to do."""
+
+    def held(self) -> HeldFact:
+        """Return what it is now, in 63 bits."""
+        value = self.read()
+        repair = self.repair if isinstance(self.repair, str) else self.repair.put_right
+        return HeldFact(self.name, None if value is None else value & FACT_MASK, repair)
+
+
+_facts: dict[str, SharedFact] = {}
+
+
+def add_fact(name: str, read: Callable[[], int | None], repair: Repair | str) -> None:
+    """Have ranks compare an integer with their settings, from the next step on, until :func:`forget_facts`.
+
+    Called by: every rank, between the same two steps. A fact of the same name is replaced.
+
+    Args:
+        name: of the fact, in words: the beginning of the sentence that says that ranks differ.
+        read: returns it; cheap, without waiting for a device or for other ranks. ``None``: nothing to compare yet.
+        repair: what fixes a difference: what the user is to do, for the error; or how it is put right without one.
+    """
+    _facts[name] = SharedFact(name, read, repair)
+
+
+def forget_facts() -> None:
+    """Compare none any more. Called when the world is left."""
+    _facts.clear()
+
+
+def all_facts() -> list[SharedFact]:
+    """Return the facts in the order of their names, which is the same on every rank."""
+    return [_facts[name] for name in sorted(_facts)]
+
+
+class CheckSchedule:
+    """The steps of one comparison: a number of first ones, then twice as far each time, up to so many apart.
+
+    Args:
+        num_first: steps at the beginning, each of which is due.
+        every: how many steps apart the others are at most.
+    """
+
+    def __init__(self, num_first: int, every: int) -> None:
+        self.next = 0
+        """The next step that is due, from 0."""
+        self._num_first = num_first
+        self._every = every
+        self._least = 1
+
+    def advance(self, step: int) -> None:
+        """Take in that ranks have compared in ``step``."""
+        apart = 1 if step < self._num_first else min(step, self._every)
+        self.next = step + max(apart, self._least)
+
+    def be_patient(self, most: int) -> None:
+        """Compare half as often from now on, down to every ``most`` steps: what was found meant nothing."""
+        self._least = min(max(2 * self._least, 16), most)
 
 
 class StateGuard:
@@ -74,9 +157,9 @@ class StateGuard:
         self._checksum = ChecksumOfAll()
         self._num_steps = 0
         self._compared_at = 0
-        self._settings = Schedule(NUM_FIRST_STEPS, SETTINGS_EVERY)
-        self._values = Schedule(0, VALUES_EVERY)
-        self._facts: dict[str, int | None] = {}
+        self._settings = CheckSchedule(NUM_FIRST_STEPS, SETTINGS_EVERY)
+        self._values = CheckSchedule(0, VALUES_EVERY)
+        self._facts: list[HeldFact] = []
         self._sums = (0.0, 0.0)
         session.on_leave(unfollow)
         session.on_leave(forget_facts)
@@ -88,9 +171,9 @@ class StateGuard:
             return None
         numbers: list[int] = []
         if step >= self._settings.next:
-            self._facts = {fact.name: fact.number for fact in self._all_facts()}
+            self._facts = [fact.held() for fact in self._all_facts()]
             numbers = [
-                *(one or 0 for one in self._facts.values()),
+                *(fact.number or 0 for fact in self._facts),
                 self._optimizers.num_steps,
                 self._optimizers.checksum(),
             ]
@@ -133,8 +216,9 @@ class StateGuard:
     def _diagnose(self, step: int, *, values: bool) -> None:
         tensors = self._tensors() if values else {}
         steps = (self._compared_at, step + 1)
-        parted = Parted(self._model_name, self._names, self._optimizers, self._facts, tensors, steps=steps)
-        found = diagnose(parted, self._exchange)
+        optimizers = self._optimizers.num_steps, self._optimizers.groups()
+        replicas = DivergedReplicas(self._model_name, self._names, *optimizers, self._facts, tensors, steps=steps)
+        found = diagnose(replicas, self._exchange)
         if found is Harmless.ROUNDING:
             # Processors that round differently, or a kernel that was chosen by measuring.
             self._values.be_patient(PATIENT_EVERY)
@@ -142,7 +226,7 @@ class StateGuard:
             # Settings that differ and mean the same, as 1 and 1.0 do.
             self._settings.be_patient(PATIENT_EVERY)
 
-    def _all_facts(self) -> list[Fact]:
+    def _all_facts(self) -> list[SharedFact]:
         return all_facts() if self._reads_facts else []
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -168,3 +252,96 @@ def shared_statistics(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> d
         if isinstance(module, kinds)
         for name, _ in module.named_buffers(recurse=False)
     }
+
+
+OptimizerGroup = dict[str, Any]
+"""One parameter group in JSON: the optimizer's class, numbers of the model's parameters, values by key."""
+
+
+class OptimizersOf:
+    """The optimizers that hold parameters of one model, as far as they have stepped since ranks last compared."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
+        """By the identity of a parameter, which the model keeps alive."""
+        self.num_steps = 0
+        """How many steps there were since ranks last compared."""
+        self._stepped: dict[int, ref[Optimizer]] = {}
+        _follow(self)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Take in that ``optimizer`` has stepped."""
+        self.num_steps += 1
+        if id(optimizer) not in self._stepped:
+            self._stepped[id(optimizer)] = ref(optimizer)
+
+    def start_over(self) -> None:
+        """Forget the steps: ranks have compared."""
+        self.num_steps = 0
+        self._stepped.clear()
+
+    def checksum(self) -> int:
+        """Return a checksum of the hyperparameters as they are now; the order of the optimizers plays no part."""
+        return sum(map(settings_checksum, self._optimizers()))
+
+    def groups(self) -> list[OptimizerGroup]:
+        """Return the parameter groups with parameters of the model, as JSON can carry them."""
+        found: list[OptimizerGroup] = []
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                numbers = [self.number_of[id(p)] for p in group["params"] if id(p) in self.number_of]
+                if numbers:
+                    values = settings_of(group)
+                    found.append({"optimizer": type(optimizer).__name__, "parameters": numbers, "values": values})
+        return found
+
+    def _optimizers(self) -> Iterable[Optimizer]:
+        # An optimizer that was replaced is collected on one rank earlier than on another, and is not kept for this.
+        return [one for reference in self._stepped.values() if (one := reference()) is not None]
+
+
+_followed: WeakSet[OptimizersOf] = WeakSet()
+_models_of: dict[int, tuple[ref[Optimizer], int, list[ref[OptimizersOf]]]] = {}
+"""By the identity of an optimizer: itself, how many groups it had, and the models whose parameters it holds."""
+_hooks: list[RemovableHandle] = []
+
+
+def _follow(model: OptimizersOf) -> None:
+    _followed.add(model)
+    _models_of.clear()
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def unfollow() -> None:
+    """Follow no optimizer any more. Called when the world is left."""
+    while _hooks:
+        _hooks.pop().remove()
+    _models_of.clear()
+
+
+def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    """Tell the models whose parameters an optimizer holds. Called by torch, after every step."""
+    # To be left alone by the compiler takes several times as long as what is done here.
+    (_notify_models_uncompiled if torch.compiler.is_compiling() else _notify_models)(optimizer)
+
+
+def _notify_models(optimizer: Optimizer) -> None:
+    # By identity: a dict with weak keys takes several times as long to look into.
+    known = _models_of.get(id(optimizer))
+    if known is None or known[0]() is not optimizer or known[1] != len(optimizer.param_groups):
+        known = _models_of[id(optimizer)] = ref(optimizer), len(optimizer.param_groups), _models_stepped_by(optimizer)
+    for reference in known[2]:
+        model = reference()
+        if model is not None:
+            model.note_step(optimizer)
+
+
+_notify_models_uncompiled = uncompiled(_notify_models)
+
+
+def _models_stepped_by(optimizer: Optimizer) -> list[ref[OptimizersOf]]:
+    for number in [number for number, (reference, *_) in _models_of.items() if reference() is None]:
+        del _models_of[number]
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [ref(model) for model in _followed if not held.isdisjoint(model.number_of)]

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from rankwise import environments
-from rankwise.collectives import broadcast, gather_json
+from rankwise.comm.collectives import broadcast, gather_json
+from rankwise.comm.session import current
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.log import log, warn
-from rankwise.session import current
+from rankwise.world import environments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ _NAME = re.compile(r"elastic-(\d+)-(\d+)-(\d+)\.pt")
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Mark:
+class CommitNumber:
     """Which commit of a state: a later attempt has the newer ones."""
 
     attempt: int
@@ -109,8 +109,8 @@ class Commits:
             PeerFailed, PeerMissing: as every collective.
         """
         own = next(self._readable(), None) if self._is_writer else None
-        told = gather_json(None if own is None else [own[0].attempt, own[0].number], what="hvd.elastic.run()")
-        marks = {rank: Mark(*one) for rank, one in enumerate(told) if one is not None}
+        reported = gather_json(None if own is None else [own[0].attempt, own[0].number], what="hvd.elastic.run()")
+        marks = {rank: CommitNumber(*one) for rank, one in enumerate(reported) if one is not None}
         if not marks:
             return None
         # Of several equal ones the lowest rank's.
@@ -123,7 +123,7 @@ class Commits:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
         return _loaded(broadcast(sent, source).numpy().tobytes())
 
-    def _readable(self) -> Iterator[tuple[Mark, bytes]]:
+    def _readable(self) -> Iterator[tuple[CommitNumber, bytes]]:
         """Yield this machine's undamaged commits, the newest first."""
         for mark in self._found():
             try:
@@ -137,13 +137,13 @@ class Commits:
                 continue
             yield mark, data
 
-    def _found(self) -> list[Mark]:
+    def _found(self) -> list[CommitNumber]:
         """Return which commits of this run lie in the folder, the newest first."""
         names = [_NAME.fullmatch(path.name) for path in self._folder.iterdir()]
-        marks = [Mark(int(name[2]), int(name[3])) for name in names if name and int(name[1]) == self._run]
+        marks = [CommitNumber(int(name[2]), int(name[3])) for name in names if name and int(name[1]) == self._run]
         return sorted(marks, reverse=True)
 
-    def _path(self, mark: Mark) -> Path:
+    def _path(self, mark: CommitNumber) -> Path:
         return self._folder / f"elastic-{self._run}-{mark.attempt}-{mark.number}.pt"
 
 

@@ -10,8 +10,8 @@ from rankwise.compat.horovod.elastic import commits
 from rankwise.compat.horovod.elastic.state import State
 from rankwise.compat.horovod.errors import Refused
 from rankwise.compat.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from rankwise.compat.horovod.queue import current_queue
-from rankwise.compat.horovod.world import rank
+from rankwise.compat.horovod.initialization import rank
+from rankwise.compat.horovod.negotiation.queue import current_queue
 from rankwise.errors import ConfigurationError, PeerFailed, PeerMissing
 from rankwise.log import warn
 

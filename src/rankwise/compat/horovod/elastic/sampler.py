@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
-from rankwise.compat.horovod.world import rank, size
+from rankwise.compat.horovod.initialization import rank, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sized

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rankwise.comm.session import current_or_none
 from rankwise.log import log
-from rankwise.session import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -68,12 +68,12 @@ class State:
                 takes up the state; where the job was asked to stop, it ends.
         """
         session = current_or_none()
-        if session is not None and session.stopping.is_here():
+        if session is not None and session.preemption.is_here():
             self.save()
             if self._commits is not None:
                 self._commits.write(self.kept())
             log("elastic: committed for the next attempt of this job; with the job it goes")
-            session.stopping.stop()
+            session.preemption.stop()
 
     def save(self) -> None:
         """Keep a copy of the state in memory."""

@@ -11,9 +11,9 @@ from torch import nn
 
 from rankwise.compat.horovod.elastic.sampler import ElasticSampler
 from rankwise.compat.horovod.elastic.state import ObjectState
-from rankwise.compat.horovod.objects import broadcast_object
-from rankwise.compat.horovod.parameters import broadcast_optimizer_state, broadcast_parameters
-from rankwise.compat.horovod.world import rank
+from rankwise.compat.horovod.initialization import rank
+from rankwise.compat.horovod.operations.objects import broadcast_object
+from rankwise.compat.horovod.operations.parameters import broadcast_optimizer_state, broadcast_parameters
 
 
 class StateHandler:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Self, cast
 import torch
 from torch import nn
 
-from rankwise.collectives import exchange_of
-from rankwise.compat.megengine.autodiff.over_ranks import OverRanks
+from rankwise.comm.collectives import exchange_of
+from rankwise.comm.optimizer_steps import account_for_part
+from rankwise.compat.megengine.autodiff.reduced_gradients import ReducedGradients
 from rankwise.compat.megengine.distributed.gradients import AllreduceCallback
 from rankwise.compat.megengine.recording import Recording, recordings
 from rankwise.errors import ConfigurationError
-from rankwise.steps import account_for_part
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -38,7 +38,7 @@ class _Attached:
     over_ranks: AllreduceCallback | None = None
 
 
-_going_back: list[GradManager] = []
+_in_backward: list[GradManager] = []
 """Those whose backward is under way: hooks of the others have nothing to do then."""
 
 
@@ -63,7 +63,7 @@ class GradManager:
     def __init__(self) -> None:
         self._attached: dict[int, _Attached] = {}
         self._recording: Recording | None = None
-        self._ways: dict[AllreduceCallback, OverRanks] = {}
+        self._ways: dict[AllreduceCallback, ReducedGradients] = {}
 
     def __del__(self) -> None:
         for attached in self._attached.values():
@@ -162,7 +162,7 @@ class GradManager:
                 # The loss is on another rank, or depends on one: each rank holds a part of one model.
                 for tensor in self.attached_tensors():
                     account_for_part(tensor)
-            self._go_back(
+            self._run_backward(
                 [*roots, *ends],
                 [*gradients, *(torch.ones_like(end) for end in ends)],
                 recording.beginnings,
@@ -184,13 +184,13 @@ class GradManager:
                 "send x.detach() where no gradient is wanted",
             )
 
-    def _go_back(
+    def _run_backward(
         self, roots: list[torch.Tensor], gradients: list[torch.Tensor], beginnings: list[torch.Tensor]
     ) -> None:
         alive = [(tensor, attached) for tensor, attached in self._alive() if tensor.requires_grad]
         ways = self._open_ways(alive)
         earlier = _set_aside(alive)
-        _going_back.append(self)
+        _in_backward.append(self)
         try:
             inputs = [*(tensor for tensor, _ in alive), *beginnings]
             if roots and inputs:
@@ -208,16 +208,16 @@ class GradManager:
                 tensor.grad = gradient
             raise
         finally:
-            _going_back.remove(self)
+            _in_backward.remove(self)
         _add(earlier)
 
-    def _open_ways(self, alive: list[tuple[torch.Tensor, _Attached]]) -> list[OverRanks]:
+    def _open_ways(self, alive: list[tuple[torch.Tensor, _Attached]]) -> list[ReducedGradients]:
         """Return the ways of what is reduced over ranks, opened anew where other tensors are attached by now."""
         tensors_of: dict[AllreduceCallback, list[torch.Tensor]] = {}
         for tensor, attached in alive:
             if attached.over_ranks is not None:
                 tensors_of.setdefault(attached.over_ranks, []).append(tensor)
-        ways: list[OverRanks] = []
+        ways: list[ReducedGradients] = []
         for callback, tensors in tensors_of.items():
             exchange = exchange_of(callback.group.group)
             if exchange is None:
@@ -225,14 +225,14 @@ class GradManager:
                 continue
             way = self._ways.get(callback)
             if way is None or not way.is_of(tensors, exchange):
-                way = self._ways[callback] = OverRanks(tensors, exchange, callback.reduce_method)
+                way = self._ways[callback] = ReducedGradients(tensors, exchange, callback.reduce_method)
             ways.append(way)
         return ways
 
     def _arrived(self, tensor: torch.Tensor, attached: _Attached) -> None:
         """Do what is to be done with the gradient of an attached tensor, which is there."""
-        if self not in _going_back:
-            if not _going_back and (self._recording is not None or attached.over_ranks is not None):
+        if self not in _in_backward:
+            if not _in_backward and (self._recording is not None or attached.over_ranks is not None):
                 raise ConfigurationError(
                     "A plain backward() came to a tensor that is attached to a GradManager, which did not hear of it.",
                     evidence=f"its shape is {list(tensor.shape)}",

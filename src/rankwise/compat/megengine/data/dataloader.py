@@ -76,7 +76,7 @@ class DataLoader:
             start = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
             options |= {"timeout": timeout, "multiprocessing_context": start}
         if is_stream:
-            batches = _Stream(dataset, cast("StreamSampler", sampler).batch_size)
+            batches = _SampleStream(dataset, cast("StreamSampler", sampler).batch_size)
             join = _Batch(self.transform, self.collator, is_stream=True)
             self._loader = torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=join, **options)
         else:
@@ -107,7 +107,7 @@ class _Batch:
         return self._collator.apply(self._transform.apply_batch(samples))
 
 
-class _Stream(torch.utils.data.IterableDataset[list[Any]]):
+class _SampleStream(torch.utils.data.IterableDataset[list[Any]]):
     """The samples of a stream, as many together as a batch has. The last may be fewer."""
 
     def __init__(self, dataset: StreamDataset, batch_size: int) -> None:

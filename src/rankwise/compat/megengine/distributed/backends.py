@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MegEngine's names of what carries tensors, and what of rankwise's they mean. Imported by this room's other files."""
+"""MegEngine's names of backends, and what each means to :func:`rankwise.join`. Imported by this room's other files."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
-from rankwise.session import current
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise import collectives
+from rankwise.comm import collectives
+from rankwise.comm.point_to_point.message import pack, sizes_of, unpack
+from rankwise.comm.session import Session, current
 from rankwise.errors import ConfigurationError, PeerMissing
-from rankwise.point_to_point.message import pack, sizes_of, unpack
-from rankwise.session import Session, current
 
 if TYPE_CHECKING:
-    from rankwise.store import Store
+    from rankwise.store.values import Store
 
 PREFIX = "megengine/user"
 SLICE_SECONDS = 0.2
@@ -96,22 +96,22 @@ class Client:
         return self._session is session
 
     def _content(self, key: str) -> bytes:
-        store, watch = self._store(key), self._session.watch
-        if store is None or watch is None:
+        store, detector = self._store(key), self._session.detector
+        if store is None or detector is None:
             if key not in self._alone:
-                raise self._in_vain(key, 0.0)
+                raise self._timed_out(key, 0.0)
             return self._alone[key]
-        end = time.monotonic() + watch.timeout_seconds
+        end = time.monotonic() + detector.timeout_seconds
         while True:
             try:
                 return store.get(key, SLICE_SECONDS)
             except TimeoutError:
-                if watch.error is not None:
-                    raise watch.error from None
+                if detector.error is not None:
+                    raise detector.error from None
                 if time.monotonic() > end:
-                    raise self._in_vain(key, watch.timeout_seconds) from None
+                    raise self._timed_out(key, detector.timeout_seconds) from None
 
-    def _in_vain(self, key: str, waited: float) -> PeerMissing:
+    def _timed_out(self, key: str, waited: float) -> PeerMissing:
         world = self._session.world
         others = [rank for rank in range(world.world_size) if rank != world.rank]
         return PeerMissing(

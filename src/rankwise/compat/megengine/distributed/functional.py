@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import torch
 
-from rankwise import collectives
-from rankwise.compat.megengine.distributed import in_group_order
-from rankwise.compat.megengine.distributed.autograd import checked_axis, refuse_device, through
+from rankwise.comm import collectives
+from rankwise.comm.session import current
+from rankwise.compat.megengine.distributed import group_collectives
+from rankwise.compat.megengine.distributed.group_collectives import checked_axis, refuse_device, through
 from rankwise.compat.megengine.distributed.groups import WORLD, Group, checked
 from rankwise.compat.megengine.distributed.remote import remote_recv, remote_send
 from rankwise.compat.megengine.recording import keep_beginning, keep_end, recordings
 from rankwise.errors import ConfigurationError
-from rankwise.session import current
 
 __all__ = [
     "all_gather",
@@ -109,8 +109,8 @@ def all_gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = Non
     group, axis = _checked("all_gather", inp, group, device), checked_axis("all_gather", inp, axis)
     return through(
         inp,
-        there=lambda data: torch.cat(in_group_order.gathered(data, group), axis),
-        back=lambda gradient: in_group_order.scattered_sum(gradient, group, axis),
+        there=lambda data: torch.cat(group_collectives.gathered(data, group), axis),
+        back=lambda gradient: group_collectives.scattered_sum(gradient, group, axis),
     )
 
 
@@ -138,8 +138,8 @@ def reduce_scatter_sum(
     axis = checked_axis("reduce_scatter_sum", inp, axis, parts=group.size)
     return through(
         inp,
-        there=lambda data: in_group_order.scattered_sum(data, group, axis),
-        back=lambda gradient: torch.cat(in_group_order.gathered(gradient, group), axis),
+        there=lambda data: group_collectives.scattered_sum(data, group, axis),
+        back=lambda gradient: torch.cat(group_collectives.gathered(gradient, group), axis),
     )
 
 
@@ -216,8 +216,8 @@ def gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = None, a
     return _for_the_root(
         through(
             inp,
-            there=lambda data: in_group_order.gathered_at_root(data, group, axis),
-            back=lambda gradient: in_group_order.scattered_from_root(gradient, group, axis),
+            there=lambda data: group_collectives.gathered_at_root(data, group, axis),
+            back=lambda gradient: group_collectives.scattered_from_root(gradient, group, axis),
         ),
         group,
     )
@@ -245,8 +245,8 @@ def scatter(inp: torch.Tensor | None, group: Group = WORLD, device: str | None =
     axis = checked_axis("scatter", data, axis, parts=group.size)
     return through(
         data,
-        there=lambda given: in_group_order.scattered_from_root(given, group, axis),
-        back=lambda gradient: in_group_order.gathered_at_root(gradient, group, axis),
+        there=lambda given: group_collectives.scattered_from_root(given, group, axis),
+        back=lambda gradient: group_collectives.gathered_at_root(gradient, group, axis),
     )
 
 
@@ -281,8 +281,8 @@ def all_to_all(
     concat_axis = checked_axis("all_to_all", inp, concat_axis)
     return through(
         inp,
-        there=lambda data: in_group_order.exchanged(data, group, split_axis, concat_axis),
-        back=lambda gradient: in_group_order.exchanged(gradient, group, concat_axis, split_axis),
+        there=lambda data: group_collectives.exchanged(data, group, split_axis, concat_axis),
+        back=lambda gradient: group_collectives.exchanged(gradient, group, concat_axis, split_axis),
     )
 
 
@@ -315,11 +315,11 @@ def _from_the_root(name: str, inp: torch.Tensor | None, group: Group, device: st
     group = checked(group)
     is_root = group.rank == 0
     refuse_device(name, device)
-    told: list[Any] | None = None
+    reported: list[Any] | None = None
     if is_root and isinstance(inp, torch.Tensor):
         wants_gradient = inp.requires_grad and torch.is_grad_enabled()
-        told = [str(inp.dtype).removeprefix("torch."), list(inp.shape), wants_gradient]
-    kind = collectives.gather_json(told, what=f"{name}: kind", group=group.group)[group.places[0]]
+        reported = [str(inp.dtype).removeprefix("torch."), list(inp.shape), wants_gradient]
+    kind = collectives.gather_json(reported, what=f"{name}: kind", group=group.group)[group.places[0]]
     if kind is None:
         raise ConfigurationError(
             f"{name} takes a tensor, and rank {group.root} gave none.", do=f"pass a tensor on rank {group.root}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise import collectives
+from rankwise.comm import collectives
 from rankwise.compat.megengine.distributed.backends import arguments_of
 from rankwise.compat.megengine.distributed.groups import WORLD, Group, checked
 from rankwise.errors import ConfigurationError

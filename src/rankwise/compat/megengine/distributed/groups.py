@@ -6,9 +6,9 @@ from __future__ import annotations
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from rankwise import collectives
+from rankwise.comm import collectives
+from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerMissing
-from rankwise.session import current, current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -106,7 +106,7 @@ class Group:
         return f"Group({self.proc_ranks})"
 
 
-class _World(Group):
+class _WorldGroup(Group):
     """All ranks of whatever world is joined."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class _World(Group):
         return "WORLD"
 
 
-WORLD: Group = _World()
+WORLD: Group = _WorldGroup()
 """All ranks: the default of every ``group``."""
 
 

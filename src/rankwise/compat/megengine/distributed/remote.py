@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.compat.megengine.distributed.autograd import refuse_device
-from rankwise.compat.megengine.dtypes import dtype_of
+from rankwise.comm.point_to_point.send_recv import recv, send
+from rankwise.compat.megengine.distributed.group_collectives import refuse_device
 from rankwise.compat.megengine.recording import keep_beginning, keep_end, recordings
+from rankwise.compat.megengine.tensors import dtype_of
 from rankwise.errors import ConfigurationError
-from rankwise.point_to_point.calls import recv, send
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

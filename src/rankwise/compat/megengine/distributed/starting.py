@@ -7,13 +7,14 @@ import functools
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
-from rankwise import collectives, environments
+from rankwise.comm import collectives
+from rankwise.comm.join import join
 from rankwise.compat.megengine.device import GPU_TYPES, check_device_type, get_device_count
 from rankwise.compat.megengine.distributed.backends import arguments_of
-from rankwise.device import accelerator
 from rankwise.errors import ConfigurationError
-from rankwise.launch.function import launcher as on_ranks_of_rankwise
-from rankwise.process_group import join
+from rankwise.launch.function.launch import launcher as on_ranks_of_rankwise
+from rankwise.world import environments
+from rankwise.world.device import accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,13 +190,13 @@ def _in_this_rank(
     @functools.wraps(joined)
     def here(*args: P.args, **kwargs: P.kwargs) -> list[T]:
         found = environments.read_process("rankwise")
-        for name, told, there in (
+        for name, given, there in (
             ("n_gpus", n_gpus, found.local_world_size),
             ("world_size", world_size, found.world_size),
         ):
-            if told is not None and told != there:
+            if given is not None and given != there:
                 raise ConfigurationError(
-                    f"launcher was given {name}={told}, and `rankwise run` has started {there}.",
+                    f"launcher was given {name}={given}, and `rankwise run` has started {there}.",
                     do=f"leave {name} out, or start the script by `python`",
                 )
         with join(**arguments) as world:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files with checksums: written on disk piece by piece, and compared with what the manifest says of them.
+
+Knows no tensors and no other rank. Imported by the saving and the loading of this room.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import zlib
+from typing import TYPE_CHECKING
+
+from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    Bytes = bytes | memoryview
+
+
+def write_file(path: Path, parts: Iterable[Bytes]) -> FileEntry:
+    """Write a new file from its parts, on disk when this returns; return its size and checksums.
+
+    The interpreter lock is free while bytes are written and summed.
+    """
+    checksums: list[str] = []
+    size, crc = 0, 0
+    with path.open("xb") as file:
+        for piece in _cut(parts):
+            file.write(piece)
+            crc = zlib.crc32(piece, crc)
+            size += len(piece)
+            if size % PIECE_BYTES == 0:
+                checksums.append(f"{crc:08x}")
+                crc = 0
+        if size % PIECE_BYTES:
+            checksums.append(f"{crc:08x}")
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(name=path.name, size_bytes=size, checksums=tuple(checksums))
+
+
+def _cut(parts: Iterable[Bytes]) -> Iterator[memoryview]:
+    """Yield the bytes of ``parts`` so that no piece crosses a multiple of ``PIECE_BYTES``."""
+    position = 0
+    for part in parts:
+        view = memoryview(part)
+        while view:
+            piece = view[: PIECE_BYTES - position % PIECE_BYTES]
+            yield piece
+            view = view[len(piece) :]
+            position += len(piece)
+
+
+def plain(path: Path) -> Path:
+    """Return a path unless a pipe or a device lies there, which opening may wait for.
+
+    Raises:
+        OSError: one does, or nothing does.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is not a plain file")
+    return path
+
+
+def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
+    """Return what is wrong with a file, or ``None``.
+
+    Args:
+        path: the file.
+        entry: what the manifest says about it.
+        pieces: numbers of the pieces whose checksums are compared; the size is compared in any
+            case.
+    """
+    try:
+        found = plain(path).stat().st_size
+        if found < entry.size_bytes:
+            return f"{path.name} is truncated: {entry.size_bytes} bytes expected, {found} found"
+        if found > entry.size_bytes:
+            return f"{path.name} is too long: {entry.size_bytes} bytes expected, {found} found"
+        buffer = memoryview(bytearray(min(PIECE_BYTES, entry.size_bytes)))
+        with path.open("rb", buffering=0) as file:
+            for number in pieces:
+                length = min(PIECE_BYTES, entry.size_bytes - number * PIECE_BYTES)
+                file.seek(number * PIECE_BYTES)
+                _fill(file.readinto, buffer[:length])
+                if f"{zlib.crc32(buffer[:length]):08x}" != entry.checksums[number]:
+                    first = number * PIECE_BYTES
+                    where = f"bytes {first}-{first + length - 1}"
+                    return f"{path.name} is damaged: its checksum differs in {where}"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except (OSError, EOFError) as error:
+        return f"{path.name} cannot be read: {error}"
+    return None
+
+
+def _fill(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> None:
+    while len(buffer):
+        count = readinto(buffer)
+        if not count:
+            message = "the file ended early"
+            raise EOFError(message)
+        buffer = buffer[count:]

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lock on a folder of checkpoints: one job saves there at a time, and a dead job's lock stops nobody.
+
+Works where ``flock`` does not, by what every file system offers: a file is created by one process only. Rank zero
+holds the lock for its job, and every rank learns what it finds. ``docs/decisions`` says why it is as it is. Imported by
+the Checkpointer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import os
+import re
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.checkpoint.folder import make_folder
+from rankwise.checkpoint.lock_owner import LockOwner, decode, read
+from rankwise.comm.session import current
+from rankwise.errors import CheckpointError
+from rankwise.health.fork_safety import hold_during_forks
+from rankwise.health.preemption import StepSource
+from rankwise.log import log, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+    from pathlib import Path
+
+    from rankwise.checkpoint.phases import CheckpointRanks
+
+
+PREFIX = ".rankwise-lock-"
+REFRESH_SECONDS = 4.0
+"""How often the owner changes its lock file."""
+WATCH_SECONDS = 20.0
+"""How long the lock of another machine is watched for a change before its owner counts as dead."""
+POLL_SECONDS = 0.5
+"""How often it is looked at meanwhile."""
+
+_NUMBERED = re.compile(re.escape(PREFIX) + r"(\d{1,9})")
+
+LockVerdict = list[str] | None
+"""What a step of a claim came to: ``None`` to go on, nothing in the list once the folder is this job's, else the owner
+in words and what to do."""
+
+_held: dict[str, _HeldLock] = {}
+
+
+class FolderLock:
+    """The lock of one folder, as one Checkpointer takes it; those of one process share it. Rank zero only."""
+
+    def __init__(self, folder: Path) -> None:
+        """Look at nothing yet."""
+        self.folder = folder
+        self._dead: set[str] = set()
+        """Locks whose owners were found dead, by their content."""
+
+    def acquire(self) -> Generator[LockVerdict]:
+        """Take the lock, a step at a time; the last step has the verdict.
+
+        Raises:
+            OSError: the folder cannot be made or written to.
+        """
+        key = os.path.realpath(self.folder)
+        held = _held.get(key)
+        own = held.owner if held is not None and held.is_of_this_process else LockOwner.this_process()
+        make_folder(self.folder)
+        path = None
+        while True:
+            locks = _locks(self.folder)
+            path = next((each for each in locks.values() if _is_lock_of(each, own)), None)
+            others = [each for each in locks.values() if each != path]
+            for other in others:
+                verdict = yield from self._judge(other, own)
+                if verdict:
+                    if path is not None:
+                        path.unlink(missing_ok=True)
+                    yield verdict
+                    return
+            if path is not None:
+                break
+            # One number above the dead locks: of several processes that come to this, one creates the file.
+            _create(self.folder / f"{PREFIX}{max(locks, default=0) + 1}", own)
+        for other in others:
+            # One that cannot be removed is judged dead again by the next process.
+            with contextlib.suppress(OSError):
+                other.unlink()
+        # The same folder may have another name here.
+        if held is None or held.owner is not own or held.path.name != path.name:
+            users: set[FolderLock] = set()
+            if held is not None:
+                held.stop()
+                users = held.users if held.is_of_this_process else users
+            held = _held[key] = _HeldLock(path, own, users)
+        held.users.add(self)
+        yield []
+
+    def find_other_job(self, *, watches: bool) -> Generator[LockVerdict]:
+        """Look whether another job holds the lock, a step at a time; the last step has the verdict.
+
+        Args:
+            watches: watch the lock of another machine; otherwise nothing is said of it.
+        """
+        held = _held.get(os.path.realpath(self.folder))
+        own = held.owner if held is not None and held.is_of_this_process else LockOwner.this_process()
+        for path in _locks(self.folder).values():
+            if not _is_lock_of(path, own):
+                verdict = yield from self._judge(path, own, watches=watches)
+                if verdict:
+                    yield verdict
+                    return
+        yield []
+
+    def release(self) -> None:
+        """Give the lock back, unless another Checkpointer of this process holds it too."""
+        key = os.path.realpath(self.folder)
+        held = _held.get(key)
+        if held is None or not held.is_of_this_process:
+            return
+        held.users.discard(self)
+        if not held.users:
+            del _held[key]
+            held.remove()
+
+    def _judge(self, path: Path, own: LockOwner, *, watches: bool = True) -> Generator[LockVerdict, None, list[str]]:
+        """Return who holds a lock and what to do about it; nothing where its owner is dead."""
+        content = read(path)
+        if content is None or (identity := _identity(path, content)) in self._dead:
+            return []
+        owner = decode(content)
+        runs = None if owner is None else owner.is_running(own)
+        if runs is None and watches:
+            log(f"{self.folder} may be in use by {_describe(owner)}: watching it for {WATCH_SECONDS:.0f} s")
+            runs = False
+            for _ in range(round(WATCH_SECONDS / POLL_SECONDS)):
+                time.sleep(POLL_SECONDS)
+                yield None
+                now = read(path)
+                if now is None:
+                    return []
+                if _identity(path, now) != identity:
+                    # Another lock by now, or one that was only being written.
+                    return (yield from self._judge(path, own))
+                if now != content:
+                    runs = True
+                    break
+            else:
+                log(f"{self.folder} is free: {_describe(owner)} gave no sign of life")
+        if runs:
+            return [f"{_describe(owner)}\nits lock is {path}", _what_to_do(owner, path)]
+        if runs is False:
+            self._dead.add(identity)
+        return []
+
+
+class _HeldLock:
+    """A lock that this process holds, and the thread that gives its signs of life."""
+
+    def __init__(self, path: Path, owner: LockOwner, users: set[FolderLock]) -> None:
+        self.path = path
+        self.owner = owner
+        self.users = users
+        self._num_refreshes = 0
+        self._ends = False
+        # Held whenever the thread does more than wait, so that no fork comes in between.
+        self._changed = threading.Condition()
+        hold_during_forks(self._changed)
+        self._thread = threading.Thread(target=self._refresh_until_stopped, name="rankwise-folder-lock", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether it is not the lock of a process that this one was forked from."""
+        return self.owner.pid == os.getpid()
+
+    def stop(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def remove(self) -> None:
+        """Remove the lock file, if it is still this lock's."""
+        self.stop()
+        with contextlib.suppress(OSError):
+            if _is_lock_of(self.path, self.owner):
+                self.path.unlink()
+
+    def _refresh_until_stopped(self) -> None:
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._ends, REFRESH_SECONDS):
+                # A disk that fails for a while must not end it; the next save finds out what became of the lock.
+                with contextlib.suppress(OSError):
+                    self._refresh()
+
+    def _refresh(self) -> None:
+        with self.path.open("r+b") as file:
+            if decode(file.read()) == self.owner:
+                self._num_refreshes += 1
+                file.seek(0)
+                file.write(self.owner.encode(self._num_refreshes))
+
+
+@atexit.register
+def _remove_all() -> None:
+    for held in list(_held.values()):
+        if held.is_of_this_process:
+            held.remove()
+    _held.clear()
+
+
+def _locks(folder: Path) -> dict[int, Path]:
+    """Return the lock files of a folder by number, in order; the highest is the last that was created."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return {int(match[1]): folder / match[0] for name in sorted(names) if (match := _NUMBERED.fullmatch(name))}
+
+
+def _create(path: Path, own: LockOwner) -> None:
+    """Create a lock file, unless another process has."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(own.encode(0))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _is_lock_of(path: Path, own: LockOwner) -> bool:
+    content = read(path)
+    return content is not None and decode(content) == own
+
+
+def _identity(path: Path, content: bytes) -> str:
+    """Return what tells one lock from another, whatever signs of life its owner gives."""
+    owner = decode(content)
+    return f"{path.name} {'' if owner is None else owner.token}"
+
+
+def _describe(owner: LockOwner | None) -> str:
+    return "a process that its lock file does not name" if owner is None else owner.description
+
+
+def _what_to_do(owner: LockOwner | None, path: Path) -> str:
+    end_it = "" if owner is None else f" (on {owner.hostname}: kill {owner.pid})"
+    return (
+        f"name another folder for this job, or end the other one first{end_it}.\n"
+        "A script that only reads uses restore() without a loader, or rankwise.load().\n"
+        f"If that process does not save there, remove {path.name}"
+    )
+
+
+REPORTED_BY_THE_SAVE = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+"""What keeps a lock file from being written and a checkpoint too, which has better words for it."""
+
+
+def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock) -> None:
+    """Return when this job alone saves into the folder.
+
+    Called by: every rank.
+
+    Raises:
+        CheckpointError: another job saves there; on every rank.
+    """
+
+    def steps() -> Generator[LockVerdict]:
+        try:
+            yield from lock.acquire()
+        except OSError as error:
+            if error.errno not in REPORTED_BY_THE_SAVE:
+                warn(f"{lock.folder} cannot be locked ({error}): make sure that no other job saves there")
+            yield []
+
+    _conclude(ranks, lock, steps())
+
+
+def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable[object]) -> None:
+    """Look whether another job saves where this one resumes from. Only reads.
+
+    Called by: every rank.
+
+    Args:
+        ranks: who resumes.
+        lock: of the folder.
+        objects: that are restored. With a loader among them this job saves there when it is stopped, if not before;
+            with an optimizer it likely will; with neither it may as well only read.
+
+    Raises:
+        CheckpointError: another job saves there, and a loader is among the objects; on every rank.
+    """
+    objects = list(objects)
+    if any(isinstance(item, StepSource) for item in objects):
+        _conclude(ranks, lock, lock.find_other_job(watches=True))
+        return
+
+    def mention() -> Generator[LockVerdict]:
+        if any(isinstance(item, torch.optim.Optimizer) for item in objects):
+            verdict = next(lock.find_other_job(watches=False))
+            if verdict:
+                owner = verdict[0].splitlines()[0]
+                warn(f"another job saves into {lock.folder}: {owner}. This job cannot, until it ends")
+        yield []
+
+    _conclude(ranks, lock, mention())
+
+
+def _conclude(ranks: CheckpointRanks, lock: FolderLock, steps: Generator[LockVerdict]) -> None:
+    """Have rank zero go on with ``steps``, one at a time: the others must not wait long for it."""
+    verdict: LockVerdict = None
+    while verdict is None:
+        verdict = ranks.confirm(f"locking {lock.folder}", lambda: next(steps) if ranks.rank == 0 else None)[0]
+    if verdict:
+        owner, do = verdict
+        raise CheckpointError(
+            f"Another job saves into {lock.folder}.", where=f"reported on {current().world}", evidence=owner, do=do
+        )

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that saves into a folder, as its lock file describes it, and whether it still runs.
+
+Never compares the clocks of two machines: a process of this machine is looked up by its number and start time, one of
+another machine by whether its lock file keeps changing. Imported by ``folder_lock``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankwise.health import process_probe
+from rankwise.world import environments
+
+if TYPE_CHECKING:
+    from typing import Self
+
+LATEST_SECONDS = 1e11
+"""Of what can be shown as a date."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LockOwner:
+    """The process that holds a lock."""
+
+    hostname: str
+    machine: str
+    """Names the machine as it runs now, and the container: process numbers count within these. Empty if unknown."""
+    pid: int
+    start_time: str
+    """When the kernel started the process, in its own ticks; with ``pid`` never used twice. Empty if unknown."""
+    command: str
+    job: str
+    """Name of the launcher's job, which no other job has; empty where there is none."""
+    attempt: int
+    """Number of the job's restart."""
+    since: float
+    """When the lock was taken, in seconds since the epoch by the owner's clock. Only ever shown."""
+    token: str
+    """Tells this lock from every other one."""
+
+    @classmethod
+    def this_process(cls) -> Self:
+        """Return this process as the owner of a new lock."""
+        job, attempt = environments.job_of_process()
+        return cls(
+            hostname=socket.gethostname(),
+            machine=process_probe.this_process().host,
+            pid=os.getpid(),
+            start_time=process_probe.start_time_of(os.getpid()),
+            command=_script(),
+            job=job,
+            attempt=attempt,
+            since=time.time(),
+            token=secrets.token_hex(8),
+        )
+
+    def encode(self, num_refreshes: int) -> bytes:
+        """Return the content of the lock file.
+
+        Args:
+            num_refreshes: how often the owner has refreshed the lock; the content never gets shorter as it grows.
+        """
+        return (json.dumps({**asdict(self), "signs_of_life": num_refreshes}, indent=1) + "\n").encode()
+
+    @property
+    def description(self) -> str:
+        """The process, in words."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        return f"process {self.pid} on {self.hostname} ({self.command or 'python'}), since {since}"
+
+    def is_running(self, viewer: LockOwner) -> bool | None:
+        """Return whether the owner still runs and its lock counts; ``None`` where this process cannot know.
+
+        Args:
+            viewer: this process.
+        """
+        if self.job and self.job == viewer.job and self.attempt < viewer.attempt:
+            # The launcher starts an attempt when the one before has ended.
+            return False
+        # Machines that were copied may share all but their name.
+        if not self.machine or (self.machine, self.hostname) != (viewer.machine, viewer.hostname):
+            return None
+        if self.pid == viewer.pid:
+            # An earlier lock of this process, or of one before it with its number.
+            return False
+        return process_probe.is_there(self.pid, self.start_time)
+
+
+def decode(content: bytes) -> LockOwner | None:
+    """Return the owner that a lock file describes; ``None`` while it is being written, or for anything else."""
+    try:
+        saved = json.loads(content)
+        # Later versions may say more.
+        owner = LockOwner(**{each.name: saved[each.name] for each in fields(LockOwner)})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    texts = (owner.hostname, owner.machine, owner.start_time, owner.command, owner.job, owner.token)
+    is_valid = (
+        all(isinstance(text, str) for text in texts)
+        and all(type(number) is int for number in (owner.pid, owner.attempt))
+        and owner.pid > 0
+        and type(owner.since) is float
+        and 0 <= owner.since < LATEST_SECONDS
+    )
+    return owner if is_valid else None
+
+
+def _script() -> str:
+    """Return what this process runs, without its arguments, which may be private."""
+    name = Path(sys.argv[0] if sys.argv else "").name
+    return " ".join(name.encode(errors="replace").decode().split())[:100]
+
+
+def read(path: Path) -> bytes | None:
+    """Return the content of a lock file; ``None`` where it is not there.
+
+    Opens it again each time: network file systems compare with the server then.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saved state trees, read the way the objects here lie on the ranks: whole, in regions, or not at all.
+
+First a tree has stand-ins for its tensors, which take no memory and can be compared; then each rank reads what it
+needs of each. Changes no object. Imported by the loading of this room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from rankwise.checkpoint import dtensor_layout, files, state
+from rankwise.checkpoint.content import parameters_elsewhere, unwrapped
+from rankwise.checkpoint.manifest import MANIFEST_NAME, Region, whole
+from rankwise.checkpoint.state import child
+from rankwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rankwise.checkpoint.manifest import Manifest, TensorEntry
+
+
+@dataclass(eq=False, slots=True)
+class _SavedTensor:
+    """One place of a tensor in a saved tree."""
+
+    name: str
+    entry: TensorEntry
+    stand_in: torch.Tensor
+    """On the meta device, of the saved dtype and whole shape."""
+    template: torch.Tensor | None = None
+    """The DTensor here that the saved tensor shall be placed like; what is elsewhere stands for itself."""
+    is_elsewhere: bool = False
+    """Whether other ranks hold what is to be loaded."""
+
+    def region(self) -> Region | None:
+        """Return which region this rank reads; ``None`` for nothing."""
+        everything = whole(self.entry.shape)
+        if self.is_elsewhere:
+            return None
+        if self.template is None or tuple(self.template.shape) != self.entry.shape:
+            return everything
+        # A rank without elements of a DTensor still has a DTensor of its own, with empty memory.
+        held = tuple(dtensor_layout.local(self.template).shape)
+        return dtensor_layout.region_of(self.template, self.name) or Region((0,) * len(held), held)
+
+
+class SavedTree:
+    """The saved state of one object.
+
+    Attributes:
+        tree: with a stand-in for each tensor until :func:`read` has filled it.
+        elsewhere: paths of what has no memory on this rank here, and so nothing to load into.
+    """
+
+    def __init__(self, name: str, saved: Manifest) -> None:
+        """Build the tree of the object ``name`` from what the manifest says; nothing is read."""
+        self.name = name
+        self.elsewhere: list[str] = []
+        self._skeleton = saved.objects[name].state
+        self._tensors = saved.tensors
+        self._places: list[_SavedTensor] = []
+        self._place_of: dict[int, _SavedTensor] = {}
+        self._dropped: set[int] = set()
+        self.tree: Any = state.unflatten(self._skeleton, self._stand_in)
+
+    def _stand_in(self, name: str) -> torch.Tensor:
+        entry = self._tensors[name]
+        stand_in = torch.empty(entry.shape, dtype=files.dtype_of(entry.dtype), device="meta")
+        place = _SavedTensor(name, entry, stand_in)
+        self._places.append(place)
+        self._place_of[id(stand_in)] = place
+        return stand_in
+
+    def fit(self, item: object) -> None:
+        """Note how the object that will be loaded lies on this rank. After the two have been compared."""
+        inner = unwrapped(item)
+        state_dict = getattr(inner, "state_dict", None)
+        self._fit_tree(self.name, self.tree, state_dict() if callable(state_dict) else inner)
+        if isinstance(inner, torch.optim.Optimizer):
+            self._fit_optimizer(inner)
+
+    def _fit_tree(self, path: str, saved: object, here: object) -> None:
+        if isinstance(saved, torch.Tensor) and isinstance(here, torch.Tensor):
+            place = self._place_of.get(id(saved))
+            # A lazy parameter has no shape yet; it takes the saved one whole.
+            if place is None or torch.nn.parameter.is_lazy(here):
+                return
+            if dtensor_layout.is_elsewhere(here):
+                place.is_elsewhere, place.template = True, here
+                self.elsewhere.append(path)
+            elif dtensor_layout.as_dtensor(here) is not None and here.shape == saved.shape:
+                place.template = here
+        elif isinstance(saved, Mapping) and isinstance(here, Mapping):
+            ours = cast("Mapping[Any, object]", here)
+            for key, value in cast("Mapping[Any, object]", saved).items():
+                if key in ours:
+                    self._fit_tree(child(path, key), value, ours[key])
+        elif isinstance(saved, list | tuple) and isinstance(here, list | tuple):
+            pairs = zip(cast("Sequence[object]", saved), cast("Sequence[object]", here), strict=False)
+            for index, (value, ours) in enumerate(pairs):
+                self._fit_tree(f"{path}[{index}]", value, ours)
+
+    def _fit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Place the state of each parameter as the parameter is; a fresh optimizer has none to be like."""
+        tree = cast("dict[str, Any]", self.tree) if isinstance(self.tree, dict) else {}
+        entries: dict[Any, Any] = tree.get("state", {})
+        self._dropped = parameters_elsewhere(optimizer) & set(entries)
+        parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, entry in entries.items():
+            if not (isinstance(number, int) and number < len(parameters) and isinstance(entry, Mapping)):
+                continue
+            for value in cast("Mapping[str, object]", entry).values():
+                place = self._place_of.get(id(value))
+                if place is None:
+                    continue
+                if number in self._dropped:
+                    place.is_elsewhere = True
+                # Numbers (steps) are plain; a row of factors belongs to a whole parameter, and is replicated.
+                elif (
+                    place.entry.shape
+                    and place.template is None
+                    and dtensor_layout.as_dtensor(parameters[number]) is not None
+                ):
+                    place.template = parameters[number]
+
+    def regions(self) -> dict[tuple[str, Region], TensorEntry]:
+        """Return what this rank has to read."""
+        return {(place.name, region): place.entry for place in self._places if (region := place.region()) is not None}
+
+    def fill(self, memory_of: Mapping[tuple[str, Region], torch.Tensor]) -> None:
+        """Put what was read into the tree; what lies elsewhere keeps its stand-in, or goes."""
+        places = iter(self._places)
+
+        def value(_: str) -> torch.Tensor:
+            place = next(places)
+            region = place.region()
+            if region is None:
+                return place.stand_in if place.template is None else place.template
+            memory = memory_of[place.name, region]
+            return memory if place.template is None else dtensor_layout.like(place.template, memory, place.entry.shape)
+
+        self.tree = state.unflatten(self._skeleton, value)
+        for number in self._dropped:
+            del self.tree["state"][number]
+
+
+def check(saved: Manifest) -> None:
+    """Raise unless the state of every object can be built from what the manifest says of it.
+
+    Raises:
+        CheckpointError: it cannot be.
+    """
+    for name in saved.objects:
+        try:
+            SavedTree(name, saved)
+        except CheckpointError:
+            pass  # the error comes when that object is loaded
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{MANIFEST_NAME} cannot be read: the state of {name} makes no sense: {type(error).__name__}: {error}"
+            ) from error
+
+
+def read(folder: Path, trees: Sequence[SavedTree]) -> None:
+    """Fill trees from a checkpoint's files; a tensor that was shared is shared again.
+
+    Raises:
+        CheckpointError: a file does not hold what the manifest says, or something here lies on the ranks in a way
+            that cannot be loaded into.
+    """
+    wanted: dict[tuple[str, Region], TensorEntry] = {}
+    for tree in trees:
+        wanted.update(tree.regions())
+    memory = files.read_regions(folder, [(entry, region) for (_, region), entry in wanted.items()])
+    memory_of = dict(zip(wanted, memory, strict=True))
+    for tree in trees:
+        tree.fill(memory_of)

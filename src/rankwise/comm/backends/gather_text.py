@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small texts that ranks tell each other: what each has, or what each has called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from rankwise.health import call_site, collective_mismatch
+from rankwise.health.collective_mismatch import CollectiveCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rankwise.errors import CollectiveMismatch
+
+TEXT_BYTES = 512
+LONGEST_CALL_BYTES = 2**16
+WHAT_EACH_CALLED = "what each rank called"
+
+
+class SupportsAllGather(Protocol):
+    """What carries small tensors between the ranks."""
+
+    rank: int
+
+    def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        """Return the tensors of all ranks in rank order."""
+        ...
+
+
+def gather_texts(exchange: SupportsAllGather, text: str, *, what: str) -> list[str]:
+    """Return the text of every rank, cut to ``TEXT_BYTES``.
+
+    Called by: every rank.
+    """
+    return unpacked(exchange.all_gather(packed(text), what=what))
+
+
+def packed(text: str) -> torch.Tensor:
+    """Return a text as [TEXT_BYTES] bytes."""
+    return torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def unpacked(rows: torch.Tensor) -> list[str]:
+    """Return the texts of [number, TEXT_BYTES]."""
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def calls_differ(
+    gather: Callable[[torch.Tensor], torch.Tensor], words: str, hostname: str, ranks: Sequence[int], world_size: int
+) -> CollectiveMismatch:
+    """Return the error for ranks that called different things.
+
+    Called by: every rank of ``ranks``, from what it called.
+
+    Args:
+        gather: returns the tensors of ``ranks``, [len(ranks), ...], all of one shape.
+        words: what this rank called.
+        hostname: of this rank.
+        ranks: who compared what they called.
+        world_size: number of ranks of the world.
+    """
+    text = "\0".join((hostname, call_site.words(call_site.user_call_site()), words))
+    data = torch.frombuffer(bytearray(text.encode()[:LONGEST_CALL_BYTES]), dtype=torch.uint8)
+    lengths = gather(torch.tensor([data.numel()])).flatten().tolist()
+    padded = data.new_zeros(max(lengths))
+    padded[: data.numel()] = data
+    calls: dict[int, CollectiveCall] = {}
+    for rank, row, length in zip(ranks, gather(padded), lengths, strict=True):
+        host, site, called = bytes(row[:length].tolist()).decode(errors="replace").split("\0", 2)
+        calls[rank] = CollectiveCall(called, site, host)
+    return collective_mismatch.calls_differ(calls, world_size)

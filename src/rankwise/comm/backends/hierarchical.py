@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of ranks on several hosts: within each host first, through its memory, then across hosts.
+
+Each of the first ranks of a host owns one slice. It reduces the slice within its host, and then with the owners of the
+same slice on the other hosts, over a group of torch's; every rank copies all slices.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from rankwise.comm.backends.engine import Until
+from rankwise.comm.backends.reducing import weighted_sum_into
+from rankwise.comm.backends.shared_channel import HEADER, SharedChannel
+from rankwise.comm.backends.torch_group import REDUCE_OPS
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from rankwise.comm.backends.engine import Awaited, Engine
+    from rankwise.comm.backends.mapping import Mapping
+    from rankwise.comm.backends.shared_channel import ChannelLayout
+
+
+MOMENT_SECONDS = 100e-6
+"""A wait of torch's own, with a limit, ends in an exception that costs more."""
+
+
+class _Elsewhere:
+    """Waits for what no rank of this host posts: there is no word of memory to sleep on."""
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for a moment; everything else that is under way is moved on after it."""
+        time.sleep(min(seconds, MOMENT_SECONDS))
+
+    def rank(self) -> int | None:
+        """Return none."""
+        return None
+
+
+class _PendingWork(_Elsewhere):
+    """Waits for a collective of torch's."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        if work is None:
+            message = "torch's process group did not return a handle"
+            raise RuntimeError(message)
+        self._work = work
+
+    def is_met(self) -> bool:
+        """Return whether the result is there."""
+        if not self._work.is_completed():
+            return False
+        self._work.wait()  # raises what broke it
+        return True
+
+
+class _Turn(_Elsewhere):
+    """Waits until everything before it has been sent."""
+
+    def __init__(self, cross_host: CrossHostGroup, number: int) -> None:
+        self._cross_host = cross_host
+        self._number = number
+
+    def is_met(self) -> bool:
+        """Return whether it has."""
+        return self._cross_host.num_sent >= self._number
+
+
+class CrossHostGroup:
+    """The ranks that own one slice, one on each host. Sends in the order in which turns were taken."""
+
+    def __init__(self, group: dist.ProcessGroup | None, num_slices: int) -> None:
+        self.num_slices = num_slices
+        self.num_sent = 0
+        self._group = group
+        self._num_turns = 0
+
+    @classmethod
+    def open(cls, hosts: Sequence[Sequence[int]], rank: int) -> CrossHostGroup:
+        """Open the groups of all slices and return that of ``rank``.
+
+        Called by: every rank of the world.
+
+        Args:
+            hosts: the ranks of each host.
+            rank: this one.
+        """
+        own = None
+        for owners in zip(*hosts, strict=False):
+            group = dist.new_group(list(owners))
+            if rank in owners and isinstance(group, dist.ProcessGroup):
+                own = group
+        return cls(own, min(map(len, hosts)))
+
+    def take_turn(self) -> int:
+        """Return a place in the order of sending."""
+        self._num_turns += 1
+        return self._num_turns - 1
+
+    def all_reduce_(self, turn: int, tensors: Sequence[torch.Tensor], op: str = "sum") -> Generator[Awaited]:
+        """Reduce tensors over the hosts, in place."""
+        yield _Turn(self, turn)
+        try:
+            works = [dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True) for tensor in tensors]
+        finally:
+            self.num_sent += 1
+        for work in works:
+            yield _PendingWork(work)
+
+
+class TwoLevelChannel(SharedChannel):
+    """One bucket's way through the memory of each host, and between hosts."""
+
+    def __init__(
+        self,
+        layout: ChannelLayout,
+        mapping: Mapping,
+        rank: int,
+        engine: Engine,
+        *,
+        what: str,
+        exchange_id: int,
+        cross_host: CrossHostGroup,
+        world_size: int,
+    ) -> None:
+        super().__init__(layout, mapping, rank, engine, what=what, exchange_id=exchange_id)
+        self._cross_host = cross_host
+        self._world_size = world_size
+        self._tail = mapping.tensor(layout.tail, [1 + layout.size.num_flags], torch.float64)
+        self._turn = 0
+
+    def factor(self, share: float) -> float:
+        """Divide by the number of all ranks on the way in."""
+        return share / self._world_size
+
+    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+        """Publish the body, and go on as far as it goes without waiting."""
+        self._turn = self._cross_host.take_turn()
+        super().start(share, weight, absent)
+
+    def _add_up(self, round_: int) -> Generator[Awaited]:
+        headers = [HEADER.unpack_from(header) for header in self._headers]
+        if self._own_slices:
+            own = self._sums[self._rank]
+            weighted_sum_into(own, self._own_slices, [1.0 if share else 0.0 for share, _, _ in headers])
+            sent = [own]
+            if self._rank == 0:
+                self._tail[0] = sum(weight for _, weight, _ in headers)
+                if self._all_flags:
+                    self._tail[1:] = torch.frombuffer(bytearray(self._flags_of_host()), dtype=torch.uint8)
+                sent.append(self._tail)
+            yield from self._cross_host.all_reduce_(self._turn, sent)
+        self._reduced.post(round_)
+        yield Until(self._reduced, round_)
+        self._total = self._tail[0].item()
+        self._flags = (self._tail[1:] > 0).to(torch.uint8).numpy().tobytes()
+        scale = self._world_size / self._total if self._total > 0 else 0.0
+        for target, reduced in zip(self._result_slices, self._sums, strict=True):
+            torch.mul(reduced, scale, out=target)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that processes of one host share: without a name, so that nothing of it can be left behind.
+
+One process creates it (memfd_create) and sends the others its process number and descriptor; they open it under /proc.
+It exists as long as one of them does. It is opened in every rank of a host, or in none of the world.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from rankwise.comm.backends.gather_text import gather_texts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.comm.backends.gather_text import SupportsAllGather
+
+
+LINE_BYTES = 64
+"""A cache line: what two processes write must not share one."""
+WORD_BYTES = 8
+PAGE_BYTES = mmap.PAGESIZE
+_TOKEN_BYTES = 16
+_WHAT = "opening shared memory"
+
+
+class Mapping:
+    """One piece of shared memory. Its first page holds a token that tells it from any other."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self._descriptor: int | None = descriptor
+        self._memory = mmap.mmap(descriptor, num_bytes)
+        self.words = memoryview(self._memory).cast("q")
+        """All of it as 64-bit integers."""
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    @classmethod
+    def create(cls, num_bytes: int) -> Self:
+        """Create memory of ``num_bytes``, all zero. It takes up no memory before it is reserved or written."""
+        descriptor = os.memfd_create("rankwise", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+            created = cls(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        created._memory[:_TOKEN_BYTES] = secrets.token_bytes(_TOKEN_BYTES)
+        return created
+
+    @classmethod
+    def open(cls, ticket: str, num_bytes: int) -> Self:
+        """Open what another process created.
+
+        Args:
+            ticket: its :attr:`ticket`.
+            num_bytes: as given to :meth:`create`.
+
+        Raises:
+            OSError: the other process cannot be seen from here, or what is there is another's.
+        """
+        process, number, token = ticket.split(":")
+        descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        if os.pread(descriptor, _TOKEN_BYTES, 0).hex() != token:
+            os.close(descriptor)
+            message = f"/proc/{process}/fd/{number} is another process's"
+            raise OSError(message)
+        return cls(descriptor, num_bytes)
+
+    @property
+    def ticket(self) -> str:
+        """What another process of this host needs to open it, until :meth:`settle`."""
+        return f"{os.getpid()}:{self._descriptor}:{self._memory[:_TOKEN_BYTES].hex()}"
+
+    def reserve(self, start: int, num_bytes: int) -> None:
+        """Take real memory for a part of it: by the process that will write there, so that it is near.
+
+        Raises:
+            OSError: there is not enough. Without this, the first write would end the process.
+        """
+        if self._descriptor is not None and num_bytes:
+            os.posix_fallocate(self._descriptor, start, num_bytes)
+
+    def settle(self) -> None:
+        """Close the descriptor: no other process can open it from now on. mmap keeps one of its own."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that is the memory from byte ``start`` on."""
+        count = 1
+        for length in shape:
+            count *= length
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
+
+    def bytes_at(self, start: int, num_bytes: int) -> memoryview:
+        """Return a part of it as bytes."""
+        return memoryview(self._memory)[start : start + num_bytes]
+
+
+def rounded_up(num_bytes: int, unit_bytes: int) -> int:
+    """Return the smallest multiple of ``unit_bytes`` that is not less."""
+    return -(-num_bytes // unit_bytes) * unit_bytes
+
+
+def open_together(
+    exchange: SupportsAllGather, num_bytes: int, own_parts: Sequence[tuple[int, int]], first: int
+) -> tuple[Mapping | None, dict[int, str]]:
+    """Open one piece of memory per host, created by the first rank of each.
+
+    Called by: every rank of ``exchange``.
+
+    Args:
+        exchange: carries the tickets.
+        num_bytes: its size; the same on every rank of a host.
+        own_parts: starts and lengths of what this rank writes much of.
+        first: the rank that creates it on this host.
+
+    Returns:
+        The memory, or ``None`` on every rank, with the reasons of the ranks that could not open it.
+    """
+    mapping, reason, ticket = None, "", ""
+    if exchange.rank == first:
+        try:
+            mapping = Mapping.create(num_bytes)
+            ticket = mapping.ticket
+        except OSError as error:
+            reason = str(error)
+    ticket = gather_texts(exchange, ticket, what=_WHAT)[first]
+    if ticket:
+        try:
+            if mapping is None:
+                mapping = Mapping.open(ticket, num_bytes)
+            for start, length in own_parts:
+                mapping.reserve(start, length)
+        except OSError as error:
+            reason = str(error)
+    texts = gather_texts(exchange, reason, what=_WHAT)
+    if mapping is not None:
+        mapping.settle()
+    reasons = {rank: text for rank, text in enumerate(texts) if text}
+    return (None if reasons else mapping), reasons

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every exchange offers: the collectives that rankwise is built on, and channels for gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from rankwise.health.failure_detector import FailureDetector
+
+
+@dataclass(frozen=True)
+class ChannelSize:
+    """What travels on a channel."""
+
+    num_elements: int
+    num_flags: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def describe_channels(sizes: Sequence[ChannelSize], what: str) -> list[str]:
+    """Return what travels on each channel, as ``gradients of Net, bucket 0: float32[1234]``."""
+    return [
+        f"{what}, bucket {number}: {str(size.dtype).removeprefix('torch.')}[{size.num_elements}]"
+        for number, size in enumerate(sizes)
+    ]
+
+
+class BucketChannel(Protocol):
+    """A way for one bucket of gradients, used again in every step: sums with weights, divided once.
+
+    A step is: :meth:`claim`, write :attr:`body`, :meth:`start`, :meth:`finish`; the same steps on every rank.
+    """
+
+    body: torch.Tensor
+    """[num_elements], what this rank contributes. To be written between ``claim`` and ``start``."""
+    result: torch.Tensor
+    """[num_elements], the mean. It stays from ``finish`` to the next ``claim``."""
+
+    def can_claim(self) -> bool:
+        """Return whether ``claim`` and ``start`` would return at once."""
+        ...
+
+    def claim(self) -> None:
+        """Wait until ``body`` may be written. Other ranks must be on their way to the end of the same step."""
+        ...
+
+    def factor(self, share: float) -> float:
+        """Return what the gradients are to be multiplied with on their way into ``body``."""
+        ...
+
+    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+        """Send ``body``.
+
+        Args:
+            share: what the gradients counted; with 0 nothing of the body gets into the result, not even a NaN.
+            weight: this rank's part of what the sum over all ranks is divided by.
+            absent: numbers of the flags that this rank does not set.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Wait until ``result`` is there.
+
+        It is sum_r share_r g_r / sum_r weight_r, and zero where the weights sum to zero; the same bits on every
+        rank.
+        """
+        ...
+
+    def total(self) -> float:
+        """Return the sum of the weights, after ``finish``."""
+        ...
+
+    def is_flag_set(self, flag: int) -> bool:
+        """Return whether any rank has set a flag, after ``finish``."""
+        ...
+
+
+class Exchange(Protocol):
+    """How tensors travel between the ranks of a world. Results are new tensors, the same bits on every rank."""
+
+    rank: int
+    world_size: int
+    detector: FailureDetector
+
+    def agree(self, what: str) -> None:
+        """Hold the next collective to belong to the call that ``what`` says, on every rank.
+
+        Raises:
+            CollectiveMismatch: it does not; from here, or from that collective. Nothing was sent, and the ranks can
+                go on.
+        """
+        ...
+
+    def barrier(self, what: str) -> None:
+        """Return when every rank has come. Raises as :meth:`agree` does."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
+        """Return the reduction over all ranks of contiguous tensors of one shape and dtype."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        """Return [world_size, *tensor.shape], the tensors of all ranks in rank order."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
+        """Return the tensor of rank ``source``; ``tensor`` is of its shape and dtype."""
+        ...
+
+    def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
+        """Return what every rank has for this one, in rank order.
+
+        Args:
+            tensor: [n], bytes: what this rank has for each, in rank order.
+            sizes: bytes from each rank (outer) to each; the same on every rank.
+            what: in words.
+        """
+        ...
+
+    def dup(self) -> Exchange:
+        """Return another exchange of the same ranks, whose collectives need no order towards this one's.
+
+        Called by: every rank, in the same order.
+        """
+        ...
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Exchange:
+        """Return an exchange of some of its ranks, numbered anew from 0, in the order given.
+
+        Called by: every rank, with the same groups.
+
+        Args:
+            groups: every rank is in one of them. Each becomes an exchange of its own.
+        """
+        ...
+
+    def channel_bytes(self, device: torch.device) -> int:
+        """Return how much a channel carries best at a time."""
+        ...
+
+    def channels(self, sizes: Sequence[ChannelSize], what: str = "gradients") -> list[BucketChannel]:
+        """Return a channel for each size, to be started in this order.
+
+        Called by: every rank, in the same order.
+
+        Args:
+            sizes: the same on every rank.
+            what: travels on them, in words.
+
+        Raises:
+            CollectiveMismatch: the sizes are not the same on every rank.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the other ranks. Nothing can be sent afterwards."""
+        ...

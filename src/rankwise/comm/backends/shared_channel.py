@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A channel for gradients through the memory of one host.
+
+Every rank's body lies where all can read it. Two ranks each add both bodies up; more each add up a slice, and copy
+the slices of the others. Every element is added up in rank order. Legend: L ranks of the host, n elements.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.comm.backends.counters import Counters
+from rankwise.comm.backends.engine import Operation, Until
+from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
+from rankwise.comm.backends.reducing import weighted_sum_into
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from rankwise.comm.backends.engine import Awaited, Engine
+    from rankwise.comm.backends.mapping import Mapping
+    from rankwise.comm.backends.protocol import ChannelSize
+    from rankwise.health.flight_recorder import Ticket
+
+ARENA_BYTES = 2**26
+"""Enough that channels of most models need not wait for one another."""
+SMALL_BYTES = 2**16
+"""Up to this size a rank adds everything up itself, rather than wait a second time."""
+HEADER = struct.Struct("=ddq")
+"""Share, weight, number of absent flags; the flags follow."""
+
+
+class ChannelLayout:
+    """Where the parts of a channel lie in the memory of its host.
+
+    Args:
+        size: of the channel.
+        num_ranks: L.
+        num_slices: how many ranks add up a slice each; by default all, unless each adds up everything itself.
+    """
+
+    def __init__(self, size: ChannelSize, num_ranks: int, num_slices: int | None = None) -> None:
+        self.size = size
+        self.num_ranks = num_ranks
+        self.body_bytes = rounded_up(size.num_elements * size.dtype.itemsize, LINE_BYTES)
+        if num_slices is None:
+            alone = num_ranks == 2 or self.body_bytes <= SMALL_BYTES  # noqa: PLR2004 - a pair
+            num_slices = 0 if alone else num_ranks
+        self.num_slices = num_slices
+        self._slice_elements = -(-size.num_elements // max(num_slices, 1))
+        slice_bytes = rounded_up(self._slice_elements * size.dtype.itemsize, LINE_BYTES) if num_slices else 0
+        self.bytes_per_rank = self.body_bytes + slice_bytes
+        """What a rank writes much of: its body, and the sum of its slice."""
+        self._header_bytes = rounded_up(HEADER.size + size.num_flags, LINE_BYTES)
+        self.control_bytes = num_ranks * (3 * LINE_BYTES + self._header_bytes) + rounded_up(
+            8 * (1 + size.num_flags), LINE_BYTES
+        )
+        self._control = 0
+        self._bodies: list[int] = []
+
+    def put(self, control: int, bodies: Sequence[int]) -> None:
+        """Say where the control part starts, and the body of each rank."""
+        self._control = control
+        self._bodies = list(bodies)
+
+    def counters(self, number: int) -> int:
+        """Return where one of the three kinds of marks starts."""
+        return self._control + number * Counters.num_bytes(self.num_ranks)
+
+    def header(self, rank: int) -> int:
+        """Return where the header of ``rank`` starts."""
+        return self.counters(3) + rank * self._header_bytes
+
+    @property
+    def tail(self) -> int:
+        """Where weight and flags of all hosts start, [1 + num_flags] in float64."""
+        return self.header(self.num_ranks)
+
+    def body(self, rank: int) -> int:
+        """Return where the body of ``rank`` starts."""
+        return self._bodies[rank]
+
+    def sum_of_slice(self, rank: int) -> int:
+        """Return where the sum of the slice of ``rank`` starts."""
+        return self._bodies[rank] + self.body_bytes
+
+    def bounds(self, slice_: int) -> tuple[int, int]:
+        """Return the first element of a slice, and the first behind it."""
+        length, end = self._slice_elements, self.size.num_elements
+        return min(slice_ * length, end), min((slice_ + 1) * length, end)
+
+    def overlaps(self, other: ChannelLayout) -> bool:
+        """Return whether the bodies share memory. A channel overlaps itself."""
+        if other is self:
+            return True
+        end = min(layout.body(0) + layout.bytes_per_rank for layout in (self, other))
+        return max(self.body(0), other.body(0)) < end
+
+
+def lay_out(layouts: Sequence[ChannelLayout], start: int) -> tuple[int, int]:
+    """Give channels their places in one piece of memory.
+
+    The bodies of a rank go round in an arena, rather than lie side by side: channels are used one after the other, and
+    a model of any size needs no more.
+
+    Args:
+        layouts: in the order in which their channels are started; all of as many ranks.
+        start: the first byte.
+
+    Returns:
+        Where the arenas start, and the size of one rank's.
+    """
+    largest = max(layout.bytes_per_rank for layout in layouts)
+    total = sum(layout.bytes_per_rank for layout in layouts)
+    arena_bytes = rounded_up(min(total, max(ARENA_BYTES, 2 * largest)), PAGE_BYTES)
+    arenas = rounded_up(start + sum(layout.control_bytes for layout in layouts), PAGE_BYTES)
+    control, offset = start, 0
+    for layout in layouts:
+        if offset + layout.bytes_per_rank > arena_bytes:
+            offset = 0
+        layout.put(control, [arenas + rank * arena_bytes + offset for rank in range(layout.num_ranks)])
+        control += layout.control_bytes
+        offset += layout.bytes_per_rank
+    return arenas, arena_bytes
+
+
+class SharedChannel:
+    """One bucket's way through shared memory. See :class:`rankwise.comm.backends.protocol.BucketChannel`."""
+
+    def __init__(
+        self, layout: ChannelLayout, mapping: Mapping, rank: int, engine: Engine, *, what: str, exchange_id: int
+    ) -> None:
+        size, num_ranks = layout.size, layout.num_ranks
+        self._rank = rank
+        self._engine = engine
+        self._what = what
+        self._exchange_id = exchange_id
+        self._published, self._reduced, self._consumed = (
+            Counters(mapping, layout.counters(number), rank, num_ranks) for number in range(3)
+        )
+        header_bytes = HEADER.size + size.num_flags
+        self._headers = [mapping.bytes_at(layout.header(other), header_bytes) for other in range(num_ranks)]
+        self._bodies = [
+            mapping.tensor(layout.body(other), [size.num_elements], size.dtype) for other in range(num_ranks)
+        ]
+        self.body = self._bodies[rank]
+        self.result = torch.zeros(size.num_elements, dtype=size.dtype)
+        bounds = [layout.bounds(slice_) for slice_ in range(layout.num_slices)]
+        self._result_slices = [self.result[low:high] for low, high in bounds]
+        self._sums = [
+            mapping.tensor(layout.sum_of_slice(slice_), [high - low], size.dtype)
+            for slice_, (low, high) in enumerate(bounds)
+        ]
+        self._own_slices = [body[slice(*bounds[rank])] for body in self._bodies] if rank < len(bounds) else []
+        self._all_flags = b"\1" * size.num_flags
+        self._flags = self._all_flags
+        self._round = 0
+        self._total = 0.0
+        self._sharers: list[SharedChannel] = [self]
+        self._operation: Operation | None = None
+        self._ticket: Ticket | None = None
+
+    def follow(self, channels: Sequence[SharedChannel]) -> None:
+        """Name the channels whose bodies share memory with this one's, itself among them."""
+        self._sharers = list(channels)
+
+    def can_claim(self) -> bool:
+        """Return whether every rank has read what was in the memory before, and nothing is to be compared first."""
+        if self._engine.detector.check is not None:
+            return False
+        if all(channel.is_read() for channel in self._sharers):
+            return True
+        self._engine.advance()
+        return all(channel.is_read() for channel in self._sharers)
+
+    def claim(self) -> None:
+        """Wait until every rank has read what was in the memory before."""
+        for channel in self._sharers:
+            channel.wait_for_readers()
+
+    def is_read(self) -> bool:
+        """Return whether every rank has read what was sent last."""
+        return self._operation is None or (self._operation.is_done and self._consumed.reach(self._round))
+
+    def wait_for_readers(self) -> None:
+        """Wait until every rank has read what was sent last."""
+        if self._ticket is None:
+            return
+        self.finish()  # this rank is one of the readers
+        if not self._consumed.reach(self._round):
+            self._engine.wait(self._engine.start(self._consumption()), self._ticket)
+
+    def factor(self, share: float) -> float:
+        """Divide by the number of ranks on the way in: with equal weights the sum is the mean already."""
+        return share / len(self._bodies)
+
+    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+        """Publish the body, and go on as far as it goes without waiting."""
+        self._ticket = self._engine.detector.ticket(self._what, self._exchange_id)
+        header = self._headers[self._rank]
+        HEADER.pack_into(header, 0, share, weight, len(absent))
+        if self._all_flags:
+            header[HEADER.size :] = self._all_flags
+            for flag in absent:
+                header[HEADER.size + flag] = 0
+        self._round += 1
+        self._published.post(self._round)
+        self._operation = self._engine.start(self._steps(self._round))
+
+    def finish(self) -> None:
+        """Wait for the mean."""
+        if self._operation is not None and self._ticket is not None:
+            self._engine.wait(self._operation, self._ticket)
+
+    def total(self) -> float:
+        """Return the sum of the weights."""
+        return self._total
+
+    def is_flag_set(self, flag: int) -> bool:
+        """Return whether any rank has set a flag."""
+        return bool(self._flags[flag])
+
+    def _consumption(self) -> Generator[Awaited]:
+        yield Until(self._consumed, self._round)
+
+    def _steps(self, round_: int) -> Generator[Awaited]:
+        yield Until(self._published, round_)
+        yield from self._add_up(round_)
+        self._consumed.post(round_)
+
+    def _add_up(self, round_: int) -> Generator[Awaited]:
+        headers = [HEADER.unpack_from(header) for header in self._headers]
+        total = sum(weight for _, weight, _ in headers)
+        scale = len(headers) / total if total > 0 else 0.0
+        factors = [scale if share else 0.0 for share, _, _ in headers]
+        self._flags = self._all_flags if not any(absent for _, _, absent in headers) else self._flags_of_host()
+        self._total = total
+        if not self._sums:
+            weighted_sum_into(self.result, self._bodies, factors)
+            return
+        weighted_sum_into(self._sums[self._rank], self._own_slices, factors)
+        self._reduced.post(round_)
+        yield Until(self._reduced, round_)
+        for target, reduced in zip(self._result_slices, self._sums, strict=True):
+            target.copy_(reduced)
+
+    def _flags_of_host(self) -> bytes:
+        flags = 0
+        for header in self._headers:
+            flags |= int.from_bytes(header[HEADER.size :], "little")
+        return flags.to_bytes(len(self._all_flags), "little")

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors travel through memory that the ranks of a host share, and through Gloo between hosts.
+
+What it cannot carry (tensors of a GPU, dtypes it cannot add up) goes through torch's group of all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, calls_differ
+from rankwise.comm.backends.hierarchical import CrossHostGroup, TwoLevelChannel
+from rankwise.comm.backends.mapping import PAGE_BYTES, open_together, rounded_up
+from rankwise.comm.backends.protocol import describe_channels
+from rankwise.comm.backends.reducing import can_reduce
+from rankwise.comm.backends.shared_channel import ChannelLayout, SharedChannel, lay_out
+from rankwise.comm.backends.staging import CallsDiffer, Staging
+from rankwise.comm.backends.tensor_memory import ResultMemory, bytes_of
+from rankwise.errors import ConfigurationError, fold_values
+from rankwise.log import warn
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    import torch
+
+    from rankwise.comm.backends.engine import Awaited, Engine, Operation
+    from rankwise.comm.backends.gather_text import SupportsAllGather
+    from rankwise.comm.backends.mapping import Mapping
+    from rankwise.comm.backends.protocol import BucketChannel, ChannelSize, Exchange
+    from rankwise.comm.backends.torch_group import TorchGroup
+
+SLOT_BYTES = 2**20
+DUP_SLOT_BYTES = 2**16
+CHANNEL_BYTES = 2**22
+FLAT_BYTES = 2**16
+"""Up to this size ranks of several hosts all talk to each other: two levels would take longer."""
+
+
+@dataclass(frozen=True)
+class HostMap:
+    """Where a rank is: the ranks of each host, and which of them this one is."""
+
+    hosts: list[list[int]]
+    rank: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of this host."""
+        return next(ranks for ranks in self.hosts if self.rank in ranks)
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its host."""
+        return self.ranks.index(self.rank)
+
+
+class SharedMemory:
+    """The exchange of ranks that share memory with others. See :class:`rankwise.comm.backends.protocol.Exchange`.
+
+    Args:
+        host_map: which ranks are on which host.
+        torch_group: of the whole world.
+        engine: of this rank.
+        staging: in memory of this host.
+        cross_host: to the other hosts, where there are any.
+        exchange_id: see :class:`rankwise.health.flight_recorder.Ticket`.
+    """
+
+    def __init__(
+        self,
+        host_map: HostMap,
+        torch_group: TorchGroup,
+        engine: Engine,
+        staging: Staging,
+        cross_host: CrossHostGroup | None,
+        *,
+        exchange_id: int,
+    ) -> None:
+        self.rank = torch_group.rank
+        self.world_size = torch_group.world_size
+        self.detector = torch_group.detector
+        self._host_map = host_map
+        self._torch_group = torch_group
+        self._engine = engine
+        self._staging = staging
+        self._cross_host = cross_host
+        self._exchange_id = exchange_id
+        self._agreed = ""
+        self._results = ResultMemory()
+        self._latest: Operation | None = None
+
+    def agree(self, what: str) -> None:
+        """Have the next collective checked against ``what``: on one host, when it meets the others."""
+        if self._cross_host is not None:
+            self._torch_group.agree(what)
+        else:
+            self._agreed = what
+
+    def barrier(self, what: str) -> None:
+        """Return when every rank has come to ``what``."""
+        if self._cross_host is not None:
+            self._torch_group.barrier(what)
+        else:
+            words = self._words(what)
+            self._run(self._staging.barrier(words), words, None)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
+        """Return the reduction over all ranks, within each host in rank order."""
+        if tensor.device.type != "cpu" or not can_reduce(tensor.dtype, op):
+            self.barrier(what)
+            return self._torch_group.all_reduce(tensor, op, what=what)
+        if self._cross_host is not None and tensor.nbytes <= FLAT_BYTES:
+            return self._torch_group.all_reduce(tensor, op, what=what)
+        out = self._results.empty(tuple(tensor.shape), tensor)
+        words = self._words(what)
+        self._run(self._staging.all_reduce(tensor.view(-1), out.view(-1), op, words, self._cross_host), words, tensor)
+        return out
+
+    def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        """Return [world_size, *tensor.shape], in rank order."""
+        if tensor.device.type != "cpu" or self._cross_host is not None:
+            return self._torch_group.all_gather(tensor, what=what)
+        out = self._results.empty((self.world_size, *tensor.shape), tensor)
+        rows = bytes_of(out).view(self.world_size, -1)
+        words = self._words(what)
+        self._run(self._staging.all_gather(bytes_of(tensor), rows, words), words, tensor)
+        return out
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
+        """Return the tensor of rank ``source``."""
+        if tensor.device.type != "cpu" or self._cross_host is not None:
+            return self._torch_group.broadcast(tensor, source, what=what)
+        out = self._results.empty(tuple(tensor.shape), tensor)
+        words = self._words(what)
+        self._run(self._staging.broadcast(bytes_of(tensor), bytes_of(out), source, words), words, tensor)
+        return out
+
+    def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
+        """Return what every rank has for this one, in rank order."""
+        if tensor.device.type != "cpu" or self._cross_host is not None:
+            return self._torch_group.all_to_all(tensor, sizes, what=what)
+        out = self._results.empty((sum(row[self.rank] for row in sizes),), tensor)
+        words = self._words(what)
+        self._run(self._staging.all_to_all(tensor, out, sizes, words), words, None)
+        return out
+
+    def dup(self) -> SharedMemory:
+        """Return another exchange of the same ranks."""
+        torch_group = self._torch_group if self._cross_host is None else self._torch_group.dup()
+        exchange_id = self.detector.recorder.new_exchange_id(torch_group.world_ranks)
+        return open_shared_memory(
+            self, self._host_map, torch_group, self._engine, slot_bytes=DUP_SLOT_BYTES, exchange_id=exchange_id
+        )
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Exchange:
+        """Return an exchange of some of the ranks: in shared memory where every group is within a host."""
+        torch_group = self._torch_group.split(groups)
+        own = next(ranks for ranks in groups if self.rank in ranks)
+        if any(not any(set(ranks) <= set(host) for host in self._host_map.hosts) for ranks in groups):
+            return torch_group
+        engine = self._engine.subset([self._host_map.ranks.index(rank) for rank in own])
+        host_map = HostMap([list(range(len(own)))], own.index(self.rank))
+        return open_shared_memory(
+            torch_group, host_map, torch_group, engine, slot_bytes=DUP_SLOT_BYTES, exchange_id=torch_group.exchange_id
+        )
+
+    def channel_bytes(self, device: torch.device) -> int:
+        """Return a size of which a core's cache holds a few."""
+        return CHANNEL_BYTES if device.type == "cpu" else self._torch_group.channel_bytes(device)
+
+    def channels(self, sizes: Sequence[ChannelSize], what: str = "gradients") -> list[BucketChannel]:
+        """Return a channel for each size; through torch's group for a GPU, or where memory is short."""
+        names = describe_channels(sizes, what)
+        self.barrier("; ".join(names))
+        if any(size.device.type != "cpu" for size in sizes):
+            return self._torch_group.dup().channels(sizes, what)
+        host_map, cross_host = self._host_map, self._cross_host
+        num_slices = None if cross_host is None else cross_host.num_slices
+        layouts = [ChannelLayout(size, len(host_map.ranks), num_slices) for size in sizes]
+        arenas, arena_bytes = lay_out(layouts, PAGE_BYTES)
+        end = arenas + len(host_map.ranks) * arena_bytes
+        own_part = (arenas + host_map.local_rank * arena_bytes, arena_bytes)
+        mapping, reasons = open_together(self, rounded_up(end, PAGE_BYTES), [own_part], first=host_map.ranks[0])
+        if mapping is None:
+            warn(f"gradients go through Gloo: no shared memory of {end / 2**20:.0f} MiB\n{fold_values(reasons)}")
+            return self._torch_group.dup().channels(sizes, what)
+        channels = [self._channel(layout, mapping, name) for layout, name in zip(layouts, names, strict=True)]
+        for layout, channel in zip(layouts, channels, strict=True):
+            channel.follow([other for laid, other in zip(layouts, channels, strict=True) if laid.overlaps(layout)])
+        return list(channels)
+
+    def _channel(self, layout: ChannelLayout, mapping: Mapping, name: str) -> SharedChannel:
+        local_rank = self._host_map.local_rank
+        if self._cross_host is None:
+            return SharedChannel(layout, mapping, local_rank, self._engine, what=name, exchange_id=self._exchange_id)
+        return TwoLevelChannel(
+            layout,
+            mapping,
+            local_rank,
+            self._engine,
+            what=name,
+            exchange_id=self._exchange_id,
+            cross_host=self._cross_host,
+            world_size=self.world_size,
+        )
+
+    def close(self) -> None:
+        """Let go of the other ranks' processes."""
+        self._engine.peers.close()
+
+    def _words(self, what: str) -> str:
+        """Return what the collective that starts is to be on every rank."""
+        agreed, self._agreed = self._agreed, ""
+        return agreed or what
+
+    def _run(self, steps: Generator[Awaited], words: str, tensor: torch.Tensor | None) -> None:
+        ticket = self.detector.ticket(words, self._exchange_id, tensor)
+        if self._latest is not None:
+            # An interrupt may have left it under way. The slots are free when it is done.
+            self._engine.wait(self._latest, ticket)
+        try:
+            self._latest = self._engine.start(steps)
+            self._engine.wait(self._latest, ticket)
+        except CallsDiffer:
+            self._latest = None
+            ranks = [self._torch_group.world_ranks[rank] for rank in self._host_map.ranks]
+            raise calls_differ(
+                self._gather_calls, words, self.detector.hostname, ranks, self.detector.world_size
+            ) from None
+
+    def _gather_calls(self, tensor: torch.Tensor) -> torch.Tensor:
+        out = tensor.new_empty((len(self._host_map.ranks), *tensor.shape))
+        rows = bytes_of(out).view(len(out), -1)
+        self._run(self._staging.all_gather(bytes_of(tensor), rows, WHAT_EACH_CALLED), WHAT_EACH_CALLED, tensor)
+        return out
+
+
+def open_shared_memory(
+    gathers: SupportsAllGather,
+    host_map: HostMap,
+    torch_group: TorchGroup,
+    engine: Engine,
+    *,
+    slot_bytes: int = SLOT_BYTES,
+    exchange_id: int = 0,
+) -> SharedMemory:
+    """Open an exchange of its own for all ranks of ``torch_group``.
+
+    Called by: every rank.
+
+    Raises:
+        ConfigurationError: some rank cannot share memory; with the reasons of all.
+    """
+    num_ranks = len(host_map.ranks)
+    own_part = Staging.own_part(PAGE_BYTES, slot_bytes, host_map.local_rank, num_ranks)
+    mapping = _open(gathers, host_map, PAGE_BYTES + Staging.num_bytes(slot_bytes, num_ranks), [own_part])
+    staging = Staging(mapping, PAGE_BYTES, slot_bytes, host_map.local_rank, num_ranks)
+    cross_host = CrossHostGroup.open(host_map.hosts, host_map.rank) if len(host_map.hosts) > 1 else None
+    return SharedMemory(host_map, torch_group, engine, staging, cross_host, exchange_id=exchange_id)
+
+
+def _open(
+    gathers: SupportsAllGather, host_map: HostMap, num_bytes: int, own_parts: Sequence[tuple[int, int]]
+) -> Mapping:
+    mapping, reasons = open_together(gathers, rounded_up(num_bytes, PAGE_BYTES), own_parts, first=host_map.ranks[0])
+    if mapping is None:
+        raise ConfigurationError(
+            f"There is no shared memory of {num_bytes / 2**20:.0f} MiB for {len(host_map.ranks)} ranks.",
+            evidence=fold_values(reasons),
+            do='give the machine or container more memory, or rankwise.join(exchange="gloo")',
+        )
+    return mapping

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives through a small piece of memory that all ranks of a host share, piece by piece.
+
+Every rank has a few slots. In a round each fills one of its own and reads everyone's; while the others read one
+slot, the next is filled. Legend: L ranks of the host.
+"""
+
+from __future__ import annotations
+
+import zlib
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.comm.backends.counters import Counters
+from rankwise.comm.backends.engine import Until
+from rankwise.comm.backends.mapping import LINE_BYTES, WORD_BYTES
+from rankwise.comm.backends.reducing import reduce_into
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from rankwise.comm.backends.engine import Awaited
+    from rankwise.comm.backends.hierarchical import CrossHostGroup
+    from rankwise.comm.backends.mapping import Mapping
+
+    Take = Callable[[int, int, int], Generator[Awaited]]
+    """Takes a piece in: its round, its first element and the one behind its last."""
+
+NUM_SLOTS = 2
+ALONE_BYTES = 2**15
+"""Up to this size a rank reduces everything itself, rather than wait a second time."""
+
+
+class CallsDiffer(Exception):
+    """Ranks of this host have come to different calls; nothing was sent."""
+
+
+class Staging:
+    """The slots of all ranks of a host, and how far each has come. Every call is a generator for the engine."""
+
+    def __init__(self, mapping: Mapping, start: int, slot_bytes: int, rank: int, num_ranks: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._rank = rank
+        self._num_ranks = num_ranks
+        counters_bytes = Counters.num_bytes(num_ranks)
+        self._published = Counters(mapping, start, rank, num_ranks)
+        self._reduced = Counters(mapping, start + counters_bytes, rank, num_ranks)
+        self._consumed = Counters(mapping, start + 2 * counters_bytes, rank, num_ranks)
+        self._words = mapping.words
+        digests = (start + 3 * counters_bytes) // WORD_BYTES
+        line_words = LINE_BYTES // WORD_BYTES
+        self._digests = [
+            [digests + line_words * other + slot for slot in range(NUM_SLOTS)] for other in range(num_ranks)
+        ]
+        first = start + 3 * counters_bytes + LINE_BYTES * num_ranks
+        self._bytes = [
+            [
+                mapping.tensor(first + (other * NUM_SLOTS + slot) * slot_bytes, [slot_bytes], torch.uint8)
+                for slot in range(NUM_SLOTS)
+            ]
+            for other in range(num_ranks)
+        ]
+        self._typed = {torch.uint8: self._bytes}
+        self._round = 0
+
+    @staticmethod
+    def num_bytes(slot_bytes: int, num_ranks: int) -> int:
+        """Return how much memory it all takes."""
+        return num_ranks * (NUM_SLOTS * slot_bytes + LINE_BYTES) + 3 * Counters.num_bytes(num_ranks)
+
+    @staticmethod
+    def own_part(start: int, slot_bytes: int, rank: int, num_ranks: int) -> tuple[int, int]:
+        """Return start and length of what ``rank`` writes much of."""
+        own_bytes = NUM_SLOTS * slot_bytes
+        return start + 3 * Counters.num_bytes(num_ranks) + LINE_BYTES * num_ranks + rank * own_bytes, own_bytes
+
+    def barrier(self, what: str) -> Generator[Awaited]:
+        """Go on when every rank has come.
+
+        Raises:
+            CallsDiffer: not every rank has come to ``what``; here and in the calls below.
+        """
+        round_ = yield from self._claim()
+        yield from self._publish_first(round_, what)
+        self._consumed.post(round_)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, out: torch.Tensor, op: str, what: str, cross_host: CrossHostGroup | None = None
+    ) -> Generator[Awaited]:
+        """Reduce ``tensor`` [n] over the ranks into ``out`` [n], and over the hosts where there is ``cross_host``."""
+        # Where all are on one host, two ranks, or more with little, do not wait a second time.
+        alone = cross_host is None and (self._num_ranks == 2 or tensor.nbytes <= ALONE_BYTES)  # noqa: PLR2004
+        num_slices = self._num_ranks if cross_host is None else cross_host.num_slices
+
+        def take(round_: int, low: int, high: int) -> Generator[Awaited]:
+            slots = [slot[: high - low] for slot in self._slots_of(tensor.dtype, round_)]
+            if alone:
+                reduce_into(out[low:high], slots, op)
+                return
+            length = -(-(high - low) // num_slices)
+            slices = [slice(owner * length, (owner + 1) * length) for owner in range(num_slices)]
+            if self._rank < num_slices:
+                own = slices[self._rank]
+                reduce_into(out[low:high][own], [slot[own] for slot in slots], op)
+                # Nobody but its owner reads this slice of this slot.
+                slots[self._rank][own].copy_(out[low:high][own])
+                if cross_host is not None:
+                    yield from cross_host.all_reduce_(cross_host.take_turn(), [slots[self._rank][own]], op)
+            self._reduced.post(round_)
+            yield Until(self._reduced, round_)
+            for owner, slice_ in enumerate(slices):
+                out[low:high][slice_].copy_(slots[owner][slice_])
+
+        yield from self._in_pieces(tensor, take, what)
+
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor, what: str) -> Generator[Awaited]:
+        """Collect ``tensor`` [n], bytes, of every rank in ``out`` [L, n]."""
+
+        def take(round_: int, low: int, high: int) -> Generator[Awaited]:
+            for row, slot in zip(out, self._slots_of(tensor.dtype, round_), strict=True):
+                row[low:high].copy_(slot[: high - low])
+            yield from ()
+
+        yield from self._in_pieces(tensor, take, what)
+
+    def broadcast(self, tensor: torch.Tensor, out: torch.Tensor, source: int, what: str) -> Generator[Awaited]:
+        """Copy ``tensor`` [n], bytes, of rank ``source`` to every rank's ``out`` [n]."""
+
+        def take(round_: int, low: int, high: int) -> Generator[Awaited]:
+            out[low:high].copy_(self._slots_of(tensor.dtype, round_)[source][: high - low])
+            yield from ()
+
+        yield from self._in_pieces(tensor, take, what, fills=self._rank == source)
+
+    def all_to_all(
+        self, tensor: torch.Tensor, out: torch.Tensor, sizes: Sequence[Sequence[int]], what: str
+    ) -> Generator[Awaited]:
+        """Take from every rank's ``tensor``, bytes, the part that is for this rank, into ``out``.
+
+        Args:
+            tensor: what this rank gives, [sum of ``sizes[this rank]``], the first rank's part first.
+            out: [sum of ``sizes[every rank][this rank]``].
+            sizes: bytes from each rank (outer) to each.
+            what: see :meth:`barrier`.
+        """
+        starts = [sum(row[: self._rank]) for row in sizes]
+        ends = [start + row[self._rank] for start, row in zip(starts, sizes, strict=True)]
+        places = list(accumulate((row[self._rank] for row in sizes), initial=0))
+
+        def take(round_: int, low: int, high: int) -> Generator[Awaited]:
+            for source, slot in enumerate(self._slots_of(torch.uint8, round_)):
+                first, last = max(starts[source], low), min(ends[source], high)
+                if first < last:
+                    place = places[source] + first - starts[source]
+                    out[place : place + last - first].copy_(slot[first - low : last - low])
+            yield from ()
+
+        yield from self._in_pieces(tensor, take, what, most=max(map(sum, sizes)))
+
+    def _in_pieces(
+        self,
+        tensor: torch.Tensor,
+        take: Callable[[int, int, int], Generator[Awaited]],
+        what: str,
+        *,
+        fills: bool = True,
+        most: int | None = None,
+    ) -> Generator[Awaited]:
+        """Fill a slot per piece of ``tensor``, and take each when every rank has filled its own.
+
+        Args:
+            tensor: [n] of this rank.
+            take: takes a piece in.
+            what: see :meth:`barrier`.
+            fills: whether this rank has anything to give.
+            most: the largest n of any rank, where they differ.
+        """
+        length = self.slot_bytes // tensor.element_size()
+        num_elements = tensor.numel() if most is None else most
+        last: tuple[int, int, int] | None = None
+        for low in range(0, max(num_elements, 1), length):
+            high = min(low + length, num_elements)
+            round_ = yield from self._claim()
+            if fills:
+                piece = tensor[low:high]
+                self._slots_of(tensor.dtype, round_)[self._rank][: piece.numel()].copy_(piece)
+            if low == 0:
+                yield from self._publish_first(round_, what)
+            else:
+                self._published.post(round_)
+            if last is not None:
+                yield from self._take(take, *last)
+            last = (round_, low, high)
+        if last is not None:
+            yield from self._take(take, *last)
+
+    def _take(self, take: Take, round_: int, low: int, high: int) -> Generator[Awaited]:
+        yield Until(self._published, round_)
+        yield from take(round_, low, high)
+        self._consumed.post(round_)
+
+    def _claim(self) -> Generator[Awaited, None, int]:
+        """Return the next round, when its slot may be written."""
+        self._round += 1
+        round_ = self._round
+        yield Until(self._consumed, round_ - NUM_SLOTS)
+        return round_
+
+    def _publish_first(self, round_: int, what: str) -> Generator[Awaited]:
+        """Publish the first round of a call, and go on when every rank has come to the same one."""
+        slot = round_ % NUM_SLOTS
+        self._words[self._digests[self._rank][slot]] = zlib.crc32(what.encode())
+        self._published.post(round_)
+        yield Until(self._published, round_)
+        own = self._words[self._digests[self._rank][slot]]
+        if any(self._words[places[slot]] != own for places in self._digests):
+            self._consumed.post(round_)
+            raise CallsDiffer(what)
+
+    def _slots_of(self, dtype: torch.dtype, round_: int) -> list[torch.Tensor]:
+        typed = self._typed.get(dtype)
+        if typed is None:
+            by_rank = [[slot.view(dtype) for slot in slots] for slots in self._bytes]
+            typed = self._typed[dtype] = by_rank
+        return [slots[round_ % NUM_SLOTS] for slots in typed]

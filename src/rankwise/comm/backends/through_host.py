@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of a device that no backend carries: copied to the CPU, exchanged there, copied back.
+
+The other ranks see tensors of the CPU only, so each rank decides for itself. CPU tensors go on as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.comm.backends.protocol import BucketChannel, ChannelSize, Exchange
+
+CPU = torch.device("cpu")
+
+
+class ThroughHost:
+    """An exchange for tensors of any device. See :class:`rankwise.comm.backends.protocol.Exchange`.
+
+    Args:
+        inner: carries tensors of the CPU.
+    """
+
+    def __init__(self, inner: Exchange) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.detector = inner.detector
+
+    def agree(self, what: str) -> None:
+        """Hold the next collective to belong to the call that ``what`` says."""
+        self.inner.agree(what)
+
+    def barrier(self, what: str) -> None:
+        """Return when every rank has come to ``what``."""
+        self.inner.barrier(what)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
+        """Return the reduction over all ranks, on the tensor's own device."""
+        return self.inner.all_reduce(tensor.to(CPU), op, what=what).to(tensor.device)
+
+    def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        """Return [world_size, *tensor.shape], on the tensor's own device."""
+        return self.inner.all_gather(tensor.to(CPU), what=what).to(tensor.device)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
+        """Return the tensor of rank ``source``, on the device of this rank's."""
+        return self.inner.broadcast(tensor.to(CPU), source, what=what).to(tensor.device)
+
+    def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
+        """Return what every rank has for this one, on the tensor's own device."""
+        return self.inner.all_to_all(tensor.to(CPU), sizes, what=what).to(tensor.device)
+
+    def dup(self) -> ThroughHost:
+        """Return another exchange of the same ranks."""
+        return ThroughHost(self.inner.dup())
+
+    def split(self, groups: Sequence[Sequence[int]]) -> ThroughHost:
+        """Return an exchange of some of the ranks."""
+        return ThroughHost(self.inner.split(groups))
+
+    def channel_bytes(self, device: torch.device) -> int:
+        """Return how much a channel of the CPU carries best at a time."""
+        del device
+        return self.inner.channel_bytes(CPU)
+
+    def channels(self, sizes: Sequence[ChannelSize], what: str = "gradients") -> list[BucketChannel]:
+        """Return a channel for each size, with its body on the device."""
+        channels = self.inner.channels([replace(size, device=CPU) for size in sizes], what)
+        return [
+            channel if size.device == CPU else HostChannel(channel, size.device)
+            for channel, size in zip(channels, sizes, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Let go of the other ranks."""
+        self.inner.close()
+
+
+class HostChannel:
+    """A channel whose body is on a device. See :class:`rankwise.comm.backends.protocol.BucketChannel`.
+
+    Args:
+        inner: of the CPU; carries what is copied from the body.
+        device: of the body.
+    """
+
+    def __init__(self, inner: BucketChannel, device: torch.device) -> None:
+        self._inner = inner
+        self.body = self.result = torch.zeros_like(inner.result, device=device)
+
+    def can_claim(self) -> bool:
+        """Return whether ``claim`` and ``start`` would return at once."""
+        return self._inner.can_claim()
+
+    def claim(self) -> None:
+        """Wait until the body on the CPU may be written."""
+        self._inner.claim()
+
+    def factor(self, share: float) -> float:
+        """Return what the gradients are to be multiplied with on their way into ``body``."""
+        return self._inner.factor(share)
+
+    @torch.no_grad()
+    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+        """Copy the body to the CPU, and send it."""
+        self._inner.body.copy_(self.body)
+        self._inner.start(share, weight, absent)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the result, and copy it to the device."""
+        self._inner.finish()
+        self.result.copy_(self._inner.result)
+
+    def total(self) -> float:
+        """Return the sum of the weights."""
+        return self._inner.total()
+
+    def is_flag_set(self, flag: int) -> bool:
+        """Return whether any rank has set a flag."""
+        return self._inner.is_flag_set(flag)

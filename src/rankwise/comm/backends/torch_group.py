@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors travel through torch's process group (Gloo on CPU, NCCL on GPUs).
+
+Every wait goes through the failure detector, so that it ends with a name when a peer fails or stays away. Takes and
+gives plain contiguous tensors; types and trees are the business of ``collectives``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, calls_differ
+from rankwise.comm.backends.protocol import describe_channels
+from rankwise.comm.backends.tensor_memory import bytes_of
+from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
+from rankwise.health.diagnosis import is_of_a_signal_handler
+from rankwise.torch_private.groups import next_number, open_among
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.comm.backends.protocol import BucketChannel, ChannelSize
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.health.flight_recorder import Ticket
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+CPU_CHANNEL_BYTES = 8 * 2**20
+OTHER_CHANNEL_BYTES = 25 * 2**20
+_WEIGHT_DTYPES = (torch.float32, torch.float64)
+
+
+class PendingCollective:
+    """A collective under way."""
+
+    __slots__ = ("_detector", "_ticket", "_work")
+
+    def __init__(self, detector: FailureDetector, ticket: Ticket, work: dist.Work | None) -> None:
+        if work is None:
+            message = "torch's process group did not return a handle"
+            raise RuntimeError(message)
+        self._detector = detector
+        self._ticket = ticket
+        self._work = work
+
+    def wait(self) -> None:
+        """Return when the result is there; raise what the failure detector found out if it will not come."""
+        with CollectiveWait(self._detector, self._ticket) as wait:
+            while not self._is_done(SLICE_SECONDS):
+                wait.check()
+
+    def _is_done(self, seconds: float) -> bool:
+        """Wait for at most ``seconds``, and return whether the result is there."""
+        try:
+            self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            if is_of_a_signal_handler(error):
+                raise
+            if not self._work.is_completed():
+                return False
+            # It failed, or it has completed since the time was up: this tells, and does not wait.
+            self._work.wait()
+        return True
+
+
+class TorchGroup:
+    """torch's default process group, opened by ``join``, or another of the same ranks."""
+
+    def __init__(
+        self,
+        detector: FailureDetector,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None = None,
+        exchange_id: int = 0,
+        *,
+        world_ranks: Sequence[int] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.world_ranks = list(range(world_size) if world_ranks is None else world_ranks)
+        """What its ranks are called in the world."""
+        self.detector = detector
+        self._is_part = world_ranks is not None
+        self._group = group
+        self.exchange_id = exchange_id
+
+    def dup(self) -> TorchGroup:
+        """Return another group of the same ranks, whose collectives need no order towards this one's.
+
+        Called by: every rank, in the same order.
+        """
+        # Other parts of the world open theirs in their own time.
+        group = self._open_locally(self.world_ranks) if self._is_part else dist.new_group(self.world_ranks)
+        return self._of(group, self.world_ranks, self.detector.recorder.new_exchange_id(self.world_ranks))
+
+    def _of(self, group: object, world_ranks: Sequence[int], exchange_id: int) -> TorchGroup:
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"torch.distributed.new_group() gave {group!r} for a group that this rank is in")
+        rank = world_ranks.index(self.world_ranks[self.rank])
+        is_part = self._is_part or len(world_ranks) < self.world_size
+        return TorchGroup(
+            self.detector, rank, len(world_ranks), group, exchange_id, world_ranks=world_ranks if is_part else None
+        )
+
+    def split(self, groups: Sequence[Sequence[int]]) -> TorchGroup:
+        """Return an exchange of the one of ``groups`` that this rank is in."""
+        own = next(ranks for ranks in groups if self.rank in ranks)
+        world_ranks = [self.world_ranks[rank] for rank in own]
+        group = self._open_locally(world_ranks)
+        return self._of(group, world_ranks, self.detector.recorder.new_exchange_id(world_ranks))
+
+    def _open_locally(self, world_ranks: list[int]) -> object:
+        """Open a group of torch's that only its own ranks know of.
+
+        Called by: every rank of this exchange, each with the group that it is to be in.
+
+        The name of such a group has a number in it. Ranks that have opened unequal numbers of groups would wait for one
+        another under different names, so they agree on the largest first.
+        """
+        own = torch.tensor([next_number()])
+        numbers = self._all_gather(own, self.detector.ticket("how many groups each rank is in", self.exchange_id))
+        return open_among(world_ranks, self.world_ranks[self.rank], int(numbers.max()))
+
+    def compare_everything(self) -> None:
+        """Have the ranks compare each collective before it begins, of every exchange of theirs, on this group.
+
+        Called by: every rank.
+        """
+        self.detector.check = self.agree
+
+    def agree(self, what: str) -> None:
+        """Find out whether every rank calls the same: Gloo takes tensors for one another, or ends the process."""
+        digests = self._all_gather(
+            torch.tensor([zlib.crc32(what.encode())]), self.detector.ticket(what, self.exchange_id)
+        )
+        if bool((digests != digests[0]).any()):
+            raise calls_differ(
+                self._gather_calls, what, self.detector.hostname, self.world_ranks, self.detector.world_size
+            )
+
+    def _gather_calls(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._all_gather(tensor, self.detector.ticket(WHAT_EACH_CALLED, self.exchange_id))
+
+    def barrier(self, what: str) -> None:
+        """Return when every rank has come to ``what``."""
+        self.agree(what)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
+        """Return the reduction over all ranks; contiguous, same shape and dtype on each."""
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        self.start_all_reduce(result, op, what=what).wait()
+        return result
+
+    def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        """Return [world_size, *tensor.shape], the tensors of all ranks in rank order."""
+        return self._all_gather(tensor, self.detector.ticket(what, self.exchange_id, tensor))
+
+    def _all_gather(self, tensor: torch.Tensor, ticket: Ticket) -> torch.Tensor:
+        out = tensor.new_empty((self.world_size, *tensor.shape))
+        if tensor.numel():
+            parts = list(bytes_of(out).view(self.world_size, -1).unbind(0))
+            work = dist.all_gather(parts, bytes_of(tensor), group=self._group, async_op=True)
+            PendingCollective(self.detector, ticket, work).wait()
+        return out
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
+        """Return the tensor of rank ``source``."""
+        ticket = self.detector.ticket(what, self.exchange_id, tensor)
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        work = dist.broadcast(bytes_of(result), group=self._group, group_src=source, async_op=True)
+        PendingCollective(self.detector, ticket, work).wait()
+        return result
+
+    def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
+        """Return what every rank has for this one, in rank order."""
+        ticket = self.detector.ticket(what, self.exchange_id)
+        given, taken = list(sizes[self.rank]), [row[self.rank] for row in sizes]
+        out = tensor.new_empty(sum(taken))
+        if any(map(sum, sizes)):
+            work = dist.all_to_all_single(out, tensor, taken, given, group=self._group, async_op=True)
+            PendingCollective(self.detector, ticket, work).wait()
+        return out
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> PendingCollective:
+        """Start reducing ``tensor`` in place."""
+        ticket = self.detector.ticket(what, self.exchange_id, tensor)
+        return PendingCollective(
+            self.detector, ticket, dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True)
+        )
+
+    def channel_bytes(self, device: torch.device) -> int:
+        """Return a size of which Gloo moves several at once, and NCCL one after the other."""
+        return CPU_CHANNEL_BYTES if device.type == "cpu" else OTHER_CHANNEL_BYTES
+
+    def channels(self, sizes: Sequence[ChannelSize], what: str = "gradients") -> list[BucketChannel]:
+        """Return a channel for each size."""
+        names = describe_channels(sizes, what)
+        self.agree("; ".join(names))
+        return [TorchChannel(self, size, name) for size, name in zip(sizes, names, strict=True)]
+
+    def close(self) -> None:
+        """Do nothing: torch's groups are closed where they were opened, in ``join``."""
+
+
+class TorchChannel:
+    """One bucket's way through torch's group. See :class:`rankwise.comm.backends.protocol.BucketChannel`.
+
+    Behind the body travel its flags and the weight; summed over ranks they say who set what, and divide the sum.
+    """
+
+    def __init__(self, group: TorchGroup, size: ChannelSize, what: str) -> None:
+        self._group = group
+        self._what = what
+        self._flat = torch.zeros(size.num_elements + size.num_flags + 1, dtype=size.dtype, device=size.device)
+        self.body = self.result = self._flat[: size.num_elements]
+        self._flags = self._flat[size.num_elements : -1]
+        # A dtype that does not hold a sum of weights well enough has it sent beside it.
+        self._beside = None if size.dtype in _WEIGHT_DTYPES else self._flat.new_zeros(1, dtype=torch.float64)
+        self._weight = self._flat[-1:] if self._beside is None else self._beside
+        self._pending: list[PendingCollective] = []
+
+    def can_claim(self) -> bool:
+        """Return whether nothing is under way, and nothing is to be compared first."""
+        return not self._pending and self._group.detector.check is None
+
+    def claim(self) -> None:
+        """Wait for what an error broke off."""
+        self._wait()
+
+    def factor(self, share: float) -> float:
+        """Divide by the number of ranks on the way in: with equal weights the sum is the mean already."""
+        return share / self._group.world_size
+
+    @torch.no_grad()
+    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+        """Start reducing."""
+        if share == 0.0:
+            self.body.zero_()
+        self._weight.fill_(weight)
+        self._flags.fill_(1.0)
+        for flag in absent:
+            self._flags[flag] = 0.0
+        self._pending = [
+            self._group.start_all_reduce(tensor, what=self._what)
+            for tensor in (self._flat, self._beside)
+            if tensor is not None
+        ]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the sum, and divide it."""
+        self._wait()
+        if self.body.device.type == "cpu":
+            total = self.total()
+            scale = self._group.world_size / total if total > 0 else 0.0
+            if scale != 1.0:
+                self.body.mul_(scale)
+        else:
+            # Divided where it is: to read the weight would be to wait for the device, once per bucket.
+            self.body.mul_(torch.where(self._weight > 0, self._group.world_size / self._weight, 0.0)[0])
+
+    def total(self) -> float:
+        """Return the sum of the weights."""
+        return self._weight.item()
+
+    def is_flag_set(self, flag: int) -> bool:
+        """Return whether any rank has set a flag."""
+        return bool(self._flags[flag].item())
+
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed collectives: one type in, the same type out, trees of tensors too.
+
+Tensors, arrays of NumPy and of what has ``__dlpack__``, and numbers, alone or in lists, tuples and dicts. Alone, in a
+world or a group of one, each is the identity. Results never alias what was given, and have no gradients.
+"""
+
+from rankwise.comm.collectives.all_reduce import all_reduce, reduce_scatter
+from rankwise.comm.collectives.average import mean
+from rankwise.comm.collectives.data_movement import all_gather, all_gather_uneven, all_to_all, broadcast
+from rankwise.comm.collectives.group import Group, exchange_of
+from rankwise.comm.collectives.new_group import new_group
+from rankwise.comm.collectives.objects import all_gather_object, barrier, broadcast_object, gather_json
+
+__all__ = [
+    "Group",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_uneven",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "exchange_of",
+    "gather_json",
+    "mean",
+    "new_group",
+    "reduce_scatter",
+]

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that go from ranks to ranks as they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from rankwise.comm.backends.tensor_memory import bytes_of
+from rankwise.comm.collectives.group import agreed, exchange_of, rank_in_group, size_of, source_in_group
+from rankwise.comm.collectives.objects import gather_json, gather_rows
+from rankwise.comm.collectives.trees import dtypes, flattened, kind, kinds, plain
+from rankwise.errors import ConfigurationError
+from rankwise.tensors.arrays import back
+from rankwise.torch_private import tree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.comm.collectives.group import Group
+
+T = TypeVar("T")
+
+
+def broadcast(value: T, source: int = 0, *, group: Group | None = None) -> T:
+    """Give every rank what rank ``source`` holds.
+
+    Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
+
+    Args:
+        value: as for :func:`rankwise.all_reduce`; on ranks other than ``source`` only its kind and shape count.
+        source: the rank of the world whose value all receive.
+        group: from :func:`rankwise.new_group`; default: all ranks.
+
+    Returns:
+        The same kind and shape as ``value``. Never an alias of it.
+
+    Raises:
+        ConfigurationError: there is no rank ``source``, or this rank is not in ``group``.
+        PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+
+    Source: torch.distributed.broadcast.
+    """
+    place = source_in_group(group, source, "broadcast")
+    leaves, tensors, spec = flattened(value, "broadcast")
+    exchange = agreed(f"broadcast({kinds(tensors, spec)}, source={source})", group, sends=bool(tensors))
+    results: list[object] = []
+    for leaf, tensor in zip(leaves, tensors, strict=True):
+        if exchange is None:
+            result = plain(tensor).clone(memory_format=torch.contiguous_format)
+        else:
+            what = f"broadcast({kind(tensor)}, source={source})"
+            result = exchange.broadcast(plain(tensor), place, what=what)
+        results.append(back(leaf, result))
+    return pytree.tree_unflatten(results, spec)  # type: ignore[no-any-return]
+
+
+def all_gather(value: T, *, group: Group | None = None) -> list[T]:
+    """Collect ``value`` of every rank.
+
+    Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
+
+    Args:
+        value: as for :func:`rankwise.all_reduce`.
+        group: from :func:`rankwise.new_group`; default: all ranks.
+
+    Returns:
+        A list of values of the same kind as ``value``, one per rank, in rank order.
+
+    Raises:
+        ConfigurationError: this rank is not in ``group``.
+        PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+
+    Source: torch.distributed.all_gather.
+    """
+    leaves, tensors, spec = flattened(value, "all_gather")
+    exchange = agreed(f"all_gather({kinds(tensors, spec)})", group, sends=bool(tensors))
+    gathered: list[list[object]] = []
+    for leaf, tensor in zip(leaves, tensors, strict=True):
+        if exchange is None:
+            rows = plain(tensor).clone().unsqueeze(0)
+        else:
+            rows = exchange.all_gather(plain(tensor), what=f"all_gather({kind(tensor)})")
+        gathered.append([back(leaf, row) for row in rows.unbind(0)])
+    return [pytree.tree_unflatten([parts[place] for parts in gathered], spec) for place in range(size_of(group))]
+
+
+def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
+    """Collect ``value`` of every rank, whose shapes may differ: predictions of a last batch that did not divide.
+
+    Called by: every rank of ``group``, in the same order, with the same dtypes.
+
+    Every rank sends as much as the one with most, so it is for ranks that differ little.
+
+    Args:
+        value: as for :func:`rankwise.all_reduce`; shapes may differ between ranks, empty ones included.
+        group: from :func:`rankwise.new_group`; default: all ranks.
+
+    Returns:
+        A list of values of the same kind as ``value``, one per rank, in rank order, each in its own shape.
+
+    Raises:
+        ConfigurationError, CollectiveMismatch, PeerFailed, PeerMissing: as :func:`all_gather`.
+    """
+    leaves, tensors, spec = flattened(value, "all_gather_uneven")
+    what = f"all_gather_uneven({dtypes(tensors, spec)})"
+    exchange = exchange_of(group)
+    shapes = gather_json([list(tensor.shape) for tensor in tensors], what=what, group=group)
+    gathered: list[list[object]] = []
+    for number, (leaf, tensor) in enumerate(zip(leaves, tensors, strict=True)):
+        data = bytes_of(plain(tensor))
+        rows = [data.clone()] if exchange is None else gather_rows(exchange, data, what)
+        # Each for itself: a rank that keeps one need not keep all.
+        gathered.append(
+            [
+                back(leaf, row.clone().view(tensor.dtype).view(of_rank[number]))
+                for row, of_rank in zip(rows, shapes, strict=True)
+            ]
+        )
+    return [pytree.tree_unflatten([parts[place] for parts in gathered], spec) for place in range(size_of(group))]
+
+
+def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
+    """Send a value to every rank, and receive one from each.
+
+    Called by: every rank of ``group``, in the same order, with the same dtypes.
+
+    Args:
+        values: one per rank, in rank order: tensor or array, or a list, tuple or dict of them. Their shapes may
+            differ, between ranks too; empty ones are fine.
+        group: from :func:`rankwise.new_group`; default: all ranks.
+
+    Returns:
+        What each rank had for this one, in rank order.
+
+    Raises:
+        ConfigurationError: not one value per rank, or values of different kinds; or as :func:`all_gather`.
+        CollectiveMismatch, PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+
+    Source: torch.distributed.all_to_all.
+    """
+    exchange, size, own = exchange_of(group), size_of(group), rank_in_group(group)
+    if isinstance(values, dict) or not hasattr(values, "__len__"):
+        raise ConfigurationError(
+            f"all_to_all takes a list of values, not {type(values).__name__}.", do="pass one per rank, in rank order"
+        )
+    if len(values) != size:
+        raise ConfigurationError(
+            f"all_to_all was given {len(values)} values for {size} ranks.", do="pass one per rank, in rank order"
+        )
+    flat = [flattened(value, "all_to_all") for value in values]
+    leaves, first, spec = flat[0]
+    words = [dtypes(tensors, other) for _, tensors, other in flat]
+    if any(other != spec for _, _, other in flat) or any(word != words[0] for word in words):
+        raise ConfigurationError(
+            "all_to_all was given values of different kinds.",
+            evidence="\n".join(
+                f"for rank {place}: {kinds(tensors, other)}" for place, (_, tensors, other) in enumerate(flat)
+            ),
+            do="give every rank the same kind of value, of one dtype; only shapes may differ",
+        )
+    what = f"all_to_all({words[0]})"
+    shapes = gather_json([[list(tensor.shape) for tensor in tensors] for _, tensors, _ in flat], what=what, group=group)
+    received: list[list[object]] = []
+    for number, (leaf, like) in enumerate(zip(leaves, first, strict=True)):
+        given = torch.cat([bytes_of(plain(tensors[number])) for _, tensors, _ in flat])
+        sizes = [[_num_bytes(shape[number], like) for shape in of_rank] for of_rank in shapes]
+        taken = given if exchange is None else exchange.all_to_all(given, sizes, what=what)
+        parts = taken.split([row[own] for row in sizes])
+        received.append(
+            [
+                back(leaf, part.clone().view(like.dtype).view(of_rank[own][number]))
+                for part, of_rank in zip(parts, shapes, strict=True)
+            ]
+        )
+    return [pytree.tree_unflatten([parts[place] for parts in received], spec) for place in range(size)]
+
+
+def _num_bytes(shape: Sequence[int], like: torch.Tensor) -> int:
+    num_bytes = like.element_size()
+    for length in shape:
+        num_bytes *= length
+    return num_bytes

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joining and leaving the world: the only place where a process group opens or closes.
+
+Reads who started this process, finds the others through the store, opens torch's process group and sets the
+session. Above it stand the rooms that users call; it knows none of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.distributed as dist
+
+from rankwise.comm import optimizer_steps, transport_interface
+from rankwise.comm.backends.choose import check_exchange, open_exchange
+from rankwise.comm.backends.torch_group import TorchGroup
+from rankwise.comm.session import Session, annotate, current_or_none, set_current
+from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.health.collective_timeout import DEFAULT_TIMEOUT_SECONDS
+from rankwise.health.diagnosis import forked_from, world_left
+from rankwise.health.event_log import WORLDS_KEY, world_prefix
+from rankwise.health.failure_detector import FailureDetector
+from rankwise.health.preemption import STOPPED_EXIT_CODE
+from rankwise.health.preemption_signals import listen
+from rankwise.log import log, speak_as
+from rankwise.store import bootstrap, opening
+from rankwise.store.address_and_port import listening_address
+from rankwise.store.published import connect_published, forget_published, serve_published
+from rankwise.torch_private.groups import have_groups_leaked, leak_groups
+from rankwise.world import environments
+from rankwise.world.device import accelerator
+from rankwise.world.device.choice import choose_backend, choose_device, torch_backends
+from rankwise.world.environments.process import asked_device, in_kubernetes
+from rankwise.world.facts import World
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rankwise.store.bootstrap import RankAddress
+    from rankwise.store.values import Store
+    from rankwise.world.environments import Reading
+
+_NOT_FAILED = {None, 0, STOPPED_EXIT_CODE}
+
+
+class JoinedWorld(World):
+    """The world as a context manager: leaves when the block ends."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Not a failure: STOPPED_EXIT_CODE, with which every rank ends that has stopped early and saved.
+        if error is None or (isinstance(error, SystemExit) and error.code in _NOT_FAILED):
+            leave()
+        else:
+            reason = fail(error)
+            if reason is not None and reason is not error:
+                raise reason from None
+
+
+def join(
+    backend: str | None = None,
+    *,
+    device: str | torch.device | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    exchange: str = "auto",
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> JoinedWorld:
+    """Join the world this process was started for, whoever started it.
+
+    Called by: every rank, once, before anything else of rankwise. A plain call, or
+    ``with rankwise.join() as world:``; the block's end, or the process's, leaves the world.
+
+    Args:
+        backend: ``"nccl"``, ``"gloo"``, or another that torch knows; by default torch's own for the device: NCCL on
+            GPUs of NVIDIA and AMD, Gloo on the CPU. ``docs/devices.md`` has the table.
+        device: the device of this rank; by default the accelerator of its local rank, else the CPU.
+        init_method: ``tcp://host:port``, ``file:///path`` or ``env://``, when nobody set the variables of a
+            launcher. The first two need ``rank`` and ``world_size``.
+        rank: number of this process, with ``init_method``.
+        world_size: number of processes, with ``init_method``.
+        exchange: how CPU tensors travel between ranks: ``"shared_memory"`` within a host, ``"gloo"`` always over
+            sockets, ``"auto"`` the first where all ranks run on CPUs and it can be had, and a line says so.
+        timeout_seconds: how long a rank waits for the others, here and in every collective, before it raises
+            an error that names the missing ones.
+
+    Returns:
+        The facts about this process. A world of one needs no launcher and opens no process group.
+
+    Raises:
+        EnvironmentConflict: two launchers' variables say different things.
+        ConfigurationError: a bad argument, an incomplete set of variables, a missing GPU, a port in use.
+        PeerMissing: some ranks did not come within ``timeout_seconds``.
+
+    Source: torch.distributed.init_process_group.
+    """
+    if current_or_none() is not None:
+        raise ConfigurationError(
+            "This process has joined a world already.",
+            do="call rankwise.join() once; use rankwise.leave() before joining another",
+        )
+    if dist.is_initialized():
+        raise ConfigurationError(
+            f"torch.distributed has a process group already{' (of a failed world)' if have_groups_leaked() else ''}.",
+            do="let the process end; a launcher starts all ranks anew: rankwise run --max-restarts 3"
+            if have_groups_leaked()
+            else "remove init_process_group(): rankwise.join() opens the group",
+        )
+    check_exchange(exchange)
+    reading = _read(init_method, rank, world_size)
+    _num_joins[0] += 1
+    if reading.world_size == 1:
+        world = _world(reading, device, backend, [socket.gethostname()])
+        session = Session(world=world, open_group=partial(_open_group_of_one, world))
+    else:
+        job_store, serves, addresses = _join_store(reading, timeout_seconds)
+        world = _world(reading, device, backend, [place.hostname for place in addresses])
+        transport_interface.choose(reading, addresses)
+        session = _open_group(world, job_store, timeout_seconds, serves_store=serves)
+    accelerator.use(world.device)
+    set_current(session)
+    session.on_close = listen(session.preemption, reading.stop_signals)
+    optimizer_steps.follow(session.store, world)
+    speak_as(str(world), is_rank_zero=world.rank == 0)
+    _hook_exit()
+    if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has said so
+        log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
+    if isinstance(session.exchange, TorchGroup):
+        try:
+            checks = environments.checks_collectives()
+            session.exchange, words = open_exchange(exchange, session.exchange, world, checks=checks)
+        except BaseException as error:
+            fail(error)
+            raise
+        if words:
+            log(f"exchange: {words}")
+    return world
+
+
+def leave() -> None:
+    """Leave the world: finish what is under way, close the process group.
+
+    Called by: every rank. Does nothing when no world is joined. The end of ``with join()`` and a normal end
+    of the process call it; processes that were forked from a rank leave nothing. A model that was spread over the
+    ranks trains no more afterwards: its exchanges raise :class:`rankwise.errors.NotJoined`.
+    """
+    session = current_or_none()
+    if session is None:
+        return
+    if session.process != os.getpid():
+        leak_groups()  # The threads that would close them are the parent's.
+        return
+    try:
+        for action in reversed(session.leaving):
+            action()
+    except BaseException as error:
+        fail(error)
+        raise
+    if session.detector is not None:
+        session.detector.leave(wait_for_peers=session.serves_store)
+    _close(session, failed=False)
+
+
+def fail(error: BaseException) -> RankwiseError | None:
+    """Tell every rank that this one ends with ``error``, and give up the world.
+
+    Called by: the failing rank only; the end of ``with join()`` and an uncaught exception call it.
+
+    Returns:
+        What another rank's failure is told by, where ``error`` is only what it looks like from here.
+    """
+    session = current_or_none()
+    if session is None or session.process != os.getpid():
+        return None
+    reason = None
+    if session.detector is not None:
+        reason = session.detector.reason_of(error)
+        error = reason or error
+        if error is session.detector.error:
+            session.detector.leave(wait_for_peers=session.serves_store)
+        else:
+            annotate(error)
+            text = "".join(traceback.format_exception(error))
+            session.detector.fail(type(error).__name__, text, wait_for_peers=session.serves_store)
+    else:
+        annotate(error)
+    _close(session, failed=True)
+    return reason
+
+
+def _close(session: Session, *, failed: bool) -> None:
+    set_current(None)
+    for action in session.ending:
+        action()
+    optimizer_steps.stop()
+    transport_interface.forget()
+    # The process is about to end, and another signal must not make it look killed.
+    if not session.preemption.has_stopped:
+        session.on_close()
+    session.preemption.close()
+    speak_as("", is_rank_zero=True)
+    for part in session.parts.values():
+        part.close()
+    if session.exchange is not None:
+        session.exchange.close()
+    _close_groups(session, failed=failed)
+    if session.detector is not None and session.detector.error is None:
+        # For models and groups that stay: none of their exchanges may wait for ranks that have gone.
+        session.detector.error = world_left()
+    if session.store is not None:
+        session.store.close()
+
+
+def _close_groups(session: Session, *, failed: bool) -> None:
+    if not dist.is_initialized():
+        return
+    if failed or (
+        session.detector is not None and (session.detector.error is not None or session.detector.has_lost_ranks)
+    ):
+        leak_groups()
+    else:
+        dist.destroy_process_group()
+
+
+def _read(init_method: str | None, rank: int | None, world_size: int | None) -> Reading:
+    if init_method is not None:
+        return environments.explicit(init_method, rank, world_size)
+    if rank is not None or world_size is not None:
+        raise ConfigurationError(
+            "join() was given rank or world_size without init_method.",
+            do='pass init_method="tcp://host:port", rank and world_size together, or none of them',
+        )
+    return environments.read_process()
+
+
+def _join_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool, list[RankAddress]]:
+    """Return the job's store, whether this process serves it, and where every rank is."""
+    job_store, serves = _open_store(reading, timeout_seconds)
+    job_store.expect_answers_within(timeout_seconds)
+    if _num_joins[0]:  # The store may outlive the world that was left.
+        job_store.set(WORLDS_KEY, str(_num_joins[0]))
+        job_store = job_store.prefixed(world_prefix(_num_joins[0]))
+    try:
+        return job_store, serves, bootstrap.exchange_rank_addresses(job_store, reading, timeout_seconds)
+    finally:
+        if serves and reading.address is None:
+            forget_published(_published_path(reading))
+
+
+def _open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
+    """Return the job's store and whether this process serves it."""
+    if reading.file is not None:
+        return opening.open_file(reading.file, reading.world_size), False
+    if reading.address is None:
+        return _published_store(reading, timeout_seconds)
+    host, port = reading.address
+    if reading.rank == 0 and not reading.store_is_served:
+        address, words = listening_address(reading, in_kubernetes=in_kubernetes())
+        opened, _ = opening.serve(address, port, secret=_secret(reading))
+        if words:
+            log(words)
+        return opened.prefixed(f"attempt/{reading.attempt}"), True
+    bootstrap.wait_for_store(reading, timeout_seconds)
+    opened = opening.connect(host, port, timeout_seconds, secret=_secret(reading))
+    return opened.prefixed(f"attempt/{reading.attempt}"), False
+
+
+def _published_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
+    """Ranks of one machine without an address: rank 0 serves and tells the port in a file of the job."""
+    path = _published_path(reading)
+    if reading.rank == 0:
+        return serve_published(path, _secret(reading)), True
+    return connect_published(path, timeout_seconds, _secret(reading)), False
+
+
+def _published_path(reading: Reading) -> Path:
+    return Path(tempfile.gettempdir()) / f"rankwise-{os.getuid()}-{reading.job_key}"
+
+
+def _secret(reading: Reading) -> bytes | None:
+    # A variable may hold bytes that are no text; they come back as they were.
+    return None if reading.secret is None else reading.secret.encode(errors="surrogateescape")
+
+
+def _world(
+    reading: Reading, device: str | torch.device | None, backend: str | None, hostnames: list[str]
+) -> JoinedWorld:
+    own = hostnames[reading.rank]
+    machines = list(dict.fromkeys(hostnames))
+    local_rank = reading.local_rank
+    if local_rank is None:
+        local_rank = hostnames[: reading.rank].count(own)
+    chosen = choose_device(device or asked_device(), backend, local_rank)
+    return JoinedWorld(
+        rank=reading.rank,
+        world_size=reading.world_size,
+        local_rank=local_rank,
+        local_world_size=reading.local_world_size or hostnames.count(own),
+        node_rank=machines.index(own) if reading.node_rank is None else reading.node_rank,
+        num_nodes=reading.num_nodes or len(machines),
+        device=chosen,
+        backend=choose_backend(backend, chosen) if reading.world_size > 1 else "none",
+        hostname=own,
+        source=reading.source,
+    )
+
+
+def _open_group_of_one(world: World) -> None:
+    """Open torch's group in a world of one, for torch's own ways of spreading a model."""
+    if not dist.is_initialized():
+        dist.init_process_group(
+            torch_backends(world.device, choose_backend(None, world.device)),
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+        )
+
+
+def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool) -> Session:
+    dist.init_process_group(
+        backend=torch_backends(world.device, world.backend),
+        store=job_store.prefixed("group").torch_store,
+        rank=world.rank,
+        world_size=world.world_size,
+        # The failure detector speaks first; torch's own limit only ends what the failure detector could not.
+        timeout=timedelta(seconds=timeout_seconds + 10),
+    )
+    detector = FailureDetector(job_store, world, timeout_seconds, environments.stack_file())
+    exchange = TorchGroup(detector, world.rank, world.world_size)
+    return Session(
+        world=world,
+        store=job_store,
+        exchange=exchange,
+        detector=detector,
+        serves_store=serves_store,
+        preemption=detector.preemption,
+    )
+
+
+_num_joins = [-1]
+"""How often this process has joined before; every rank of a job joins equally often."""
+_has_hooked_exit: list[bool] = []
+
+
+def _hook_exit() -> None:
+    """Have the end of the process leave the world, and an uncaught exception tell the other ranks."""
+    if _has_hooked_exit:
+        return
+    _has_hooked_exit.append(True)
+    atexit.register(_leave_at_exit)
+    os.register_at_fork(after_in_child=_detach_fork)
+    previous = sys.excepthook
+
+    def report_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        reason = None
+        with contextlib.suppress(Exception):
+            reason = fail(error)
+        if reason is None:
+            previous(kind, error, trace)
+        else:
+            previous(type(reason), reason.with_traceback(trace), trace)
+
+    sys.excepthook = report_and_show
+
+
+def _detach_fork() -> None:
+    """Keep a forked process from using what its parent still uses. Called in the child."""
+    session = current_or_none()
+    if session is not None and session.detector is not None:
+        session.detector.error = forked_from(session.world)
+
+
+def _leave_at_exit() -> None:
+    try:
+        leave()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it must not end as a success
+        traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an exception in atexit would leave the exit code 0

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This rank's end of all ways to other ranks: opened with the first message, closed when the world is left.
+
+Every rank serves a socket of its own, found through the job's store, and lets in only who holds a secret that it
+found there. Sending waits for nobody: torch's own ways (an NCCL communicator, a Gloo group of two) open
+only when both sides come, so that a ring of ranks that all send first would never begin.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rankwise.comm.point_to_point.recv_queue import RecvQueue
+from rankwise.comm.point_to_point.send_queue import KEYS, PURPOSE, SendQueue, address_key
+from rankwise.comm.point_to_point.waiting import PeerWait, wait
+from rankwise.comm.session import current
+from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing, fold_ranks
+from rankwise.log import warn
+from rankwise.store import bootstrap
+from rankwise.store.address_and_port import EVERY_INTERFACE
+from rankwise.store.server import AuthenticatedServer
+from rankwise.store.wire import listen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rankwise.comm.session import Session
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.store.values import Store
+    from rankwise.world.facts import World
+
+
+class Endpoint:
+    """Sends to, and takes from, every other rank of one session."""
+
+    def __init__(self, session: Session, store: Store, detector: FailureDetector) -> None:
+        """Begin to listen, and tell the others where."""
+        self.session = weakref.ref(session)
+        self.world = session.world
+        self.recv_queue = RecvQueue()
+        self.is_closed = False
+        self._store = store.clone()
+        self._detector = detector
+        self._send_queues: dict[int, SendQueue] = {}
+        self._num_sent: dict[int, int] = {}
+        self._store.set_if_absent(f"{KEYS}/secret", secrets.token_hex(32))
+        self._secret = self._store.get(f"{KEYS}/secret", detector.timeout_seconds)
+        host = bootstrap.address_on_job(self._store, session.world)
+        server = AuthenticatedServer(listen(host, 0), self._secret, {PURPOSE: self.recv_queue.serve})
+        server.start()
+        self._server = server
+        announced = session.world.hostname if host == EVERY_INTERFACE else host
+        self._store.set(address_key(session.world.rank), json.dumps([announced, server.port]))
+        # After a failure nobody calls leave(); the threads must not outlive this object. At the end of the process
+        # leave() comes, later than this would, and still has to wait for what is under way.
+        weakref.finalize(self, _abandon, self._send_queues, server).atexit = False
+        session.on_leave(self.leave)
+
+    def next_number(self, to: int) -> int:
+        """Return the number of the next value that goes to ``to``."""
+        self._num_sent[to] = number = self._num_sent.get(to, 0) + 1
+        return number
+
+    def send(self, to: int, head: dict[str, Any], buffers: Sequence[memoryview]) -> None:
+        """Have a message sent to ``to``, and return at once.
+
+        Raises:
+            NotJoined: the world has been left.
+            PeerFailed, PeerMissing: that rank is known to have failed or left.
+        """
+        if self.is_closed:
+            raise NotJoined(
+                "A message cannot be sent any more: the world it belongs to has been left.",
+                do="run backward() inside the world that the tensors were received in",
+            )
+        if self._detector.error is not None:
+            raise self._detector.error
+        send_queue = self.open_way(to)
+        if send_queue.error is not None:
+            self.wait(f"send(to={to})", to, lambda: False)
+        send_queue.put(head, buffers)
+
+    def send_head(self, to: int, head: dict[str, Any]) -> None:
+        """Send a head alone, where the way is open and ``to`` still there. For a garbage collection: takes no lock."""
+        send_queue = self._send_queues.get(to)
+        if send_queue is not None and not self.is_closed:
+            send_queue.put(head, ())
+
+    def open_way(self, to: int) -> SendQueue:
+        """Begin to connect to ``to``, unless that was done before."""
+        send_queue = self._send_queues.get(to)
+        if send_queue is None:
+            send_queue = self._send_queues[to] = SendQueue(
+                rank=self.world.rank,
+                to=to,
+                store=self._store.clone(),
+                secret=self._secret,
+                timeout_seconds=self._detector.timeout_seconds,
+                changed=self.recv_queue.changed,
+            )
+        return send_queue
+
+    def wait(self, what: str, peer: int, is_there: Callable[[], bool]) -> None:
+        """Return when ``is_there`` says so, unless ``peer`` fails, leaves or stays away.
+
+        Args:
+            what: is waited for, in words.
+            peer: the rank it depends on.
+            is_there: looks at the receive queue, which is held meanwhile.
+        """
+        send_queue = self._send_queues.get(peer)
+        peer_wait = PeerWait(
+            what=what,
+            peer=peer,
+            world=self.world,
+            detector=self._detector,
+            store=self._store,
+            broken=lambda: self.recv_queue.ended.get(peer) or (None if send_queue is None else send_queue.error),
+        )
+        wait(peer_wait, self.recv_queue.changed, is_there)
+
+    def leave(self) -> None:
+        """Wait until everything has come to where it was sent, then close.
+
+        Raises:
+            PeerMissing: a rank left without what was sent to it.
+        """
+        for send_queue in self._send_queues.values():
+            send_queue.end()
+        for to, send_queue in self._send_queues.items():
+            try:
+                self.wait(f"delivery of what was sent to rank {to}", to, partial(_is_over, send_queue))
+            except (PeerFailed, PeerMissing) as error:
+                # Gradients that nobody has waited for are no loss, nor is a rank that is gone on without.
+                if send_queue.num_lost() or (isinstance(error, PeerFailed) and self._detector.error is not None):
+                    raise
+            if send_queue.num_lost():
+                count = send_queue.num_lost()
+                raise PeerMissing(
+                    f"Rank {to} has left, and {count} {'value' if count == 1 else 'values'} sent to it had not come.",
+                    ranks=[to],
+                    where=str(self.world),
+                    evidence=send_queue.error,
+                    do=f"let rank {to} call recv(source={self.world.rank}) once for every send(to={to})",
+                )
+        self.is_closed = True
+        ignored = {source: len(messages) for source, messages in self.recv_queue.values.items() if messages}
+        if ignored:
+            count, who = sum(ignored.values()), fold_ranks(list(ignored))
+            warn(f"never received on this rank: {count} of the values sent to it, by {who}", all_ranks=True)
+        if untaken := +self.recv_queue.count_untaken():
+            warn(
+                f"gradients came back for {untaken.total()} of the values that this rank sent, from "
+                f"{fold_ranks(list(untaken))}, and no backward() took them: call send(...).backward()",
+                all_ranks=True,
+            )
+        _abandon(self._send_queues, self._server)
+        self._store.close()
+
+
+_latest: list[weakref.ref[Endpoint]] = []
+
+
+def current_endpoint(caller: str) -> Endpoint:
+    """Return the endpoint of this session, opening it when it is first asked for.
+
+    Raises:
+        NotJoined: no world has been joined.
+        ConfigurationError: there is nobody else in it.
+    """
+    session = current()
+    opened = _latest[0]() if _latest else None
+    if opened is not None and opened.session() is session:
+        return opened
+    refuse_alone(caller, session.world)
+    if session.store is None or session.detector is None:
+        raise TypeError(f"a world of {session.world.world_size} ranks has no store")
+    opened = Endpoint(session, session.store, session.detector)
+    _latest[:] = [weakref.ref(opened)]
+    return opened
+
+
+def refuse_alone(caller: str, world: World) -> None:
+    """Raise unless there is another rank.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if world.world_size == 1:
+        raise ConfigurationError(
+            f"{caller} needs another rank, and this is a world of one.",
+            where=str(world),
+            do="start at least two ranks (rankwise run -n 2 ...); "
+            "on one rank call the second part of the model with what the first part returns",
+        )
+
+
+def _is_over(send_queue: SendQueue) -> bool:
+    return send_queue.is_over
+
+
+def _abandon(send_queues: dict[int, SendQueue], server: AuthenticatedServer) -> None:
+    for send_queue in send_queues.values():
+        send_queue.give_up()
+    server.close()

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has come from other ranks and has not been taken yet. Filled by the thread of this rank's server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.comm.point_to_point.message import sizes_of
+from rankwise.store.wire import NUMBER
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterable
+
+LEFT = "it has left"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedMessage:
+    """What one rank has sent."""
+
+    head: dict[str, Any]
+    buffers: list[torch.Tensor]
+
+
+class RecvQueue:
+    """What came, by rank: values in the order in which they were sent, gradients by the value they belong to."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        """Held for every look at the rest; told whenever something has come, gone out or ended."""
+        self.values: defaultdict[int, deque[ReceivedMessage]] = defaultdict(deque)
+        self.gradients: dict[tuple[int, int], deque[ReceivedMessage]] = {}
+        """Of those values whose gradients may still be asked for."""
+        self.untaken: Counter[int] = Counter()
+        """How many gradients came from a rank for values whose ``backward()`` never asked for them."""
+        self.ended: dict[int, str] = {}
+        """Why nothing more comes from a rank."""
+
+    def expect(self, rank: int, number: int) -> None:
+        """Keep the gradients of a value that was sent to ``rank``."""
+        with self.changed:
+            self.gradients[rank, number] = deque()
+
+    def forget(self, rank: int, number: int) -> None:
+        """Throw away gradients that nobody can ask for any more."""
+        # A garbage collection may call this in a thread that holds the lock: taking out one key needs none.
+        self._count(rank, self.gradients.pop((rank, number), ()))
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take in what one rank sends, to its end. A byte goes back for each message that is here."""
+        source = int((await _head(reader))["rank"])
+        reason = "the connection ended"
+        try:
+            while True:
+                head = await _head(reader)
+                if head["kind"] == "end":
+                    reason = LEFT
+                    return
+                message = ReceivedMessage(head, [await _buffer(reader, size) for size in sizes_of(head["tree"])])
+                with self.changed:
+                    self._put(source, message)
+                    self.changed.notify_all()
+                writer.write(b"\0")
+        finally:
+            with self.changed:
+                self.ended[source] = reason
+                self.changed.notify_all()
+
+    def count_untaken(self) -> Counter[int]:
+        """Return how many gradients from each rank nobody has asked for, by now."""
+        for (rank, number), waiting in list(self.gradients.items()):
+            if waiting:
+                self.forget(rank, number)
+        return self.untaken
+
+    def _count(self, rank: int, waiting: Iterable[ReceivedMessage]) -> None:
+        self.untaken[rank] += sum(message.head["kind"] == "gradients" for message in waiting)
+
+    def _put(self, source: int, message: ReceivedMessage) -> None:
+        if message.head["kind"] == "value":
+            self.values[source].append(message)
+        else:
+            waiting = self.gradients.get((source, int(message.head["number"])))
+            if waiting is not None:
+                waiting.append(message)
+            else:
+                self._count(source, [message])
+
+
+async def _head(reader: asyncio.StreamReader) -> dict[str, Any]:
+    try:
+        (length,) = NUMBER.unpack(await reader.readexactly(NUMBER.size))
+        return json.loads(await reader.readexactly(length))  # type: ignore[no-any-return]
+    except EOFError:
+        raise ConnectionError("the other rank ended the connection") from None
+
+
+async def _buffer(reader: asyncio.StreamReader, size: int) -> torch.Tensor:
+    """Return the next ``size`` bytes, piece by piece as they come."""
+    buffer = torch.empty(size, dtype=torch.uint8)
+    view = buffer.numpy().data
+    done = 0
+    while done < size:
+        piece = await reader.read(size - done)
+        if not piece:
+            raise ConnectionError("the other rank ended the connection")
+        view[done : done + len(piece)] = piece
+        done += len(piece)
+    return buffer

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for one other rank: until what it owes is here, or it is clear that it will not come."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.errors import PeerMissing
+from rankwise.health import call_site, diagnosis, process_probe, status_poll
+from rankwise.health.collective_timeout import NOTICE_SECONDS, SLICE_SECONDS, CollectiveWait, PeerEnded
+from rankwise.health.failure_detector import EXPLANATION_SECONDS
+from rankwise.health.flight_recorder import Ticket
+from rankwise.health.process_probe import Peers
+from rankwise.log import warn
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.health.process_probe import Process
+    from rankwise.store.values import Store
+    from rankwise.world.facts import World
+
+LOOK_SECONDS = 1.0
+"""How often a rank that is waited for is looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerWait:
+    """What is waited for, from whom, and how it can be seen that it never comes."""
+
+    what: str
+    peer: int
+    world: World
+    detector: FailureDetector
+    store: Store
+    broken: Callable[[], str | None]
+    """Why nothing can come any more, where that is known."""
+    spare_seconds: float = 0.0
+    """How much longer than the world's limit to wait."""
+    do: str = (
+        "let that rank send or run backward() too, in the same order; two ranks that both wait in recv() wait for "
+        "each other: have one send first. Where the wait is meant, join(timeout_seconds=...) is the limit"
+    )
+    """What to do where the limit passes."""
+    do_when_left: str = (
+        "let every recv(source=...) have one send(to=...) on that rank, in the same order, "
+        "and every backward() of what was sent one of what was received"
+    )
+    """What to do where the peer has left."""
+
+
+def wait(peer_wait: PeerWait, changed: threading.Condition, is_there: Callable[[], bool]) -> None:
+    """Return when ``is_there`` says so.
+
+    Args:
+        peer_wait: what is waited for.
+        changed: told whenever ``is_there`` may say something else, and held when it is asked.
+        is_there: whether it has come.
+
+    Raises:
+        PeerFailed: a rank failed.
+        PeerMissing: the rank that is waited for has left or died, or did not come within the world's limit.
+    """
+    with changed:
+        if is_there():
+            return
+    # No collective: it is counted on this rank only, so that it has no number.
+    ticket = Ticket(number=0, what=peer_wait.what, site=call_site.user_call_site())
+    with CollectiveWait(peer_wait.detector, ticket):
+        _wait(peer_wait, changed, is_there)
+
+
+def _wait(peer_wait: PeerWait, changed: threading.Condition, is_there: Callable[[], bool]) -> None:
+    begun = time.monotonic()
+    notice, next_look = NOTICE_SECONDS, LOOK_SECONDS
+    reason: Exception | None = None
+    explained_by = 0.0
+    while True:
+        with changed:
+            if changed.wait_for(is_there, SLICE_SECONDS):
+                return
+            broken = peer_wait.broken()
+        if peer_wait.detector.error is not None:
+            raise peer_wait.detector.error
+        waited = time.monotonic() - begun
+        if reason is not None:
+            if waited > explained_by:
+                # Whoever failed and is gone on without may have said so meanwhile.
+                raise peer_wait.detector.loss_of(peer_wait.peer) or reason
+        elif broken is not None or waited > next_look:
+            next_look = waited + LOOK_SECONDS
+            reason = _why_never(peer_wait, broken)
+            # Whoever ends may have sent something before, or say why in a moment.
+            explained_by = waited + EXPLANATION_SECONDS
+        if waited > peer_wait.detector.timeout_seconds + peer_wait.spare_seconds:
+            error = _timed_out(peer_wait, waited)
+            # Another rank's limit may have passed first, and it knew more.
+            raise peer_wait.detector.error or error
+        if waited > notice:
+            notice *= 2
+            words = f"{peer_wait.what} has been waiting for {waited:.0f} s, for rank {peer_wait.peer}:"
+            warn(f"{words}\n{_doing(peer_wait)}", all_ranks=True)
+
+
+def _why_never(peer_wait: PeerWait, broken: str | None) -> Exception | None:
+    """Return what is to be raised where the peer can send nothing any more."""
+    loss = peer_wait.detector.loss_of(peer_wait.peer)
+    if loss is not None:
+        return loss
+    process = status_poll.process_of(peer_wait.store, peer_wait.peer)
+    if process is None:
+        return PeerMissing(
+            f"{peer_wait.what} cannot complete: rank {peer_wait.peer} has left.",
+            ranks=[peer_wait.peer],
+            where=str(peer_wait.world),
+            evidence=broken,
+            do=peer_wait.do_when_left,
+        )
+    if process.host and process.host == process_probe.this_process().host and _has_ended(process):
+        return PeerEnded(peer_wait.peer, process.pid)
+    return None if broken is None else RuntimeError(broken)
+
+
+def _has_ended(process: Process) -> bool:
+    peers = Peers([0], [process.pid])
+    try:
+        return peers.has_ended(0)
+    finally:
+        peers.close()
+
+
+def _timed_out(peer_wait: PeerWait, waited: float) -> PeerMissing:
+    return PeerMissing(
+        f"{peer_wait.what} waited {waited:.1f} s in vain. Missing: rank {peer_wait.peer}.",
+        ranks=[peer_wait.peer],
+        where=str(peer_wait.world),
+        evidence=_doing(peer_wait),
+        do=peer_wait.do,
+    )
+
+
+def _doing(peer_wait: PeerWait) -> str:
+    """Return what every rank is doing, and the stack of the one that is waited for."""
+    world = peer_wait.world
+    answers = status_poll.call(
+        peer_wait.store,
+        rank=world.rank,
+        world_size=world.world_size,
+        asked={"channel": 0, "sequence": 0, "stacks": "all"},
+    )
+    silent_ranks = sorted(set(range(world.world_size)) - set(answers))
+    seen = status_poll.look_at(peer_wait.store, silent_ranks)
+    answers |= {rank: {"host": world.hostname, **what} for rank, what in seen.items()}
+    table = diagnosis.table(answers, world.world_size)
+    return f"{table}\n{diagnosis.stacks(answers, [peer_wait.peer])}".strip()

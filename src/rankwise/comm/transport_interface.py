@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network interface that torch's transports use, from join to leave."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import TYPE_CHECKING
+
+from rankwise.errors import ConfigurationError, rank_prefix
+from rankwise.store.bootstrap import route_beyond_loopback
+from rankwise.world import network
+from rankwise.world.environments.process import gloo_interfaces, set_interface, unset
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.store.bootstrap import RankAddress
+    from rankwise.world.environments import Reading
+
+_variables: list[str] = []
+"""Those set here, which are removed with the world."""
+
+
+def choose(reading: Reading, addresses: list[RankAddress]) -> None:
+    """Have Gloo and NCCL use the interface that the ranks reach each other through, unless the user named one."""
+    forget()  # of a join that failed
+    wrong = set(gloo_interfaces()) - {one.name for one in network.interfaces()}
+    if wrong:
+        raise ConfigurationError(
+            f"GLOO_SOCKET_IFNAME names {', '.join(sorted(wrong))}, which is no interface of this machine.",
+            where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
+            evidence="\n".join(network.interface_lines()),
+            do="unset GLOO_SOCKET_IFNAME: rankwise takes the interface that leads to the other ranks",
+        )
+    found = common_interface(addresses, reading.rank, None if reading.address is None else reading.address[0])
+    if found is not None:
+        name, is_loopback = found
+        _variables.extend(set_interface(name, is_loopback=is_loopback))
+
+
+def forget() -> None:
+    """Remove what was set."""
+    unset(_variables)
+    _variables.clear()
+
+
+def common_interface(addresses: Sequence[RankAddress], rank: int, store_host: str | None) -> tuple[str, bool] | None:
+    """Return the interface that ranks reach each other through, and whether it is loopback.
+
+    On one machine that is loopback; on several the one that leads to the store, and where that says nothing (it
+    is on this machine, under a name that means loopback), the one that leads to a rank elsewhere. The machine's own
+    name, which torch would go by, plays no part.
+
+    Args:
+        addresses: where each rank is, in rank order.
+        rank: number of this process.
+        store_host: where the store is; ``None`` where it is a file.
+
+    Returns:
+        ``None`` where no interface can be told; torch then goes by the machine's own name.
+    """
+    own = addresses[rank]
+    if all(place == own for place in addresses):
+        return next(((one.name, True) for one in network.interfaces() if one.is_loopback and one.is_up), None)
+    route = route_beyond_loopback(store_host)
+    others = [place.address for place in addresses if place.hostname != own.hostname and place.address is not None]
+    for address in others if route is None else []:
+        with contextlib.suppress(ConfigurationError):
+            return network.route_to(address).interface, False
+    return None if route is None else (route.interface, False)

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entering and leaving the world in Horovod's words, and the facts about this process in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.comm import optimizer_steps
+from rankwise.comm.collectives import gather_json
+from rankwise.comm.join import join, leave
+from rankwise.comm.session import current, current_or_none
+from rankwise.compat.horovod import settings
+from rankwise.compat.horovod.errors import NotOffered, not_initialized
+from rankwise.compat.horovod.negotiation.queue import (
+    MachinePosition,
+    OperationQueue,
+    SetMembers,
+    current_queue,
+    current_queue_or_none,
+    set_current_queue,
+)
+from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
+from rankwise.errors import ConfigurationError
+from rankwise.log import log, logger
+from rankwise.world.device import versions
+from rankwise.world.environments import process
+
+if TYPE_CHECKING:
+    from rankwise.compat.horovod.process_sets import ProcessSet
+    from rankwise.world.facts import World
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - Horovod takes several kinds
+    """Join the world, unless that has been done, and make the process sets that are given.
+
+    Called by: every rank. A second call is no error.
+
+    Args:
+        comm: ``None``, or a list of all ranks.
+        process_sets: a list of :class:`ProcessSet`, the same on every rank; or ``"dynamic"``, which is always so here.
+
+    Raises:
+        ConfigurationError: ``comm`` is anything else; a process set comes twice, or has a rank that there is not.
+
+    Source: rankwise.join.
+    """
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ConfigurationError(f"process_sets={process_sets!r} is not known.", do='pass a list, or "dynamic"')
+        process_sets = None
+    given: list[ProcessSet] = list(process_sets or ())
+    is_alone = current_or_none() is None
+    if current_queue_or_none() is None:
+        _apply_variables(joins=is_alone)
+    _check_comm(comm)
+    optimizer_steps.stop()  # Horovod's optimizers keep models equal, each among the ranks of its process set.
+    if current_queue_or_none() is None:
+        _open_queue(has_opened_world=is_alone)
+    for number, process_set in enumerate(given):
+        if any(process_set.ranks == other.ranks for other in given[:number]):
+            raise ConfigurationError(f"Entry {number} of process_sets= comes twice: {process_set}.", do="leave it out")
+        if not bind_known(process_set):
+            add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Carry out what is pending on every rank, and leave the world, unless :func:`rankwise.join` was called before.
+
+    Called by: every rank. Does nothing where there is none. The end of the process calls it, too.
+
+    Source: rankwise.leave.
+    """
+    queue = current_queue_or_none()
+    if queue is None:
+        return
+    if queue.has_opened_world:
+        leave()
+    else:
+        queue.flush()
+        set_current_queue(None)
+
+
+def is_initialized() -> bool:
+    """Return whether :func:`init` has been called, and the world has not been left since."""
+    return current_queue_or_none() is not None
+
+
+def rank() -> int:
+    """Return the number of this process."""
+    return _world().rank
+
+
+def size() -> int:
+    """Return the number of processes."""
+    return _world().world_size
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of its machine."""
+    return _world().local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this machine."""
+    return _world().local_world_size
+
+
+def cross_rank() -> int:
+    """Return the number of this process's machine among those that have a process of the same local rank."""
+    return current_queue().seat.cross_rank
+
+
+def cross_size() -> int:
+    """Return how many machines have a process of the same local rank."""
+    return current_queue().seat.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Return whether every machine has the same number of processes."""
+    return current_queue().seat.is_homogeneous
+
+
+def mpi_threads_supported() -> bool:
+    """Raise, as Horovod does where it has no MPI.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError("There is no MPI in rankwise.", do="ask hvd.mpi_enabled() first")
+
+
+def mpi_enabled() -> bool:
+    """Return False: mpirun may start the processes, and MPI carries nothing."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False, as :func:`mpi_enabled`."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return whether torch's Gloo is there."""
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+def gloo_built() -> bool:
+    """Return whether torch was built with Gloo."""
+    return gloo_enabled()
+
+
+def nccl_built() -> int:
+    """Return the version of torch's NCCL as one number, or 0."""
+    found = versions.nccl_version() if versions.can_use_nccl() else None
+    if found is None:
+        return 0
+    major, minor, patch = found
+    return major * 10000 + minor * 100 + patch
+
+
+def ddl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether torch was built with CUDA."""
+    return versions.has_toolkit("cuda")
+
+
+def rocm_built() -> bool:
+    """Return whether torch was built with ROCm."""
+    return versions.has_toolkit("hip")
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's arguments
+    """Raise: there are no cycles of a background thread to draw.
+
+    Raises:
+        NotOffered: always; torch.profiler writes the trace of a rank.
+    """
+    raise NotOffered(
+        f"There is no timeline to write to {file_path!r} (mark_cycles={mark_cycles}).",
+        do="use torch.profiler.profile() and export_chrome_trace(); `rankwise stacks` shows what every rank is doing",
+    )
+
+
+def stop_timeline() -> None:
+    """Do nothing: no timeline can have been started.
+
+    Raises:
+        ConfigurationError: :func:`init` has not been called.
+    """
+    current_queue()
+
+
+def _world() -> World:
+    session = current_or_none()
+    if session is None or current_queue_or_none() is None:
+        raise not_initialized()
+    return session.world
+
+
+def _apply_variables(*, joins: bool) -> None:
+    """Do what Horovod's variables ask for, join the world unless that has been done, and name the other variables."""
+    wanted = settings.read(process.given_horovod_variables(), has_joined=not joins)
+    if wanted.log_level is not None:
+        logger.setLevel(wanted.log_level)
+    if joins:
+        chosen = process.set_interface(wanted.interface, is_loopback=True) if wanted.interface else ()
+        try:
+            if wanted.limit_seconds is None:
+                join()
+            else:
+                join(timeout_seconds=wanted.limit_seconds)
+        except BaseException:
+            process.unset(chosen)
+            raise
+        current().at_end(partial(process.unset, chosen))
+    if wanted.without_effect:
+        log(f"without effect here: {', '.join(wanted.without_effect)} (docs/from-horovod.md, Variables)")
+
+
+def _check_comm(comm: object) -> None:
+    num_ranks = current().world.world_size
+    if comm is None or (isinstance(comm, Iterable) and sorted(comm) in ([], list(range(num_ranks)))):
+        return
+    raise ConfigurationError(
+        f"comm={comm!r} is not all the ranks.",
+        evidence=f"the ranks are 0 to {num_ranks - 1}",
+        do="leave comm= out; for some of the ranks pass hvd.init(process_sets=[hvd.ProcessSet([...])]), and "
+        "process_set= to the operations",
+    )
+
+
+def _open_queue(*, has_opened_world: bool) -> None:
+    session = current()
+    world = session.world
+    own = (world.node_rank, world.local_rank, world.local_world_size)
+    seats = [tuple(seat) for seat in gather_json(own, what="hvd.init()")]
+    beside = sorted(node for node, local, _ in seats if local == world.local_rank)
+    seat = MachinePosition(
+        cross_rank=beside.index(world.node_rank),
+        cross_size=len(beside),
+        is_homogeneous=len({num_ranks for _, _, num_ranks in seats}) == 1,
+    )
+    everyone = tuple(range(world.world_size))
+    members = {0: SetMembers(ranks=everyone, group=None)}
+    queue = OperationQueue(session=session, has_opened_world=has_opened_world, seat=seat, members=members)
+    session.on_leave(queue.flush)
+    set_current_queue(queue)
+    bind_global(everyone)

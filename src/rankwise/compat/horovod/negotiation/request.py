@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One operation: as other ranks know it, as this rank holds it until its result is taken, and as errors name it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rankwise.compat.horovod.errors import HorovodInternalError
+from rankwise.compat.horovod.reduce_ops import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+
+ANNOUNCED = "step"
+"""The kind of what sends nothing itself, and is done where it is announced."""
+ROWS_MAY_DIFFER = ("allgather", "alltoall")
+"""The kinds whose tensors need not have the same first dimension on all ranks."""
+
+POLLS, WAITS, LEAVES, HAS_JOINED = range(4)
+"""Why a rank waits: only ``POLLS`` ends by itself when nothing has happened."""
+
+Key = tuple[int, str]
+
+
+class OperationRequest(NamedTuple):
+    """One operation as other ranks have to know it."""
+
+    kind: str
+    name: str
+    set_id: int = 0
+    op: int = int(ReduceOp.SUM)
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of each tensor; without the first dimension where that may differ between ranks."""
+    root: int = 0
+    prescale: float = 1.0
+    postscale: float = 1.0
+    device: str = "cpu"
+    allows_joined: bool = True
+
+    @property
+    def key(self) -> Key:
+        """What requests of different ranks are matched by."""
+        return self.set_id, self.name
+
+    def __str__(self) -> str:
+        tensors = ", ".join(
+            f"{dtype}[{', '.join(['rows'] * (self.kind in ROWS_MAY_DIFFER) + [str(size) for size in shape])}]"
+            for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        )
+        texts = [tensors] if tensors else []
+        if self.kind == "allreduce":
+            texts.append(f"op={ReduceOp(self.op).name.title()}")
+        if self.kind == "broadcast":
+            texts.append(f"root_rank={self.root}")
+        if (self.prescale, self.postscale) != (1.0, 1.0):
+            texts.append(f"prescale_factor={self.prescale}, postscale_factor={self.postscale}")
+        if tensors:
+            texts.append(f"on {self.device}")
+        return f"{self.kind}({', '.join(texts)})"
+
+
+def digest_of(requests: Sequence[OperationRequest]) -> int:
+    """Return a number of 63 bits that is equal for equal requests in equal order."""
+    text = repr([tuple(request) for request in requests])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+def request_from_json(value: list[Any]) -> OperationRequest:
+    """Return the request that JSON made a list of."""
+    request = OperationRequest(*value)
+    return request._replace(dtypes=tuple(request.dtypes), shapes=tuple(map(tuple, request.shapes)))
+
+
+@dataclass(kw_only=True, eq=False)
+class PendingOperation:
+    """One operation of this rank, from the call that asks for it to the call that takes its result."""
+
+    request: OperationRequest
+    tensors: Sequence[torch.Tensor] = ()
+    is_in_place: bool = False
+    """Whether what arrives is written into ``tensors``."""
+    splits: Sequence[int] = ()
+    take: Callable[[list[torch.Tensor]], Any] = list
+    """Makes the call's result of the tensors that arrived."""
+    take_part: Callable[[], None] | None = None
+    """What an announced step does in place of sending tensors."""
+    is_done: bool = False
+    result: Any = None
+    error: Exception | None = None
+
+    def finish(self, tensors: list[torch.Tensor]) -> None:
+        """Make the result of what has arrived."""
+        try:
+            self.result = self.take(tensors)
+        except Exception as error:  # noqa: BLE001 - it is raised to whoever waits for this one, not to who carries it out
+            self.error = error
+        self.end()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Let go of what was to be sent."""
+        self.error = self.error or error
+        self.tensors = ()
+        self.is_done = True
+
+
+def called(mode: int, waited_for: PendingOperation | None) -> str:
+    """Return what the user has called, as ``hvd.allreduce 'x'``."""
+    if waited_for is None or mode == POLLS:
+        return {HAS_JOINED: "hvd.join()", LEAVES: "hvd.shutdown()"}.get(mode, "hvd.poll()")
+    prefix, dot, name = waited_for.request.name.partition(".")
+    return f"hvd.{prefix} {name!r}" if dot else f"hvd.{prefix}"
+
+
+def broken_off(request: OperationRequest, error: BaseException) -> HorovodInternalError:
+    """Return the error of an operation during which another one failed."""
+    return HorovodInternalError(
+        f"{request.name!r} was broken off.", evidence=f"{type(error).__name__}: {error}", do="mend that error first"
+    )
+
+
+def waits_for(mode: int, waited_for: PendingOperation | None) -> str:
+    """Return what a rank waits for, for the other ranks to read."""
+    if waited_for is not None and mode != POLLS:
+        request = waited_for.request
+        return f"waits for {request.name!r}" + (f", {request}" if request.dtypes else "")
+    return {HAS_JOINED: "has called join()", LEAVES: "has come to the end"}.get(mode, "polls")

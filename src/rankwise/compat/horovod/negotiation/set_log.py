@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log in the job's store by which ranks match operations while there are process sets of some of the ranks.
+
+A rank that begins to wait appends what it waits for and what it has asked for, and reads until its wait is over. All
+ranks read the same events in the same order, so nobody answers, and a rank that computes is waited for by its own
+sets only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from rankwise.compat.horovod.negotiation.set_decisions import (
+    RUNS,
+    EventOutcome,
+    Negotiation,
+    WaitEvent,
+    event_from_json,
+    event_to_json,
+)
+from rankwise.errors import PeerMissing, fold_ranks
+from rankwise.health import diagnosis
+from rankwise.health.collective_timeout import NOTICE_SECONDS, SLICE_SECONDS
+from rankwise.log import warn
+from rankwise.store.values import StoreLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rankwise.compat.horovod.negotiation.request import Key, PendingOperation
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.store.values import Store
+    from rankwise.world.facts import World
+
+BATCH = 64
+"""How many events are read, or keys deleted, at a time."""
+_MANY_BEHIND = 4
+"""After how many events of others a rank that appends looks whether it is a whole batch behind."""
+
+
+class SetLog:
+    """This rank's end of the log, from the first process set of some of the ranks until there is none."""
+
+    def __init__(
+        self,
+        world: World,
+        store: Store,
+        detector: FailureDetector,
+        number: int,
+        ranks_of_set: Callable[[], Mapping[int, tuple[int, ...]]],
+    ) -> None:
+        """Begin to follow a log that is empty.
+
+        Called by: every rank, with the same number.
+
+        Args:
+            world: of this rank.
+            store: of the job.
+            detector: of this rank.
+            number: of the log, among those of the world.
+            ranks_of_set: returns the members of each process set, by its number.
+        """
+        self.sent: set[Key] = set()
+        """Operations that are pending here, and that the other ranks have been told of."""
+        self.withdrawn: dict[Key, PendingOperation] = {}
+        """Operations that were given up here: they may have been decided on before the others hear of it."""
+        self._world, self._detector, self._store = world, detector, store
+        self._ranks_of_set = ranks_of_set
+        self._prefix = f"rankwise/horovod/{number}"
+        self._rank = world.rank
+        self._negotiation = Negotiation(world.world_size)
+        self._num_read = 0
+        self._num_written = 0
+        self._latest = [0] * world.world_size
+        """The number of each rank's latest event: it has read everything before."""
+        self._own: deque[int] = deque()
+        # A channel that nobody compares: how often a rank waits is its own affair.
+        self._exchange_id = detector.recorder.new_exchange_id(())
+
+    def is_over(self, rank: int) -> bool:
+        """Return whether the latest wait of a rank has ended."""
+        return not self._negotiation.waits(rank)
+
+    def joined(self) -> set[int]:
+        """Return the ranks that have called ``join()``."""
+        return self._negotiation.joined()
+
+    def wait(self, event: WaitEvent, take: Callable[[WaitEvent, EventOutcome], bool], called: str) -> None:
+        """Report an event of this rank, and carry out what is decided until its wait is over.
+
+        Called by: any rank; members of an operation that is decided are all in this call.
+
+        Args:
+            event: says what this rank waits for.
+            take: carries out what is decided; returns whether the wait is over for another reason.
+            called: what the user has called, for errors.
+
+        Raises:
+            PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+        """
+        ticket = self._detector.recorder.begin(called, self._exchange_id)
+        try:
+            if self._report(event, take):
+                return
+            self._follow(event, take, called)
+        except BaseException:
+            self._stop_waiting(take)
+            raise
+        finally:
+            ticket.ended = time.monotonic()
+
+    def _follow(self, event: WaitEvent, take: Callable[[WaitEvent, EventOutcome], bool], called: str) -> None:
+        start, notice = time.monotonic(), NOTICE_SECONDS
+        departed: list[int] = []
+        while not self.is_over(self._rank):
+            text = self._next()
+            if text is not None:
+                if self._apply(text, take):
+                    return
+                continue
+            waited = time.monotonic() - start
+            missing = sorted(self._negotiation.blockers(self._rank, self._ranks_of_set()))
+            # A rank that failed has departed a moment before its error is there: look twice.
+            before, departed = departed, [rank for rank in missing if self._detector.departed(rank)]
+            self._check([rank for rank in departed if rank in before], missing, waited, called, event)
+            if waited > notice:
+                notice *= 2
+                warn(f"{called} has waited {waited:.0f} s. {self._missing_text(missing, event)}", all_ranks=True)
+
+    def _next(self) -> bytes | None:
+        """Return the next event, or ``None`` if none came within a fraction of a second."""
+        if self._detector.error is not None:
+            raise self._detector.error
+        try:
+            text = self._store.get(self._key(self._num_read + 1), SLICE_SECONDS)
+        except TimeoutError:
+            return None
+        except StoreLost:
+            raise self._detector.error or diagnosis.store_lost(self._world) from None
+        self._num_read += 1
+        return text
+
+    def _apply(self, text: bytes, take: Callable[[WaitEvent, EventOutcome], bool]) -> bool:
+        event = event_from_json(json.loads(text)[0])
+        self._latest[event.rank] = self._num_read
+        return take(event, self._negotiation.apply(event, self._ranks_of_set()))
+
+    def _report(self, event: WaitEvent, take: Callable[[WaitEvent, EventOutcome], bool]) -> bool:
+        """Append an event, and apply everything up to it. Returns what ``take`` returned of it."""
+        self._num_written += 1
+        text = json.dumps([event_to_json(event), self._num_written])
+        is_over = False
+        for held in self._append(text):
+            if held == text.encode():
+                self._own.append(self._num_read)
+                for key in event.dropped:
+                    self.withdrawn.pop(key, None)
+            is_over = self._apply(held, take)
+        self._delete_what_all_have_read()
+        return is_over
+
+    def _append(self, text: str) -> Iterator[bytes]:
+        """Give what other ranks have appended before, and the text itself last."""
+        num_others = 0
+        try:
+            while True:
+                if num_others >= _MANY_BEHIND:
+                    num_others = 0
+                    while self._store.check(self._key(self._num_read + BATCH)):
+                        first = self._num_read + 1
+                        for held in self._store.get_all([self._key(first + number) for number in range(BATCH)]):
+                            self._num_read += 1
+                            yield held
+                held = self._store.held_or_set(self._key(self._num_read + 1), text)
+                self._num_read += 1
+                num_others += 1
+                yield held
+                if held == text.encode():
+                    return
+        except StoreLost:
+            raise self._detector.error or diagnosis.store_lost(self._world) from None
+
+    def _delete_what_all_have_read(self) -> None:
+        if len(self._own) < 2 * BATCH:
+            return
+        read_by_all = min(self._latest)
+        try:
+            while self._own and self._own[0] < read_by_all:
+                self._store.delete(self._key(self._own.popleft()))
+        except StoreLost:
+            raise self._detector.error or diagnosis.store_lost(self._world) from None
+
+    def _stop_waiting(self, take: Callable[[WaitEvent, EventOutcome], bool]) -> None:
+        """Report that an error has ended this rank's wait: the others must not count on it."""
+        if self.is_over(self._rank) or self._detector.error is not None:
+            return
+        try:
+            self._report(WaitEvent(rank=self._rank, mode=RUNS), take)
+        except Exception as error:  # noqa: BLE001 - the error that ended the wait is the one to raise
+            warn(f"the other ranks could not be told that this rank stopped waiting: {error}", all_ranks=True)
+
+    def _check(self, departed: list[int], missing: list[int], waited: float, called: str, event: WaitEvent) -> None:
+        if departed:
+            error = next((loss for rank in departed if (loss := self._detector.loss_of(rank)) is not None), None)
+            raise error or PeerMissing(
+                f"{called} cannot complete: {fold_ranks(departed)} has left.",
+                ranks=departed,
+                where=str(self._world),
+                do="let every rank of the process set call it before it leaves",
+            )
+        if waited > self._detector.timeout_seconds:
+            raise PeerMissing(
+                f"{called} timed out after {waited:.1f} s waiting for {fold_ranks(missing)}.",
+                ranks=missing,
+                where=str(self._world),
+                evidence=self._missing_text(missing, event),
+                do="make sure the missing rank calls it too; for longer waits set join(timeout_seconds=...)",
+            )
+
+    def _missing_text(self, missing: list[int], event: WaitEvent) -> str:
+        """Return who has not called it, and who has and computes since."""
+        key = event.awaited
+        called_here = [rank for rank in missing if key is not None and self._negotiation.holds(rank, key)]
+        absent = [rank for rank in missing if rank not in called_here]
+        texts = [f"{fold_ranks(absent)}: not called yet."] if absent else []
+        texts += [f"{fold_ranks(called_here)}: called, and not waited for."] if called_here else []
+        return " ".join(texts)
+
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/{number}"

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``DistributedOptimizer``: an optimizer whose ``step`` combines the gradients of all ranks first."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.compat.horovod.compression import Compression
+from rankwise.compat.horovod.errors import NotOffered
+from rankwise.compat.horovod.initialization import size
+from rankwise.compat.horovod.optimizer.adasum_optimizer import AdasumOptimizer
+from rankwise.compat.horovod.optimizer.averaging_optimizer import AveragingOptimizer
+from rankwise.compat.horovod.optimizer.gradients import GradientReduction
+from rankwise.compat.horovod.optimizer.wrapped_optimizer import WrappedOptimizer, wrapped
+from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
+from rankwise.compat.horovod.reduce_ops import Adasum, Average, known_op
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+
+def DistributedOptimizer(  # noqa: N802, PLR0917 - as people write and call it
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+    compression: Any = Compression.none,  # noqa: ANN401 - a user's own class too
+    backward_passes_per_step: int = 1,
+    op: Any = Average,  # noqa: ANN401 - one of this package's operations
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,  # noqa: FBT001, FBT002 - as people call it
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # noqa: ANN401 - of the optimizer's own class, which is not known here
+    """Wrap an optimizer: before each ``step`` the gradients of all ranks are combined.
+
+    Called by: every rank, in the same order.
+
+    The mean is over ranks, whatever the size of their batches; gradients of several backward passes are added up and
+    not divided by their number. A parameter without a gradient counts as zero, and has one afterwards. Gradients travel
+    while backward runs, in its last pass.
+
+    Args:
+        optimizer: is not to be used itself afterwards; its state and options are taken over.
+        named_parameters: ``model.named_parameters()``, or pairs of name and parameter.
+        compression: ``Compression.none``, ``Compression.fp16``, or a class with ``compress`` and ``decompress``.
+        backward_passes_per_step: how many backward passes there are at most before a step.
+        op: ``Average``, ``Sum``, ``Adasum`` (then it is the steps that are combined), ``Min``, ``Max``, ``Product``.
+        gradient_predivide_factor: gradients are divided by it before they are averaged, and multiplied afterwards.
+        num_groups: as an integer in ``groups``.
+        groups: which gradients were to travel together. Checked; here all that can do.
+        sparse_as_dense: make sparse gradients dense on their way.
+        process_set: the ranks to combine over.
+
+    Returns:
+        An optimizer of a subclass of ``optimizer``'s class, of the same name.
+
+    Raises:
+        ConfigurationError: an argument is bad; it is a ``ValueError``.
+        NotOffered: Adasum within a process set; it is a ``NotImplementedError``.
+    """
+    _check(optimizer, backward_passes_per_step, gradient_predivide_factor, op)
+    _check_ways(op, compression, process_set)
+    if num_groups != 0:
+        # Begins as Horovod's, which people filter on.
+        message = "Parameter `num_groups` has been replaced by `groups`. Pass groups=."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    names = _names(optimizer, named_parameters)
+    _check_groups(groups)
+    if op == Adasum and size() > 1:
+        if process_set.process_set_id != global_process_set.process_set_id:
+            raise NotOffered(
+                "Adasum combines the steps of all ranks, not of a process set.", do="leave out process_set=, or op="
+            )
+        stepping: AdasumOptimizer = wrapped(AdasumOptimizer, optimizer, names, backward_passes_per_step)
+        stepping.begin(compression)
+        return stepping
+    result: AveragingOptimizer = wrapped(AveragingOptimizer, optimizer, names, backward_passes_per_step)
+    result.begin(GradientReduction(op, compression, gradient_predivide_factor, sparse_as_dense, process_set))
+    return result
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None
+) -> dict[nn.Parameter, str]:
+    own = [
+        (f"allreduce.noname.{index}.{number}", parameter)
+        for index, group in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(group["params"])
+    ]
+    if callable(named_parameters):
+        raise ConfigurationError(
+            "named_parameters is a function.", do="call it: named_parameters=model.named_parameters()"
+        )
+    named: Sequence[Any] = own if named_parameters is None else list(named_parameters)
+    if not all(isinstance(pair, tuple) for pair in named):
+        raise ConfigurationError(
+            "named_parameters must be pairs of a name and a parameter.",
+            evidence=f"it holds {', '.join(sorted({type(one).__name__ for one in named}))}",
+            do="pass model.named_parameters()",
+        )
+    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if twice:
+        raise ConfigurationError(
+            "Names in named_parameters must differ.",
+            evidence=f"more than once: {', '.join(map(str, twice))}",
+            do="for several models, put a prefix before the names of each",
+        )
+    names = {parameter: name for name, parameter in named}
+    unnamed = [(name, parameter) for name, parameter in own if parameter not in names]
+    if unnamed:
+        shapes = ", ".join(f"{name.removeprefix('allreduce.noname.')}: {list(p.shape)}" for name, p in unnamed)
+        raise ConfigurationError(
+            "The optimizer has parameters that named_parameters does not name.",
+            evidence=f"by group and place, with their shapes: {shapes}",
+            do="name every parameter that the optimizer was given, or leave named_parameters out",
+        )
+    return names
+
+
+def _check(optimizer: object, passes: int, predivide_factor: float, op: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"DistributedOptimizer takes an optimizer of torch, not {type(optimizer).__name__}.",
+            do="hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))",
+        )
+    if isinstance(optimizer, WrappedOptimizer):
+        raise ConfigurationError(
+            "The optimizer is a DistributedOptimizer already.", do="wrap the plain optimizer, once"
+        )
+    if predivide_factor == 0.0:
+        raise ConfigurationError(
+            "gradient_predivide_factor is what gradients are divided by: not 0.", do="leave it out"
+        )
+    if predivide_factor != 1.0 and op != Average:
+        raise ConfigurationError(
+            "gradient_predivide_factor is for op=Average only.", do="leave it out, or leave out op="
+        )
+    if passes <= 0:
+        raise ConfigurationError(
+            f"backward_passes_per_step must be 1 or more, not {passes}.",
+            do="pass how often backward runs before a step",
+        )
+
+
+def _check_ways(op: int, compression: object, process_set: object) -> None:
+    known_op(op)
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise ConfigurationError(
+            f"compression is {compression!r}, which has no compress and decompress.",
+            do="pass hvd.Compression.none or hvd.Compression.fp16",
+        )
+    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+        raise ConfigurationError(
+            f"process_set is {process_set!s}, which is not registered.", do="pass what hvd.add_process_set() returned"
+        )
+
+
+def _check_groups(groups: object) -> None:
+    if groups is None:
+        return
+    if not isinstance(groups, list):
+        if not isinstance(groups, int) or groups <= 0:
+            raise ConfigurationError(
+                f"groups must be a number of groups, or a list of lists of parameters, not {groups!r}.",
+                do="leave it out: gradients travel in buckets anyway",
+            )
+        return
+    seen: set[int] = set()
+    for parameter in (one for group in groups for one in group):  # pyright: ignore[reportUnknownVariableType]
+        if not isinstance(parameter, torch.Tensor):
+            raise ConfigurationError("groups must hold tensors.", evidence=f"it holds a {type(parameter).__name__}")
+        if id(parameter) in seen:
+            raise ConfigurationError("A parameter can be in one of groups only.", do="name it once")
+        seen.add(id(parameter))

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of one wrapped optimizer: counted while backward runs, combined over ranks in ``reduce``.
+
+Means and sums of dense gradients travel on channels, everything else by name, as operations of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.comm.collectives import exchange_of, gather_json
+from rankwise.compat.horovod.compression import Compression
+from rankwise.compat.horovod.negotiation import queue
+from rankwise.compat.horovod.operations.api import synchronize
+from rankwise.compat.horovod.operations.reducing import allreduce_async_
+from rankwise.compat.horovod.operations.sparse import sparse_allreduce_async
+from rankwise.compat.horovod.optimizer.gradient_channels import GradientChannels
+from rankwise.compat.horovod.optimizer.wrapped_optimizer import PassCounter
+from rankwise.compat.horovod.reduce_ops import Average, Sum
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+    from rankwise.compat.horovod.process_sets import ProcessSet
+
+_numbers: Counter[int] = Counter()
+"""How many optimizers there were of each process set: ranks wrap theirs in one order, so it is the same on each."""
+_collected: set[str] = set()
+"""Names of the optimizers that this rank has let go of, and whose lanes are still there for when it joins."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReduction:
+    """How gradients are combined."""
+
+    op: Any
+    compression: Any
+    predivide_factor: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+    @property
+    def takes_channels(self) -> bool:
+        """Whether dense gradients can travel on lanes."""
+        return self.op in {Average, Sum} and self.compression in {Compression.none, Compression.fp16}
+
+
+class Gradients:
+    """What becomes of the gradients of one optimizer, from its wrapping until it is gone."""
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], reduction: GradientReduction, num_passes: int
+    ) -> None:
+        self.passes = PassCounter(num_passes, self._complete)
+        self.passes.follow(names, parameters)
+        self._reduction = reduction
+        self._num_on_channels = len(parameters)
+        """Parameters that come later travel by name: the lanes are laid out for these."""
+        self._arrived: list[int] = []
+        self._was_sparse: set[int] = set()
+        self._sparse: set[int] = set()
+        """Parameters that had a sparse gradient on any rank in the first step."""
+        self._channels: GradientChannels | None = None
+        self._is_open = not reduction.takes_channels
+        self._under_way: dict[int, tuple[Any, Any]] = {}
+        self._set_id = reduction.process_set.process_set_id or 0
+        self._what = f"DistributedOptimizer.{self._set_id}.{_numbers[self._set_id]}"
+        _numbers[self._set_id] += 1
+        followed: weakref.ref[Gradients] = weakref.ref(self)
+        queue.register(f"{self._what}.open", lambda: _open_as_joined(followed))
+        weakref.finalize(self, _collected.add, self._what)
+
+    def forget(self) -> None:
+        """Forget what was computed, and what of it is on its way."""
+        self._start_over()
+        # Other ranks may not have sent what this one has: nothing more can travel on these lanes.
+        self._channels = None
+        self._is_open = not self._reduction.takes_channels
+
+    def _start_over(self) -> None:
+        self.passes.start_over()
+        self._arrived.clear()
+        self._was_sparse.clear()
+        self._under_way.clear()
+
+    def _complete(self, number: int) -> None:
+        """Let a gradient go on its way, while backward runs."""
+        if not self._is_open and number < self._num_on_channels:
+            self._arrived.append(number)
+        elif self._channels is not None and self._channels.carries(number):
+            self._make_dense(number)
+            self._channels.arrived(number)
+
+    # -- before a step -----------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Combine all gradients over the ranks of the process set. Who has none of a parameter counts as zero.
+
+        Called by: every rank of the process set, once per step.
+        """
+        try:
+            if not self._is_open:
+                queue.announce(f"{self._what}.open", self._open, self._set_id)
+            for number in range(len(self.passes.parameters)):
+                if self._channels is None or not self._channels.carries(number):
+                    self._start_by_name(number)
+            if self._channels is not None:
+                queue.announce(self._what, self._carry, self._set_id)
+            for number, (handle, context) in self._under_way.items():
+                self._take_back(number, handle, context)
+        except BaseException:
+            _withdraw(handle for handle, _ in self._under_way.values())
+            self.forget()
+            raise
+        self._start_over()
+
+    def _open(self) -> None:
+        """Lay out the channels, when every rank has seen which gradients there are.
+
+        Called by: every rank of the process set.
+        """
+        reduction = self._reduction
+        sparse = [
+            number
+            for number, parameter in enumerate(self.passes.parameters[: self._num_on_channels])
+            if parameter.grad is not None and parameter.grad.is_sparse and not reduction.sparse_as_dense
+        ]
+        group = reduction.process_set.group
+        collected = [name for name in sorted(_collected) if name.startswith(f"DistributedOptimizer.{self._set_id}.")]
+        reported = gather_json([sparse, self._arrived, collected], what=f"{self._what}.open", group=group)
+        _free_channels(set(collected).intersection(*(names for _, _, names in reported)))
+        self._sparse = {number for other, _, _ in reported for number in other}
+        arrived: list[int] = next((numbers for _, numbers, _ in reported if numbers), [])
+        every = dict.fromkeys([*arrived, *range(self._num_on_channels)])
+        order = [number for number in every if number not in self._sparse]
+        exchange = exchange_of(group)
+        self._is_open = True
+        if exchange is None or not order:
+            return
+        # A sum is a mean whose weights sum to one; dividing before the sum is a share other than one.
+        share = 1.0 / reduction.predivide_factor
+        self._channels = GradientChannels(
+            self.passes.parameters,
+            order,
+            exchange.dup(),
+            share=share,
+            weight=share if reduction.op == Average else 1.0 / exchange.world_size,
+            is_half=reduction.compression is Compression.fp16,
+            what=f"gradients of {self._what}",
+        )
+        # The queue keeps the lanes: a rank may have joined and be done with its optimizer while others step.
+        queue.register(self._what, self._channels.standing_in())
+
+    def _carry(self) -> None:
+        channels = self._channels
+        if channels is None:
+            return
+        for number in range(self._num_on_channels):
+            if channels.carries(number):
+                self._make_dense(number)
+        channels.carry()
+        for number in self._was_sparse:
+            gradient = self.passes.parameters[number].grad
+            if gradient is not None:
+                self.passes.parameters[number].grad = gradient.to_sparse()
+        self._was_sparse.clear()
+
+    def _make_dense(self, number: int) -> None:
+        parameter = self.passes.parameters[number]
+        gradient = parameter.grad
+        if gradient is None or not gradient.is_sparse:
+            return
+        if not self._reduction.sparse_as_dense:
+            raise ConfigurationError(
+                f"The gradient of {self.passes.names[number]} is sparse, and was dense in the first step.",
+                do="pass sparse_as_dense=True to DistributedOptimizer",
+            )
+        parameter.grad = gradient.to_dense()
+        self._was_sparse.add(number)
+
+    # -- by name -----------------------------------------------------------------------------------
+
+    def _start_by_name(self, number: int) -> None:
+        parameter, name, reduction = self.passes.parameters[number], self.passes.names[number], self._reduction
+        gradient = parameter.grad
+        if gradient is None:
+            parameter.grad = gradient = (
+                _no_rows(parameter) if number in self._sparse else torch.zeros_like(parameter, requires_grad=False)
+            )
+        if gradient.is_sparse and not reduction.sparse_as_dense:
+            handle = sparse_allreduce_async(gradient, name=name, op=reduction.op, process_set=reduction.process_set)
+            self._under_way[number] = (handle, None)
+            return
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        compressed, context = reduction.compression.compress(dense.contiguous())
+        factor = reduction.predivide_factor if reduction.op == Average else 1.0
+        handle = allreduce_async_(
+            compressed,
+            name=name,
+            op=reduction.op,
+            prescale_factor=1.0 / factor,
+            postscale_factor=factor,
+            process_set=reduction.process_set,
+        )
+        self._under_way[number] = (handle, context)
+
+    @torch.no_grad()
+    def _take_back(self, number: int, handle: Any, context: Any) -> None:  # noqa: ANN401 - the compressor's own
+        parameter, reduction = self.passes.parameters[number], self._reduction
+        output: Any = handle() if callable(handle) else synchronize(handle)
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            if reduction.sparse_as_dense:
+                output = reduction.compression.decompress(output, context)
+            parameter.grad = output if output.is_sparse else output.to_sparse()
+        elif gradient is not None:
+            gradient.copy_(reduction.compression.decompress(output, context))
+
+
+def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as an embedding's, of no rows."""
+    indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
+    values = parameter.detach().new_zeros(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
+
+
+def _withdraw(handles: Iterable[Any]) -> None:
+    """Forget operations that no other rank has come to: the next step has some of the same names."""
+    known = queue.current_queue()
+    for handle in handles:
+        operation = None if callable(handle) else known.handles.pop(handle, None)
+        if operation is not None:
+            known.withdraw(operation)
+
+
+def _free_channels(names: set[str]) -> None:
+    """Let go of the lanes of optimizers that no rank has any more."""
+    _collected.difference_update(names)
+    as_joined = queue.current_queue().as_joined
+    for name in names:
+        as_joined.pop(name, None)
+        as_joined.pop(f"{name}.open", None)
+
+
+def _open_as_joined(followed: weakref.ref[Gradients]) -> None:
+    gradients = followed()
+    if gradients is None:
+        raise ConfigurationError(
+            "Other ranks take the first step of a DistributedOptimizer that this rank, which has joined, let go of.",
+            do="keep the optimizer until join() has returned",
+        )
+    gradients._open()  # noqa: SLF001 - of this module

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``DistributedOptimizer`` adds to an optimizer of any class: it counts backward passes and guards the order."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, cast
+
+import torch
+
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+
+W = TypeVar("W", bound="WrappedOptimizer")
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """What wrapping adds to an optimizer: the first base of a class that is otherwise the optimizer's own."""
+
+    backward_passes_per_step: int
+    _parameter_names: dict[nn.Parameter, str]
+    """Called as in Horovod's optimizers, whose subclasses and scripts read it."""
+    _passes: PassCounter | None
+    """``None`` where there is nobody to combine with."""
+    _frozen: list[nn.Parameter]
+    _synchronized: bool
+    _should_synchronize: bool
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return self._passes is not None and self._passes.is_pending
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise: a copy would not be one of the optimizers that the ranks made alike."""
+        raise ConfigurationError(
+            "A DistributedOptimizer cannot be pickled or copied.",
+            do="keep optimizer.state_dict(), and load it into one that is wrapped anew",
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, and combine their gradients too."""
+        super().add_param_group(param_group)
+        known = {*map(id, self._parameter_names)}
+        index = len(self.param_groups) - 1
+        for number, parameter in enumerate(self.param_groups[index]["params"]):
+            if id(parameter) not in known:
+                self._parameter_names[parameter] = f"allreduce.noname.{index}.{number}"
+        self._follow(self.param_groups[index]["params"])
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Expect so many backward passes before each step, from now on."""
+        self.backward_passes_per_step = passes
+        if self._passes is not None:
+            self._passes.expect(passes)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state; gradients that were not combined yet are forgotten."""
+        self._synchronized = False
+        self._should_synchronize = True
+        # One rank alone may load: where nothing is on its way, nothing may change towards the others.
+        if self.is_pending:
+            self.forget_gradients()
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        # The same dicts: a scheduler that was made of the optimizer before it was wrapped looks at them.
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
+        """Clear the gradients.
+
+        Raises:
+            GradientOrderError: there are some that no step has used. It is an ``AssertionError`` too.
+        """
+        if self.is_pending:
+            raise GradientOrderError(
+                "zero_grad() was called after backward() and before step() or synchronize(): gradients would be lost "
+                "that are on their way already.",
+                do="call zero_grad() before the first backward() of a step, or after step()",
+            )
+        super().zero_grad(set_to_none)
+
+    def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Count the gradients of parameters; of a frozen one, when it is no more."""
+        if self._passes is not None:
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            self._passes.follow([self._parameter_names[parameter] for parameter in trained], trained)
+            self._frozen += [parameter for parameter in parameters if not parameter.requires_grad]
+
+    def _follow_unfrozen(self) -> None:
+        if any(parameter.requires_grad for parameter in self._frozen):
+            were_frozen, self._frozen = self._frozen, []
+            self._follow(were_frozen)
+
+    def forget_gradients(self) -> None:
+        """Forget gradients that were computed and not combined."""
+        if self._passes is not None:
+            self._passes.start_over()
+
+
+def wrapped(kind: type[W], optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], passes: int) -> W:
+    """Return an optimizer that is all ``optimizer`` is, and a ``kind`` too."""
+    own = type(optimizer)
+    result: Any = object.__new__(
+        type(own.__name__, (kind, own), {"__doc__": own.__doc__, "__module__": own.__module__})
+    )
+    vars(result).update(vars(optimizer))
+    # A scheduler may have put a step of the optimizer itself here.
+    vars(result).pop("step", None)
+    result.backward_passes_per_step = passes
+    result._parameter_names = names  # noqa: SLF001 - of this module
+    result._passes = None  # noqa: SLF001 - of this module
+    result._frozen = []  # noqa: SLF001 - of this module
+    result._synchronized = False  # noqa: SLF001 - of this module
+    result._should_synchronize = True  # noqa: SLF001 - of this module
+    return cast("W", result)
+
+
+class GradientOrderError(ConfigurationError, AssertionError):
+    """Backward, ``step`` and ``zero_grad`` were called in an order that would lose gradients."""
+
+
+class PassCounter:
+    """Counts the gradients of some parameters, and says when one is complete."""
+
+    def __init__(self, num_passes: int, complete: Callable[[int], None]) -> None:
+        """Count for nobody yet.
+
+        Args:
+            num_passes: after how many a gradient is complete.
+            complete: is then called with the parameter's number, while backward runs.
+        """
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
+        self._num_passes = num_passes
+        self._left: list[int] = []
+        self._complete = complete
+        self._touched = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return self._touched
+
+    def follow(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        """Count the gradients of more parameters."""
+        for name, parameter in zip(names, parameters, strict=True):
+            parameter.register_post_accumulate_grad_hook(self._hook(len(self.parameters)))
+            self.names.append(name)
+            self.parameters.append(parameter)
+            self._left.append(self._num_passes)
+
+    def expect(self, num_passes: int) -> None:
+        """Expect ``num_passes`` before each step, from now on."""
+        self._num_passes = num_passes
+        self._left = [num_passes] * len(self.parameters)
+
+    def start_over(self) -> None:
+        """Begin a step."""
+        self._left = [self._num_passes] * len(self.parameters)
+        self._touched = False
+
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        # The parameter holds the hook: a hook that held the optimizer would keep its state for ever.
+        followed = weakref.ref(self)
+
+        def arrived(_: torch.Tensor) -> None:
+            passes = followed()
+            if passes is not None:
+                passes._count(number)  # noqa: SLF001 - its own
+
+        return arrived
+
+    def _count(self, number: int) -> None:
+        left = self._left[number]
+        if left <= 0:
+            raise GradientOrderError(
+                "Gradients were computed more often than backward_passes_per_step before step().",
+                evidence=f"{self.names[number]}: pass {self._num_passes + 1} of {self._num_passes}",
+                do="pass the number of backward passes between two steps as backward_passes_per_step",
+            )
+        gradient = self.parameters[number].grad
+        if gradient is not None and gradient.requires_grad:
+            raise GradientOrderError(
+                "What backward(create_graph=True) leaves in the parameters of a DistributedOptimizer cannot be "
+                "differentiated again.",
+                do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
+            )
+        self._touched = True
+        self._left[number] = left - 1
+        if left == 1:
+            self._complete(number)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rankwise's collectives in the order of a MegEngine group, along any axis; and one as a step of torch's autograd.
+
+A group of rankwise counts its ranks upwards; MegEngine's has them as they were given. Imported by ``functional``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from rankwise.comm import collectives
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rankwise.compat.megengine.distributed.groups import Group
+
+
+def through(
+    data: torch.Tensor,
+    *,
+    there: Callable[[torch.Tensor], torch.Tensor],
+    back: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return what ``there`` makes of ``data``; backward does with the gradient what ``back`` does."""
+    return cast("torch.Tensor", _WithBackward.apply(data, there, back))
+
+
+class _WithBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's own class
+        data: torch.Tensor,
+        there: Callable[[torch.Tensor], torch.Tensor],
+        back: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.back = back
+        return there(data.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401 - torch's own class
+        if torch.is_grad_enabled():
+            raise ConfigurationError(
+                "A collective has no second derivative: backward(create_graph=True) cannot go through it.",
+                do="leave create_graph=True out, or compute the second derivative on one rank",
+            )
+        return ctx.back(gradients[0]), None, None
+
+
+def checked_axis(name: str, inp: torch.Tensor, axis: int, *, parts: int = 1) -> int:
+    """Return ``axis`` counted from the front.
+
+    Raises:
+        ConfigurationError: there is none, or ``parts`` does not divide it.
+    """
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -inp.ndim <= axis < inp.ndim:
+        raise ConfigurationError(
+            f"{name} has no axis {axis!r} of a tensor of {inp.ndim} dimensions.",
+            evidence=f"the shape is {list(inp.shape)}",
+            do="pass one of its dimensions; a scalar needs one first: x.reshape(1)",
+        )
+    if inp.shape[axis] % parts:
+        raise ConfigurationError(
+            f"{name} cannot divide axis {axis} of {list(inp.shape)} into {parts} equal parts.",
+            do="pad it; or use rankwise.reduce_scatter() or all_to_all(), whose parts may differ",
+        )
+    return axis % inp.ndim
+
+
+def refuse_device(name: str, device: str | None) -> None:
+    """Raise where a device was named: MegEngine's were streams."""
+    if device:
+        raise ConfigurationError(
+            f"{name} was given device={device!r}: what ranks exchange stays on the device it is on.",
+            do="leave device out, and move the result with .to(device)",
+        )
+
+
+def gathered(data: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, in the group's order."""
+    parts = collectives.all_gather(data, group=group.group)
+    return [parts[place] for place in group.places]
+
+
+def scattered_sum(data: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
+    """Return this rank's part of the sum over ranks, divided along ``axis``."""
+    parts = _upwards(data.tensor_split(group.size, axis), group)
+    rows = torch.cat([part.movedim(axis, 0) for part in parts])
+    return collectives.reduce_scatter(rows, group=group.group).movedim(0, axis)
+
+
+def exchanged(data: torch.Tensor, group: Group, split_axis: int, concat_axis: int) -> torch.Tensor:
+    """Return what every rank has for this one, put together along ``concat_axis``."""
+    return torch.cat(_to_each(data.tensor_split(group.size, split_axis), group), concat_axis)
+
+
+def gathered_at_root(data: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
+    """Return the tensors of all ranks put together on the root; elsewhere something of that shape."""
+    nothing = data.new_empty(0)
+    received = _to_each([data, *[nothing] * (group.size - 1)], group)
+    if group.rank == 0:
+        return torch.cat(received, axis)
+    shape = list(data.shape)
+    shape[axis] *= group.size
+    return data.new_zeros(()).expand(shape)
+
+
+def scattered_from_root(data: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
+    """Return this rank's part of the root's tensor."""
+    nothing = data.new_empty(0)
+    parts = data.tensor_split(group.size, axis) if group.rank == 0 else [nothing] * group.size
+    return _to_each(parts, group)[0]
+
+
+def _to_each(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """Send each rank a part, and return what came from each, both in the group's order."""
+    received = collectives.all_to_all(_upwards(parts, group), group=group.group)
+    return [received[place] for place in group.places]
+
+
+def _upwards(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """Return parts in the group's order in the order of the ranks' numbers."""
+    return [part for _, part in sorted(zip(group.proc_ranks, parts, strict=True), key=lambda pair: pair[0])]

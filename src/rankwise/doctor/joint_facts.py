@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks find out together: routes between hosts, clocks, a shared folder, the time of an all_reduce.
+
+Talks through the job's store and its collectives; judges nothing. Imported by this room's ``examine``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.comm.collectives import all_reduce
+from rankwise.doctor.checks import ERROR, LARGE_BYTES, Finding
+from rankwise.doctor.facts import (
+    Across,
+    ExaminedJob,
+    Facts,
+    Timing,
+    across_from_json,
+    across_to_json,
+    machine_from_json,
+    machine_to_json,
+)
+from rankwise.errors import ConfigurationError, fold_ranks
+from rankwise.world import network
+from rankwise.world.device import accelerator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.comm.session import Session
+    from rankwise.store.values import Store
+
+NUM_PINGS = 5
+TIMED_BYTES = (4 * 2**10, 2**20, 25 * 2**20)
+NUM_TIMED = {4 * 2**10: 20, 2**20: 5, 25 * 2**20: 3}
+SHARE_OF_TIMEOUT = 4
+"""A size is left out that would take more than this part of the time limit."""
+LOOK_SECONDS = 3.0
+LOOK_AGAIN_SECONDS = 0.1
+"""A network's folder may show a new file late."""
+
+
+def alone(shared_folder_error: str) -> Across:
+    """Return what a rank without others found out."""
+    return Across(shared_folder_error=shared_folder_error)
+
+
+def gather_job(
+    session: Session, own: Facts, timeout_seconds: float, shared_folder: str
+) -> tuple[ExaminedJob, list[Finding]]:
+    """Find out everything together, and return it on rank 0; elsewhere only this rank's.
+
+    Called by: every rank.
+
+    Args:
+        session: the open session.
+        own: what this rank knows of its machine.
+        timeout_seconds: how long to wait for the others, at each step.
+        shared_folder: a folder that every host is to see, or empty.
+
+    Raises:
+        TimeoutError: a rank did not answer in time.
+        RankwiseError: another rank failed.
+    """
+    world = session.world
+    if session.store is None:
+        return ExaminedJob(ranks=(own,)), []
+    store = session.store.prefixed("doctor")
+    store.set(f"machine/{world.rank}", machine_to_json(own.machine))
+    ranks: list[Facts] = [own]
+    if world.rank == 0:
+        texts = _collect(store, "machine", world.world_size, timeout_seconds)
+        ranks = [replace(own, rank=rank, machine=machine_from_json(text)) for rank, text in sorted(texts.items())]
+        store.set("first_of_host", json.dumps(_first_of_host(ranks)))
+        store.set("addresses", json.dumps(_addresses(ranks)))
+    first_of_host: dict[str, int] = json.loads(store.get("first_of_host", timeout_seconds))
+    addresses: dict[str, str] = json.loads(store.get("addresses", timeout_seconds))
+    found = Across(store_route=_store_route(own.store))
+    is_first = first_of_host.get(own.machine.hostname) == world.rank
+    if is_first:
+        others = {name: address for name, address in addresses.items() if name != own.machine.hostname}
+        found = _with_routes(found, others)
+    found = _with_clock(found, store, world.rank, first_of_host, timeout_seconds)
+    with _shared_file(store, world.rank, shared_folder, timeout_seconds) as path:
+        if is_first and path:
+            found = replace(found, shared_folder_error=_sees(path))
+        timings = _timings(world.device, timeout_seconds)
+        store.set(f"across/{world.rank}", across_to_json(found))
+        if world.rank != 0:
+            # Rank 0 takes its file away only after every host has looked.
+            return ExaminedJob(ranks=(replace(own, across=found),), shared_folder=shared_folder), []
+        texts = _collect(store, "across", world.world_size, timeout_seconds)
+    ranks = [
+        replace(facts, across=across_from_json(texts[facts.rank])) if facts.rank in texts else facts for facts in ranks
+    ]
+    missing = [rank for rank in range(world.world_size) if rank not in texts]
+    findings = []
+    if missing:
+        what = f"{fold_ranks(missing)} did not answer within {timeout_seconds:.0f} s"
+        findings = [Finding(check="answers", level=ERROR, what=what, do="rankwise stacks; or a longer --timeout")]
+    return ExaminedJob(ranks=tuple(ranks), timings=tuple(timings), shared_folder=shared_folder), findings
+
+
+def _collect(store: Store, what: str, world_size: int, timeout_seconds: float) -> dict[int, bytes]:
+    """Return what every rank has set, by rank; without those that did not within the limit."""
+    keys = {rank: f"{what}/{rank}" for rank in range(world_size)}
+    with contextlib.suppress(TimeoutError):
+        store.wait(list(keys.values()), timeout_seconds)
+    return {rank: store.get(key, timeout_seconds) for rank, key in keys.items() if store.check(key)}
+
+
+def _first_of_host(ranks: list[Facts]) -> dict[str, int]:
+    return {facts.machine.hostname: facts.rank for facts in reversed(ranks)}
+
+
+def _addresses(ranks: list[Facts]) -> dict[str, str]:
+    """Return an address of each host that has one."""
+    return {f.machine.hostname: f.machine.own_addresses[0] for f in ranks if f.machine.own_addresses}
+
+
+def _store_route(store: str) -> network.Route | None:
+    try:
+        return network.route_to(store.split(maxsplit=1)[0]) if store else None
+    except ConfigurationError:
+        return None
+
+
+def _with_routes(found: Across, others: dict[str, str]) -> Across:
+    routes: dict[str, network.Route] = {}
+    no_routes: dict[str, str] = {}
+    for hostname, address in others.items():
+        try:
+            routes[hostname] = network.route_to(address)
+        except ConfigurationError as error:
+            no_routes[hostname] = (error.evidence or error.what).splitlines()[0]
+    return replace(found, routes=routes, no_routes=no_routes)
+
+
+def _with_clock(
+    found: Across, store: Store, rank: int, first_of_host: dict[str, int], timeout_seconds: float
+) -> Across:
+    """Have the first rank of each host compare its clock with rank 0's, one host after the other."""
+    asking = [first for first in first_of_host.values() if first != 0]
+    if rank == 0:
+        for first in asking:
+            for number in range(NUM_PINGS):
+                store.get(f"clock/{first}/{number}/asked", timeout_seconds)
+                store.set(f"clock/{first}/{number}/told", repr(time.time()))
+    elif rank in asking:
+        # The turns of the hosts before this one come first.
+        patience = timeout_seconds * len(asking)
+        answers = [_ask_clock(store, f"clock/{rank}/{number}", patience) for number in range(NUM_PINGS)]
+        error, ahead = min(answers)
+        return replace(found, clock_ahead_seconds=ahead, clock_error_seconds=error)
+    return found
+
+
+def _ask_clock(store: Store, key: str, timeout_seconds: float) -> tuple[float, float]:
+    """Return by how much one answer may be off, and how far this clock is ahead of rank 0's.
+
+    Source: Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989): the answer was given
+    between asking and hearing it.
+    """
+    asked = time.time()
+    store.set(f"{key}/asked", "")
+    told = float(store.get(f"{key}/told", timeout_seconds))
+    heard = time.time()
+    return clock_ahead(asked, told, heard)
+
+
+def clock_ahead(asked: float, told: float, heard: float) -> tuple[float, float]:
+    """Return the largest error, and how far the asking clock is ahead of the one that told its time."""
+    return (heard - asked) / 2, (asked + heard) / 2 - told
+
+
+class _shared_file:  # noqa: N801 - reads as a word in `with _shared_file(...)`
+    """A file that rank 0 writes into the shared folder, there for as long as the block lasts on rank 0."""
+
+    def __init__(self, store: Store, rank: int, folder: str, timeout_seconds: float) -> None:
+        self._store, self._rank, self._folder, self._timeout_seconds = store, rank, folder, timeout_seconds
+        self._path: Path | None = None
+
+    def __enter__(self) -> str:
+        """Return the path as rank 0 knows it; empty where there is no folder to look at."""
+        if not self._folder:
+            return ""
+        if self._rank == 0:
+            path = Path(self._folder).absolute() / f".rankwise-doctor-{uuid.uuid4().hex}"
+            with contextlib.suppress(OSError):
+                path.write_text(path.name, encoding="ascii")
+                self._path = path
+            self._store.set("shared_file", str(path))
+        return self._store.get("shared_file", self._timeout_seconds).decode()
+
+    def __exit__(self, *_: object) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def _sees(path: str) -> str:
+    """Return why a file that rank 0 wrote is not seen here, or nothing where it is."""
+    deadline = time.monotonic() + LOOK_SECONDS
+    while True:
+        try:
+            text = Path(path).read_text(encoding="ascii")
+        except OSError as error:
+            why = str(error.strerror)
+        else:
+            return "" if text == Path(path).name else "the file there is another"
+        if time.monotonic() > deadline:
+            return why
+        time.sleep(LOOK_AGAIN_SECONDS)
+
+
+def folder_error(folder: str) -> str:
+    """Return why nothing can be written into a folder, or nothing where it can."""
+    path = Path(folder) / f".rankwise-doctor-{uuid.uuid4().hex}"
+    try:
+        path.write_text("", encoding="ascii")
+        path.unlink()
+    except OSError as error:
+        return str(error.strerror)
+    return ""
+
+
+def _timings(device: str, timeout_seconds: float) -> list[Timing]:
+    """Return how long an all_reduce takes, for sizes that fit into the time.
+
+    Called by: every rank.
+    """
+    timings: list[Timing] = []
+    for num_bytes in TIMED_BYTES:
+        tensor = torch.ones(num_bytes // 4, device=device)
+        if timings and timings[-1].num_bytes >= LARGE_BYTES:  # a small tensor's time says nothing of a large one's
+            expected = timings[-1].seconds * num_bytes / timings[-1].num_bytes
+            if expected * (1 + NUM_TIMED[num_bytes]) > timeout_seconds / SHARE_OF_TIMEOUT:
+                break
+        _seconds(lambda tensor=tensor: all_reduce(tensor), device)  # connections and memory are made by the first
+        took = [_seconds(lambda tensor=tensor: all_reduce(tensor), device) for _ in range(NUM_TIMED[num_bytes])]
+        # The slowest rank's, so that all ranks decide alike about the next size.
+        timings.append(Timing(num_bytes=num_bytes, seconds=all_reduce(statistics.median(took), "max")))
+    return timings
+
+
+def _seconds(action: Callable[[], object], device: str) -> float:
+    begun = time.perf_counter()
+    action()
+    accelerator.synchronize(device)
+    return time.perf_counter() - begun

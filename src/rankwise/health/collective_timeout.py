@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for a collective: until it is done, until it is clear that it cannot complete, or until its time limit.
+
+What waits does so in slices, and calls :meth:`CollectiveWait.check` between them. The failure detector has noted what
+other ranks did; here the waiting rank raises it, says which ranks are missing, or finds out why a connection broke.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Self
+
+from rankwise.errors import RankwiseError
+from rankwise.health import diagnosis
+from rankwise.health.event_log import post
+from rankwise.health.failure_detector import EXPLANATION_SECONDS
+from rankwise.log import warn
+from rankwise.store.values import StoreLost
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.health.flight_recorder import Ticket
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+"""How long a collective may take, unless ``join(timeout_seconds=...)`` says otherwise."""
+SLICE_SECONDS = 0.2
+"""How long a rank waits for a collective before it checks again whether that can complete."""
+FIRST_CHECK_SECONDS = 1.0
+"""How long a wait lasts before departures of other ranks are compared with it."""
+NOTICE_SECONDS = 30.0
+"""After how long a wait is mentioned, with who is missing."""
+VERDICT_SECONDS = 10.0
+"""How long a rank waits for what another finds out: two status polls, and a look at ranks that do not answer."""
+
+
+class PeerEnded(RuntimeError):
+    """The process of a rank that is waited for has ended. Raised within a :class:`CollectiveWait`."""
+
+    def __init__(self, rank: int, process: int) -> None:
+        super().__init__(f"process {process} of rank {rank} has ended")
+        self.rank = rank
+        self.process = process
+
+
+class CollectiveWait:
+    """One wait of this rank for a collective.
+
+    Used so::
+
+        with CollectiveWait(detector, ticket) as wait:
+            while not is_done(SLICE_SECONDS):
+                wait.check()
+
+    An error of a broken connection inside the block becomes the error of what a peer did.
+
+    Args:
+        detector: of this rank.
+        ticket: what is waited for.
+
+    Raises:
+        PeerFailed, PeerMissing, CollectiveMismatch: with the rank; the same on every waiting rank.
+    """
+
+    __slots__ = ("_detector", "_next_notice", "_start", "_ticket")
+
+    def __init__(self, detector: FailureDetector, ticket: Ticket) -> None:
+        self._detector = detector
+        self._ticket = ticket
+        self._start = 0.0
+        self._next_notice = NOTICE_SECONDS
+
+    def __enter__(self) -> Self:
+        self._detector.waiting = self._ticket
+        self._start = time.monotonic()
+        return self
+
+    def check(self) -> None:
+        """Raise where the wait cannot end, or has taken too long; mention it where it is long."""
+        detector, ticket = self._detector, self._ticket
+        waited = time.monotonic() - self._start
+        if waited > FIRST_CHECK_SECONDS or detector.error is not None:
+            failure = detector.failure_blocking(ticket)
+            if failure is not None:
+                raise failure
+        if waited > detector.timeout_seconds:
+            self._reach_verdict(waited)
+        elif waited > self._next_notice:
+            self._next_notice *= 2
+            self._report_missing(waited)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._ticket.ended = time.monotonic()
+            elif isinstance(error, RuntimeError | StoreLost) and not isinstance(error, RankwiseError):
+                self._raise_reason(error)
+        finally:
+            self._detector.waiting = None
+
+    def _raise_reason(self, error: Exception) -> None:
+        """Raise what a peer did in place of an error that it caused: torch's text would only distract from it."""
+        detector = self._detector
+        if isinstance(error, PeerEnded):
+            raise self._report_ended(error) from None
+        if isinstance(error, StoreLost):
+            detector.store.close()  # reporting this rank's failure to it would take as long again
+            raise detector.error or diagnosis.store_lost(detector.world) from None
+        if not diagnosis.is_of_a_signal_handler(error):
+            raise self._explain(error) from None
+
+    # -- who is missing ----------------------------------------------------------------------------
+
+    def _members(self) -> list[int]:
+        """Return the ranks that take part in the collective."""
+        detector = self._detector
+        return [r for r in range(detector.world_size) if detector.recorder.is_member(r, self._ticket.exchange_id)]
+
+    def _claim(self, purpose: str) -> bool:
+        """Return true on the one rank that reports for all."""
+        return self._detector.store.add(f"rankwise/claims/{purpose}", 1) == 1
+
+    def _report_missing(self, waited: float) -> None:
+        ticket = self._ticket
+        if not self._claim(f"notice/{ticket.exchange_id}/{ticket.sequence}/{int(waited / NOTICE_SECONDS)}"):
+            return
+        answers = self._detector.poll_status(ticket.exchange_id, ticket.sequence)
+        found = diagnosis.findings(answers, ticket.sequence, self._members())
+        warn(diagnosis.notice(ticket.words, waited, found), all_ranks=True)
+
+    def _reach_verdict(self, waited: float) -> None:
+        """Have one waiting rank find out who is missing, for all; then raise what it found."""
+        detector, ticket = self._detector, self._ticket
+        world = detector.world
+        found: diagnosis.Event = {"kind": "verdict", "rank": world.rank, "what": ticket.words, "waited": waited}
+        if self._claim(f"verdict/{ticket.exchange_id}/{ticket.sequence}"):
+            answers = detector.poll_status(ticket.exchange_id, ticket.sequence)
+            found |= diagnosis.findings(answers, ticket.sequence, self._members())
+            difference = diagnosis.first_difference(answers)
+            if difference is not None:
+                answers = detector.poll_status(ticket.exchange_id, difference)
+                entries = {rank: answer["entry"] for rank, answer in answers.items() if "entry" in answer}
+                found["calls"] = diagnosis.calls_of(entries, answers)
+            post(detector.store, found, detector.next_event)
+        with detector.changed:
+            detector.changed.wait_for(lambda: detector.error is not None, VERDICT_SECONDS)
+        raise detector.error or diagnosis.verdict(world, {"missing": [], "table": "", **found})
+
+    # -- what broke --------------------------------------------------------------------------------
+
+    def _report_ended(self, ended: PeerEnded) -> RankwiseError:
+        """Report to all ranks which process has ended, unless it or its launcher has reported why; return the error."""
+        detector, ticket, rank = self._detector, self._ticket, ended.rank
+        with detector.changed:
+            detector.changed.wait_for(
+                lambda: detector.error is not None or detector.departed(rank), EXPLANATION_SECONDS
+            )
+            failure = detector.failure_blocking(ticket)
+            if failure is not None:
+                return failure
+            loss = detector.loss_of(rank)
+            if loss is not None:
+                return loss
+        if detector.departed(rank):
+            event = diagnosis.broken(
+                detector.world, ticket.words, gone=[rank], table="", departed=detector.departures, reason=str(ended)
+            )
+            return diagnosis.connection_broke(detector.world, event)
+        event = {"kind": "ended", "rank": rank, "what": ticket.words, "process": ended.process}
+        with contextlib.suppress(StoreLost):
+            post(detector.store, event, detector.next_event)
+        return diagnosis.peer_ended(detector.world, event)
+
+    def _explain(self, error: Exception) -> RankwiseError:
+        """Find out which rank a broken connection stands for."""
+        detector, ticket = self._detector, self._ticket
+        with detector.changed:
+            detector.changed.wait_for(
+                lambda: detector.failure_blocking(ticket) or detector.departures.keys() - detector.lost_ranks(),
+                EXPLANATION_SECONDS,
+            )
+            failure = detector.failure_blocking(ticket)
+        if failure is not None:
+            return failure
+        with contextlib.suppress(StoreLost):
+            lost, answers = (
+                detector.lost_ranks(),
+                detector.poll_status(),
+            )  # lost first: a rank lost meanwhile has not answered
+            silent = diagnosis.unanswered(answers, sorted(set(range(detector.world_size)).difference(lost)))
+            event = diagnosis.broken(
+                detector.world,
+                ticket.words,
+                gone=silent,
+                table=diagnosis.table(answers, detector.world_size),
+                departed=detector.departures,
+                reason=str(error),
+            )
+            # Others may wait for this rank only, and would name it instead.
+            post(detector.store, event, detector.next_event)
+            with detector.changed:
+                # It comes back to this rank too: as its error, or as ranks that the job continues without.
+                detector.changed.wait_for(
+                    lambda: detector.error is not None or (silent and not set(silent) - set(detector.lost_ranks())),
+                    EXPLANATION_SECONDS,
+                )
+                return detector.error or diagnosis.connection_broke(detector.world, event)
+        return detector.error or diagnosis.store_lost(detector.world)

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said when a wait cannot end: which rank caused it, and what every rank was doing.
+
+Values in, errors and text out.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from rankwise.errors import (
+    CollectiveMismatch,
+    NotJoined,
+    PeerFailed,
+    PeerMissing,
+    RankwiseError,
+    fold_ranks,
+    rank_prefix,
+)
+from rankwise.health.collective_mismatch import CollectiveCall, advice, calls_differ
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from rankwise.world.facts import World
+
+Event = dict[str, Any]
+Answers = dict[int, dict[str, Any]]
+"""What each rank that answered a status poll is doing; ``silent`` where it is only seen from outside."""
+
+LONGEST_TABLE = 40
+MOST_STACKS = 8
+MOST_HOSTS = 3
+LONGEST_LINE = 160
+LONGEST_WORDS = 2000
+
+
+def of_event(world: World, event: Event) -> RankwiseError:
+    """Return the error that an event of the log is to a rank that hears of it."""
+    match event["kind"]:
+        case "failed":
+            return peer_failed(world, event)
+        case "verdict":
+            return verdict(world, event)
+        case "broken":
+            return connection_broke(world, event)
+        case _:
+            return peer_ended(world, event)
+
+
+def peer_failed(world: World, event: Event) -> PeerFailed:
+    """Return the error for the ranks that only hear of a failure."""
+    host = event.get("hostname") or None
+    return PeerFailed(
+        f"Rank {event['rank']} failed: {event['error_type']}.",
+        rank=event["rank"],
+        where=f"{rank_prefix(event['rank'], world.world_size, host)}, reported on {world}",
+        evidence=event["text"].rstrip(),
+        do=f"mend the error of rank {event['rank']}; the other ranks only stopped because of it",
+    )
+
+
+def peer_left(world: World, what: str, number: int, event: Event) -> PeerMissing:
+    """Return the error for a collective whose number a rank that has left never came to."""
+    rank = event["rank"]
+    code = "" if event["exit_code"] is None else f" with exit code {event['exit_code']}"
+    return PeerMissing(
+        f"{what} cannot complete: rank {rank} has left{code}.",
+        ranks=[rank],
+        where=str(world),
+        evidence=f"this rank is at collective {number}; rank {rank} left "
+        + (f"after collective {event['last']}" if event.get("last") is not None else "before it"),
+        do="let every rank run the same number of steps: iterate over rankwise.DataLoader, and decide whether to skip "
+        "a step or to stop by rankwise.mean(loss, len(x)), which is the same on every rank",
+    )
+
+
+def verdict(world: World, event: Event) -> RankwiseError:
+    """Return the error for a wait that took too long, from what one rank found out for all."""
+    if event.get("calls"):
+        calls = {
+            rank: CollectiveCall(words, site, hosts.get(str(rank), ""))
+            for words, site, ranks, hosts in event["calls"]
+            for rank in ranks
+        }
+        return calls_differ(calls, world.world_size)
+    missing = event["missing"]
+    who = fold_ranks(missing) if missing else "no rank; the network carries nothing"
+    return PeerMissing(
+        f"{event['what']} waited {event['waited']:.1f} s in vain. Missing: {who}.",
+        ranks=missing,
+        where=f"reported on {world}",
+        evidence=event["table"] or None,
+        do="let the missing rank reach it too; where the wait is meant, join(timeout_seconds=...) is the limit",
+    )
+
+
+def findings(answers: Answers, sequence: int, members: Sequence[int]) -> Event:
+    """Return what answers say about a wait: who is missing, whether all wait for different things, and the table.
+
+    Args:
+        answers: of a status poll that asked about the collective's exchange and ``sequence``.
+        sequence: of the collective, within its exchange.
+        members: the ranks that take part in it.
+    """
+    missing = missing_ranks(answers, sequence, members)
+    waiting = [answers[rank] for rank in members if rank in answers and answers[rank].get("waiting")]
+    found: Event = {
+        "missing": missing,
+        "table": f"{table(answers, len({*answers, *members}))}\n{stacks(answers, missing)}".strip(),
+    }
+    if len(waiting) == len(members) and len({answer["channel"] for answer in waiting}) > 1:
+        found["calls"] = calls_of({r: [answers[r]["what"], answers[r]["at"]] for r in members}, answers)
+    return found
+
+
+def notice(what: str, waited: float, found: Event) -> str:
+    """Return what is said of a wait that takes long.
+
+    Args:
+        what: the collective.
+        waited: seconds.
+        found: what :func:`findings` returned.
+    """
+    who = fold_ranks(found["missing"]) if found["missing"] else "the network"
+    text = f"{what} has been waiting for {waited:.0f} s, for {who}:\n{found['table']}"
+    if found.get("calls"):
+        do = advice([words for words, *_ in found["calls"]])
+        text += f"\nall ranks wait, for different collectives; if that does not end: {do}"
+    return text
+
+
+def calls_of(entries: Mapping[int, Sequence[str]], answers: Answers) -> list[list[Any]]:
+    """Return what ranks called as an event carries it: words, place, the ranks, and the hosts of the first few.
+
+    Args:
+        entries: words and place of each rank.
+        answers: tell the hosts.
+    """
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank, entry in sorted(entries.items()):
+        ranks_of.setdefault(tuple(text[:LONGEST_WORDS] for text in entry), []).append(rank)
+    return [
+        [words, site, ranks, {str(rank): answers[rank].get("host", "") for rank in ranks[: MOST_HOSTS + 1]}]
+        for (words, site), ranks in list(ranks_of.items())[:LONGEST_TABLE]
+    ]
+
+
+def broken(world: World, what: str, *, gone: list[int], table: str, departed: dict[int, Event], reason: str) -> Event:
+    """Return the event that tells all ranks of a connection that broke without anybody saying why.
+
+    Args:
+        world: this rank's.
+        what: the collective.
+        gone: the ranks that are not there any more.
+        table: what the others are doing.
+        departed: the last event of each rank that is known to have ended.
+        reason: torch's words, or the kernel's.
+    """
+    return {
+        "kind": "broken",
+        "rank": world.rank,
+        "what": what,
+        "gone": gone,
+        "have_left": bool(gone) and all(departed.get(rank, {}).get("kind") == "left" for rank in gone),
+        "table": table,
+        "reason": reason.splitlines()[0],
+    }
+
+
+def connection_broke(world: World, event: Event) -> RankwiseError:
+    """Return the error for a broken connection, from what one rank found out for all."""
+    gone = event["gone"]
+    if event["have_left"]:
+        return CollectiveMismatch(
+            f"{event['what']} broke: {fold_ranks(gone)} took part in something else and left.",
+            where=str(world),
+            evidence=event["reason"],
+            do="call the same collectives and backwards, with the same shapes and dtypes, on every rank",
+        )
+    if gone:
+        who = f"{fold_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone without a word"
+    else:
+        who = "a connection was lost, and every rank is still there"
+    return PeerMissing(
+        f"{event['what']} broke: {who}.",
+        ranks=gone,
+        where=str(world),
+        evidence=f"{event['table']}\n{event['reason']}".strip(),
+        do="look at that rank's own output; a rank killed for memory leaves a line in dmesg",
+    )
+
+
+def peer_ended(world: World, event: Event) -> PeerMissing:
+    """Return the error for a rank whose process ended without anybody saying why."""
+    return PeerMissing(
+        f"{event['what']} cannot complete: rank {event['rank']} is gone without a word.",
+        ranks=[event["rank"]],
+        where=f"reported on {world}",
+        evidence=f"its process, number {event['process']}, has ended",
+        do="look at that rank's own output; a rank killed for memory leaves a line in dmesg",
+    )
+
+
+def store_lost(world: World) -> PeerMissing:
+    """Return the error for a job whose store has ended, or does not answer."""
+    return PeerMissing(
+        "The job's store is gone: its launcher, or rank 0 where that serves it, has ended or cannot be reached.",
+        ranks=[0],
+        where=str(world),
+        do="look at the output of rank 0 and of the launcher, and at the network between them and this machine",
+    )
+
+
+def world_left() -> NotJoined:
+    """Return the error of who needs ranks of a world that has been left."""
+    return NotJoined(
+        "This needs the other ranks of a world that has been left.",
+        do="train a replicated or sharded model before rankwise.leave() or the end of `with rankwise.join():`. "
+        "Afterwards, alone or in another world, build model and optimizer anew, and load their state_dicts",
+    )
+
+
+def forked_from(world: World) -> NotJoined:
+    """Return the error of who needs the ranks of a world in a process that was forked from one of them."""
+    return NotJoined(
+        f"This process was forked from rank {world.rank}, and is not a rank itself.",
+        where=f"a child of {world}",
+        do="call what needs other ranks in the rank's own process, and let children compute alone",
+    )
+
+
+def is_of_a_connection(error: BaseException) -> bool:
+    """Return whether these are torch's words for a rank that cannot be reached."""
+    words = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in words
+        for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
+    )
+
+
+def is_of_a_signal_handler(error: BaseException) -> bool:
+    """Return whether a signal's handler raised an error, which may come out of whatever the rank was doing.
+
+    torch's raises a RuntimeError in a rank whose loader worker was killed.
+    """
+    handlers = {
+        getattr(getattr(handler, "__func__", handler), "__code__", None)
+        for handler in map(signal.getsignal, signal.valid_signals())
+    } - {None}
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in handlers for frame, _ in frames)
+
+
+def missing_ranks(answers: Answers, sequence: int, members: Sequence[int]) -> list[int]:
+    """Return the ranks that have not come to the collective of this number in its exchange."""
+    return [rank for rank in members if rank not in answers or answers[rank].get("count", sequence - 1) < sequence]
+
+
+def unanswered(answers: Answers, ranks: Iterable[int]) -> list[int]:
+    """Return those of ``ranks`` that have not answered themselves, whatever others see of them."""
+    return [rank for rank in ranks if "count" not in answers.get(rank, {})]
+
+
+def first_difference(answers: Answers) -> int | None:
+    """Return the number of the first collective, within the exchange asked about, that ranks know otherwise."""
+    words: dict[str, set[int]] = {}
+    for answer in answers.values():
+        for sequence, digest in answer.get("digests", {}).items():
+            words.setdefault(str(sequence), set()).add(digest)
+    return min((int(sequence) for sequence, digests in words.items() if len(digests) > 1), default=None)
+
+
+def table(answers: Answers, world_size: int = 0, *, among: Iterable[int] | None = None) -> str:
+    """Return what every rank was doing: one line per rank, those that do the same on one line.
+
+    Args:
+        answers: of a status poll.
+        world_size: number of ranks.
+        among: only these ranks.
+    """
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank in range(world_size) if among is None else sorted(among):
+        ranks_of.setdefault(_doing(answers.get(rank)), []).append(rank)
+    rows = [("rank", "host", "step", "collective", "at", "for")]
+    for (step, doing, at, why), ranks in list(ranks_of.items())[:LONGEST_TABLE]:
+        known = [answers[rank] for rank in ranks if rank in answers]
+        rows.append((fold_ranks(ranks), _hosts(known), step, doing, at, why or _seconds(known)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(ranks_of) > LONGEST_TABLE:
+        lines.append(f"and {len(ranks_of) - LONGEST_TABLE} more lines")
+    return "\n".join(lines)
+
+
+def stacks(answers: Answers, ranks: Iterable[int], *, is_wanted_of_all: bool = False, most: int = MOST_STACKS) -> str:
+    """Return the Python stacks of ``ranks`` as far as they are known, innermost line last; equal ones once.
+
+    Args:
+        answers: of a status poll.
+        ranks: whose stacks.
+        is_wanted_of_all: also of ranks that wait in a collective.
+        most: how many different ones.
+    """
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank in ranks:
+        answer = answers.get(rank, {})
+        stack = answer.get("stack")
+        # What a rank waits for in a collective is in the table.
+        if stack and (is_wanted_of_all or not answer.get("waiting")):
+            ranks_of.setdefault(tuple(stack), []).append(rank)
+    lines: list[str] = []
+    for stack, holders in list(ranks_of.items())[:most]:
+        lines.append(f"stack of {fold_ranks(holders)}, innermost line last:")
+        lines += [f"  {frame[:LONGEST_LINE]}" for frame in stack]
+    if len(ranks_of) > most:
+        lines.append(f"and {len(ranks_of) - most} more stacks")
+    return "\n".join(lines)
+
+
+def _doing(answer: dict[str, Any] | None) -> tuple[str, str, str, str]:
+    """Return step, collective and place of a rank, and what is known where it does not answer."""
+    if answer is None:
+        return "-", "no answer", "-", "stopped, dead or cut off"
+    if "silent" in answer:
+        return "-", "no answer", "-", answer["silent"]
+    what = str(answer["what"])[:LONGEST_LINE]
+    if answer["what"] is None:
+        doing = "none yet"
+    elif answer["waiting"]:
+        doing = f"waiting in {what}"
+    else:
+        doing = f"{'after' if answer['is_over'] else 'while sending'} {what}"
+    return str(answer["step"]), doing, answer["at"], ""
+
+
+def _hosts(answers: Sequence[dict[str, Any]]) -> str:
+    hosts = sorted({answer["host"] for answer in answers if answer.get("host")})
+    return ", ".join(hosts) if len(hosts) <= MOST_HOSTS else f"{len(hosts)} hosts"
+
+
+def _seconds(answers: Sequence[dict[str, Any]]) -> str:
+    """Return how long ranks have been at it; since their last collective ended, where they are in none."""
+    found = sorted(answer["seconds"] for answer in answers if "seconds" in answer)
+    if not found:
+        return "-"
+    low, high = (f"{seconds:.1f}" if found[-1] < 10 else f"{seconds:.0f}" for seconds in (found[0], found[-1]))  # noqa: PLR2004 - digits
+    return f"{high} s" if low == high else f"{low}-{high} s"

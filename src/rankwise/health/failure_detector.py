@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread per rank that follows the job's event log, so that nothing hangs in silence.
+
+Ranks write events to the store: a failure, a departure, a status poll, a verdict on who is missing. The thread
+reads them in order, and notes what they mean; a rank that waits for a collective asks for that
+(``collective_timeout``). Never calls what waits, and never touches the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from rankwise.errors import RankwiseError
+from rankwise.health import diagnosis, process_probe, status_poll
+from rankwise.health.event_log import key_of, post, post_departure, post_failure
+from rankwise.health.flight_recorder import FlightRecorder, last_collective_path, open_last_collective, with_kind
+from rankwise.health.fork_safety import hold_during_forks
+from rankwise.health.preemption import Preemption
+from rankwise.store.values import StoreLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    import torch
+
+    from rankwise.health.flight_recorder import Ticket
+    from rankwise.store.values import Store
+    from rankwise.world.facts import World
+
+END_SECONDS = 2.0
+"""How long a rank that ends waits for its thread, and after a failure for the others."""
+EXPLANATION_SECONDS = 1.0
+"""How long a rank with a broken connection waits for the reason before it asks."""
+NO_LIMIT_SECONDS = 10.0**8
+
+
+class FailureDetector:
+    """Follows the event log for one rank, from join to leave."""
+
+    def __init__(self, store: Store, world: World, timeout_seconds: float, stack_file: str = "") -> None:
+        self.timeout_seconds = timeout_seconds
+        self.hostname = world.hostname
+        self.world_size = world.world_size
+        self.recorder = FlightRecorder(open_last_collective(last_collective_path(stack_file)))
+        self.check: Callable[[str], None] | None = None
+        """Compares the words of a collective on all ranks before it begins, where that was asked for."""
+        self.error: RankwiseError | None = None
+        self.preemption = Preemption(
+            rank=world.rank,
+            world_size=world.world_size,
+            store=store,
+            timeout_seconds=timeout_seconds,
+            error=lambda: self.error,
+        )
+        self.world = world
+        self.store = store.clone()
+        """The connection of the thread that trains."""
+        self.departures: dict[int, dict[str, Any]] = {}
+        """The last event of each rank that has left or failed."""
+        self.changed = threading.Condition()
+        """Held for every look at what the thread notes; notified of each event."""
+        hold_during_forks(self.changed)
+        self.waiting: Ticket | None = None
+        """The collective that this rank waits for."""
+        self.next_event = 1
+        """A number below which the log is full."""
+        self._optional: set[int] = set()
+        self._is_checking = False
+        self._main_thread_id = threading.get_ident()
+        status_poll.introduce(self.store, world.rank, process_probe.this_process(stack_file))
+        self._thread = threading.Thread(
+            target=self._follow, args=(store.clone(),), name="rankwise-failure-detector", daemon=True
+        )
+        self._thread.start()
+
+    def ticket(self, what: str, exchange_id: int = 0, tensor: torch.Tensor | None = None) -> Ticket:
+        """Note that one more collective begins, and return its ticket.
+
+        Args:
+            what: in words; the same on every rank.
+            exchange_id: see :class:`rankwise.health.flight_recorder.Ticket`.
+            tensor: what this rank sends, for ranks to compare where ``what`` does not say its shape and dtype.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.check is not None and not self._is_checking and self._is_of_all(exchange_id):
+            self._is_checking = True
+            try:
+                self.check(what if tensor is None else with_kind(what, tensor))
+            finally:
+                self._is_checking = False
+        return self.recorder.begin(what, exchange_id)
+
+    def reason_of(self, error: BaseException) -> RankwiseError | None:
+        """Return the error of another rank's failure, where ``error`` is only a connection that broke because of it.
+
+        Args:
+            error: what this rank is about to end with; perhaps of a collective that torch waited for itself.
+        """
+        if isinstance(error, RankwiseError) or not diagnosis.is_of_a_connection(error):
+            return None
+        with self.changed:
+            self.changed.wait_for(lambda: self.error is not None, EXPLANATION_SECONDS)
+            return self.error or next(map(self.error_of, self.lost_ranks()), None)
+
+    def departed(self, rank: int) -> bool:
+        """Return whether ``rank`` has left, or has failed and is optional."""
+        return rank in self.departures
+
+    def loss_of(self, rank: int) -> RankwiseError | None:
+        """Return the error of the failure of ``rank``, where the job continues without it."""
+        return self.error_of(rank) if rank in self.lost_ranks() else None
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether the job continues without ranks that have failed: a collective may still be waiting for them."""
+        return bool(self.lost_ranks())
+
+    def leave(self, *, wait_for_peers: bool) -> None:
+        """Report that this rank is done, and stop the thread.
+
+        Args:
+            wait_for_peers: return when every other rank has left or failed too, as the rank that serves the store does.
+        """
+        # From here on the store may go before this rank's thread has read its own departure: that is no failure.
+        self.departures.setdefault(self.world.rank, {"kind": "left", "rank": self.world.rank})
+        with contextlib.suppress(StoreLost):
+            status_poll.take_leave(self.store, self.world.rank)
+            post_departure(self.store, rank=self.world.rank, last=self.recorder.last, counts=self.recorder.counts)
+            self._end((self.timeout_seconds if self.error is None else END_SECONDS) if wait_for_peers else 0.0)
+
+    def fail(self, error_type: str, text: str, *, wait_for_peers: bool) -> None:
+        """Report to every rank that this one failed, and stop the thread; else as :meth:`leave`."""
+        with contextlib.suppress(StoreLost):
+            status_poll.take_leave(self.store, self.world.rank)
+            post_failure(
+                self.store,
+                rank=self.world.rank,
+                error_type=error_type,
+                text=text,
+                hostname=self.world.hostname,
+            )
+            self._end(END_SECONDS if wait_for_peers else 0.0)
+
+    def _end(self, limit_seconds: float) -> None:
+        """Wait for the others to leave, then have the thread read its own end."""
+        deadline = time.monotonic() + limit_seconds
+        silent_ranks: set[int] = set()
+        while (left := deadline - time.monotonic()) > 0 and (others := self._remaining() - silent_ranks):
+            are_optional = others <= self._optional
+            with self.changed:
+                has_changed = self.changed.wait_for(
+                    lambda now=others: self._remaining() - silent_ranks != now,
+                    min(left, END_SECONDS) if are_optional else left,
+                )
+            if are_optional and not has_changed:
+                # Perhaps nobody has reported that an optional rank has ended.
+                silent_ranks.update(diagnosis.unanswered(self.poll_status(without=silent_ranks), others))
+        post(self.store, {"kind": "end", "rank": self.world.rank}, self.next_event)
+        # A thread inside torch while the interpreter ends would abort the process.
+        self._thread.join(END_SECONDS)
+
+    def _remaining(self) -> set[int]:
+        return set(range(self.world_size)) - self.departures.keys() - {self.world.rank}
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _follow(self, store: Store) -> None:
+        try:
+            while True:
+                event = json.loads(store.get(key_of(self.next_event), timeout_seconds=NO_LIMIT_SECONDS))
+                self.next_event += 1
+                with self.changed:
+                    ended = self._read(store, event)
+                    self.changed.notify_all()
+                if ended:
+                    return
+        except (StoreLost, TimeoutError):
+            with self.changed:
+                if self.error is None and self.world.rank not in self.departures:
+                    self.error = diagnosis.store_lost(self.world)
+                self.changed.notify_all()
+
+    def _read(self, store: Store, event: dict[str, Any]) -> bool:
+        """Take one event in; return whether it is this rank's own end."""
+        kind, rank = event["kind"], event["rank"]
+        self.preemption.read(store, event, self.next_event)
+        if kind == "failed":
+            self.departures.setdefault(rank, event)
+            if rank != self.world.rank:
+                self._take_loss(store, event, [rank])
+        elif kind == "expendable":
+            self._optional.update(event["ranks"])
+        elif kind == "left":
+            self.departures.setdefault(rank, event)
+        elif kind == "end":
+            return bool(rank == self.world.rank)
+        elif kind == "roll_call":
+            situation = self.recorder.situation(self.waiting, self._main_thread_id, event)
+            status_poll.answer(store, event, self.world.rank, {"host": self.hostname, **situation})
+        elif kind in {"verdict", "broken", "ended"}:
+            lost = [] if event.get("have_left") else event.get("gone", [])
+            self._take_loss(store, event, [rank] if kind == "ended" else lost)
+        return False
+
+    def _take_loss(self, store: Store, event: dict[str, Any], ranks: Sequence[int]) -> None:
+        """Note that ranks are lost: everyone's error, unless they are optional and another optional one remains."""
+        others = self._optional.difference(self.lost_ranks(), ranks)
+        if ranks and others and self._optional.issuperset(ranks):
+            for rank in set(ranks) - {self.world.rank}:
+                self.departures.setdefault(rank, event)
+                self.preemption.lose(store, rank, self.next_event)
+        elif self.error is None:
+            self.error = diagnosis.of_event(self.world, event)
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks that have failed, and that the job continues without."""
+        departed = list(self.departures.items())
+        return [rank for rank, event in departed if rank in self._optional and event["kind"] != "left"]
+
+    def error_of(self, rank: int) -> RankwiseError:
+        """Return the error of a rank that has departed."""
+        return diagnosis.of_event(self.world, self.departures[rank])
+
+    # -- who is missing ----------------------------------------------------------------------------
+
+    def failure_blocking(self, ticket: Ticket) -> RankwiseError | None:
+        """Return the error of why a collective cannot complete, as far as that is known."""
+        if self.error is not None:
+            return self.error
+        for rank, event in list(self.departures.items()):
+            if rank == self.world.rank or not self.recorder.is_member(rank, ticket.exchange_id):
+                continue
+            if _has_reached(event.get("counts", ()), ticket):
+                continue
+            if event["kind"] == "left":
+                self.error = diagnosis.peer_left(self.world, ticket.words, ticket.number, event)
+                return self.error
+            # Without a number it is not known whether the collective needs that rank.
+            if rank in self._optional and ticket.sequence:
+                # Not this rank's own error: groups without that rank continue.
+                return self.error_of(rank)
+        return None
+
+    def poll_status(
+        self, exchange_id: int = 0, sequence: int = 0, *, without: Collection[int] = ()
+    ) -> diagnosis.Answers:
+        """Ask every rank what it is doing, and look at those of this host that do not answer."""
+        world = self.world
+        asked = {"channel": exchange_id, "sequence": sequence, "stacks": "missing"}
+        answers = status_poll.call(
+            self.store,
+            rank=world.rank,
+            world_size=world.world_size,
+            asked=asked,
+            awaited=set(range(world.world_size)).difference(self.lost_ranks(), without),
+            first=self.next_event,
+        )
+        silent_ranks = sorted(set(range(world.world_size)) - set(answers))
+        seen = status_poll.look_at(self.store, silent_ranks)
+        return {**answers, **{rank: {"host": self.hostname, **what} for rank, what in seen.items()}}
+
+    def _is_of_all(self, exchange_id: int) -> bool:
+        """Return whether every rank calls the collectives of an exchange: others cannot be compared on all."""
+        return all(self.recorder.is_member(rank, exchange_id) for rank in range(self.world_size))
+
+
+def _has_reached(counts: Sequence[int], ticket: Ticket) -> bool:
+    """Return whether a rank that left with these counts had begun a collective."""
+    return ticket.exchange_id < len(counts) and counts[ticket.exchange_id] >= ticket.sequence

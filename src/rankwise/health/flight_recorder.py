@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last collectives of this rank: what, from which line of the user's, when begun and when ended.
+
+Always on, in memory; read when a wait becomes too long, or somebody asks. The latest one is also kept in a file that
+outlives the process. The file is mapped into memory, so that a note takes about a microsecond and the kernel keeps it
+however the process ends. Written by the rank, read by the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankwise.health import call_site
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from rankwise.health.call_site import CallSite
+
+
+LENGTH = 64
+"""How many collectives are remembered."""
+MOST_NOTED = 1024
+"""Of how many different ones the words are kept."""
+LENGTH_BYTES = 1024
+"""Size of the file of the latest one."""
+_HEADER = struct.Struct("<dI")
+"""When the collective began, in seconds since the epoch; how many bytes of text follow."""
+
+
+_NOWHERE: CallSite = ((lambda: None).__code__, 0)
+"""Stands for the place of a collective that no line of the user's led to."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One collective this rank takes part in."""
+
+    number: int
+    """Among all of this rank."""
+    what: str
+    exchange_id: int = 0
+    """Collectives of one exchange have one order on all ranks; those of two may change places."""
+    sequence: int = 0
+    """Its number within the exchange, the same on every rank."""
+    site: CallSite | None = None
+    """The user's line that led to it."""
+    since: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+    purpose: str = ""
+    """What the user has called, where ``what`` does not say it. It may differ between ranks, and is not compared."""
+
+    @property
+    def words(self) -> str:
+        """What it is called where a person reads it."""
+        return self.purpose or self.what
+
+
+class LastCollective:
+    """The writing end, for as long as the rank lives.
+
+    Args:
+        path: the file, which is made.
+
+    Raises:
+        OSError: it cannot be made, or its disk is full.
+    """
+
+    def __init__(self, path: str) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # A page that the disk has no room for would end the process by SIGBUS.
+            os.posix_fallocate(descriptor, 0, LENGTH_BYTES)
+            self._memory = mmap.mmap(descriptor, LENGTH_BYTES)
+        finally:
+            os.close(descriptor)
+
+    def note(self, words: bytes) -> None:
+        """Keep the collective that begins now."""
+        words = words[: LENGTH_BYTES - _HEADER.size]
+        self._memory[: _HEADER.size + len(words)] = _HEADER.pack(time.time(), len(words)) + words
+
+
+def open_last_collective(path: str) -> LastCollective | None:
+    """Return the writing end, or ``None`` where there is no path, or no room: a rank trains without, too."""
+    with contextlib.suppress(OSError):
+        return LastCollective(path) if path else None
+    return None
+
+
+def last_collective_path(stack_file: str) -> str:
+    """Return where a rank keeps its last collective, from where it writes its stack; empty where it does not."""
+    return f"{stack_file}.last" if stack_file else ""
+
+
+def read_last_collective(path: str, when: float) -> str:
+    """Return in words what a rank that has ended had begun last; empty where it noted nothing.
+
+    Args:
+        path: of its file.
+        when: it ended, in seconds since the epoch.
+    """
+    try:
+        data = Path(path).read_bytes()
+        since, length = _HEADER.unpack_from(data)
+    except (OSError, struct.error):
+        return ""
+    words = data[_HEADER.size : _HEADER.size + length].decode("utf-8", "replace")
+    return f"in or after {words}, begun {max(0.0, when - since):.1f} s before its end" if words else ""
+
+
+class FlightRecorder:
+    """The last collectives of one rank, and how many there were."""
+
+    def __init__(self, last_collective: LastCollective | None = None) -> None:
+        self._last_collective = last_collective
+        self._noted: dict[tuple[str, int, int], tuple[bytes, CallSite]] = {}
+        self.recent: deque[Ticket] = deque(maxlen=LENGTH)
+        self.last = 0
+        """Number of the latest collective."""
+        self.step = 0
+        """Optimizer updates whose gradients have been exchanged."""
+        self.purpose = ""
+        """Of the collectives to come; see :class:`Ticket`."""
+        self.counts = [0]
+        """How many collectives of each exchange this rank has begun."""
+        self._members: list[frozenset[int] | None] = [None]
+
+    def new_exchange_id(self, members: Iterable[int] | None = None) -> int:
+        """Return the id of a new exchange. Called by: every rank, in the same order.
+
+        Args:
+            members: the ranks whose collectives it counts; default: all.
+        """
+        self.counts.append(0)
+        self._members.append(None if members is None else frozenset(members))
+        return len(self.counts) - 1
+
+    def is_member(self, rank: int, exchange_id: int) -> bool:
+        """Return whether ``rank`` takes part in the collectives of an exchange."""
+        members = self._members[exchange_id]
+        return members is None or rank in members
+
+    def begin(self, what: str, exchange_id: int = 0) -> Ticket:
+        """Note that a collective begins here."""
+        self.last = number = self.last + 1
+        self.counts[exchange_id] = sequence = self.counts[exchange_id] + 1
+        ticket = Ticket(number, what, exchange_id, sequence, call_site.user_call_site(), purpose=self.purpose)
+        self.recent.append(ticket)
+        if self._last_collective is not None:
+            self._last_collective.note(self._note_of(ticket))
+        return ticket
+
+    def _note_of(self, ticket: Ticket) -> bytes:
+        """Return what is noted of a collective; a training loop calls the same few over and over."""
+        code, line = site = ticket.site or _NOWHERE
+        # By the code's identity: its hash goes through all of it. The place keeps the code, and so its identity.
+        key = ticket.words, id(code), line
+        known = self._noted.get(key)
+        if known is None:
+            if len(self._noted) >= MOST_NOTED:
+                self._noted.clear()
+            words = f"{ticket.words} at {call_site.words(ticket.site)}".encode(errors="replace")
+            known = self._noted[key] = words, site
+        return known[0]
+
+    def situation(self, waiting: Ticket | None, thread_id: int, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank is doing, as JSON. Called from another thread than the one that does it.
+
+        Args:
+            waiting: the collective it waits for.
+            thread_id: of the thread that trains.
+            asked: ``channel`` and ``sequence`` of the collective that is asked about, or 0; ``stacks``: ``"missing"``
+                for the stack of a rank that has not come to it, ``"all"`` for every rank's.
+        """
+        exchange_id, sequence = int(asked.get("channel", 0)), int(asked.get("sequence", 0))
+        recent = self.recent.copy()
+        now = time.monotonic()
+        latest = waiting or (recent[-1] if recent else None)
+        counts = self.counts
+        count = counts[exchange_id] if exchange_id < len(counts) else 0
+        report: dict[str, Any] = {
+            "step": self.step,
+            "last": self.last,
+            "waiting": waiting is not None,
+            "channel": None if waiting is None else waiting.exchange_id,
+            "count": count,
+            "what": None if latest is None else latest.words,
+            "is_over": latest is None or latest.ended is not None,
+            "at": call_site.site_of_thread(thread_id) if latest is None or waiting is None else _at(latest, thread_id),
+            "seconds": 0.0 if latest is None else now - (latest.ended or latest.since),
+        }
+        for ticket in recent:
+            if ticket.exchange_id == exchange_id and ticket.sequence == sequence:
+                report["entry"] = [ticket.what, call_site.words(ticket.site)]
+        report["digests"] = {t.sequence: zlib.crc32(t.what.encode()) for t in recent if t.exchange_id == exchange_id}
+        if asked.get("stacks") == "all" or (asked.get("stacks") == "missing" and count < sequence):
+            report["stack"] = call_site.stack_of_thread(thread_id)
+        return report
+
+
+def _at(ticket: Ticket, thread_id: int) -> str:
+    # Hooks may run on a thread of torch's, which has no line of the user's: backward stands in the one that trains.
+    return call_site.words(ticket.site) if ticket.site is not None else call_site.site_of_thread(thread_id)
+
+
+def with_kind(what: str, tensor: torch.Tensor) -> str:
+    """Add dtype and shape of what a rank sends to words that do not tell them."""
+    return what if "[" in what else f"{what}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stopping a job early, at one step that all ranks agree on, with its state saved.
+
+Counts the steps of this rank and agrees with the others through the job's event log. Saves nothing and handles
+no signal itself; never touches the process group. Used by the loader and the checkpointer.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rankwise.errors import PeerMissing, RankwiseError, fold_ranks
+from rankwise.health.event_log import post, post_stop
+from rankwise.log import log, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from weakref import WeakMethod
+
+    from rankwise.store.values import Store
+
+STOPPED_EXIT_CODE = 75
+"""How a rank ends that has stopped early and saved: ``EX_TEMPFAIL`` of sysexits.h, "try again later"."""
+SLICE_SECONDS = 0.2
+"""How long a rank waits for the others' counts before it looks whether they still run."""
+
+
+early: list[str] = []
+"""Signals that came before anybody had joined."""
+
+
+def note_early(number: int, _frame: object) -> None:
+    """Handle a signal in a rank that has not joined yet; ``join()`` heeds it."""
+    early.append(signal.Signals(number).name)
+
+
+class StepSource:
+    """A mark on what a training loop takes its steps from: it asks before each one whether to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """What saves the state of a loop, and the loop's one source of steps."""
+
+    source: StepSource
+    run: Callable[[], object]
+    is_restored: bool
+    """Whether the job would resume from what it saves."""
+
+
+class Preemption:
+    """What one rank knows about stopping, from join to leave.
+
+    A boundary is a place between two steps that every rank passes equally often. A rank that has been told to stop
+    says how many it has passed; one more than the most of all is the first that every rank is still to come to.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        store: Store | None = None,
+        timeout_seconds: float = 0.0,
+        error: Callable[[], RankwiseError | None] = lambda: None,
+    ) -> None:
+        """Begin with no step passed.
+
+        Args:
+            rank: number of this rank.
+            world_size: how many have to agree.
+            store: the main thread's connection; none in a world of one.
+            timeout_seconds: how long a rank waits for the others' counts.
+            error: returns what ends the job, once something does.
+        """
+        self.has_stopped = False
+        self.signals: tuple[str, ...] = ()
+        """By which this process is asked, where it is; worker processes may get them too."""
+        self._rank = rank
+        self._world_size = world_size
+        self._store = store
+        self._timeout_seconds = timeout_seconds
+        self._error = error
+        self._thread = threading.get_ident()
+        self._changed = threading.Condition()
+        self._requested: str | None = None
+        self._reason: str | None = None
+        self._passed = 0
+        self._is_asked_by_hand = False
+        self._has_said = False
+        self._last: int | None = None
+        self._has_departures = False
+        self._is_passive = False
+        self._stops_alone = False
+        self._lost: set[int] = set()
+        self._saves: dict[str, _Save] = {}
+        self._mid_step: list[WeakMethod[Callable[[], bool]]] = []
+
+    # -- what asks to stop -------------------------------------------------------------------------
+
+    def ask(self, reason: str) -> None:
+        """Have the job stop. Sets a flag only, so that a signal handler may call it."""
+        self._requested = self._requested or reason
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether this rank has been asked before."""
+        return self._requested is not None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether all ranks know by now that the job was asked to stop."""
+        return self._reason is not None
+
+    @property
+    def will_notice(self) -> bool:
+        """Whether the script has shown, so far, that it comes to boundaries."""
+        return self._is_asked_by_hand or self._is_passive or bool(self._saves)
+
+    # -- what the rooms above tell -----------------------------------------------------------------
+
+    def save_with(self, name: str, source: StepSource, run: Callable[[], object], *, is_restored: bool) -> None:
+        """Save by ``run`` when the job stops before a step of ``source``.
+
+        Args:
+            name: of what is saved; a later call with the same name replaces this one.
+            source: what the loop iterates.
+            run: saves. Called by: every rank.
+            is_restored: whether the job has looked there for what to resume from. One that has not only counts
+                where it is the first of its source.
+        """
+        before = self._saves.get(name)
+        is_restored = is_restored or (before is not None and before.is_restored)
+        others = {other: save for other, save in self._saves.items() if other != name and save.source is source}
+        if others and not is_restored:
+            return
+        for other, save in others.items():
+            if not save.is_restored:
+                del self._saves[other]
+        self._saves[name] = _Save(source, run, is_restored)
+
+    def forget(self, name: str) -> None:
+        """Undo :meth:`save_with`."""
+        self._saves.pop(name, None)
+
+    def unless(self, is_mid_step: WeakMethod[Callable[[], bool]]) -> None:
+        """Let no boundary count where ``is_mid_step`` returns true, as it does on every rank or on none."""
+        self._mid_step.append(is_mid_step)
+
+    def be_passive(self) -> None:
+        """Declare that this rank takes no steps: it passes no boundary, and the others do not count on it.
+
+        Once :attr:`is_asked`, it ends when those who take steps have left.
+        """
+        self._is_passive = True
+
+    def stop_alone(self) -> None:
+        """Have this rank stop at its own next boundary: where each steps at its own pace, no boundary is everyone's."""
+        self._stops_alone = True
+
+    def close(self) -> None:
+        """Let go of all that was saved with, and of the store. Called when the world is left."""
+        self._saves.clear()
+        self._mid_step.clear()
+        self._store = None
+        self._error = lambda: None
+
+    # -- the main thread ---------------------------------------------------------------------------
+
+    def before_step(self, source: StepSource) -> None:
+        """Stop here if this is the agreed boundary and something is saved with ``source``.
+
+        Called by: every rank, before each step and at the end of each epoch.
+
+        Raises:
+            SystemExit: with ``STOPPED_EXIT_CODE``, after saving.
+            PeerMissing: other ranks did not say how far they are.
+        """
+        saves = [save.run for save in self._saves.values() if save.source is source]
+        if len(saves) < len(self._saves):
+            # Each of several sources has a state of its own: to save one would leave the others behind.
+            if self._requested is not None and not self._has_said:
+                self._has_said = True
+                warn_nothing_to_save()
+            return
+        if saves and self._pass():
+            for run in saves:
+                run()
+            self.stop()
+
+    def is_here(self) -> bool:
+        """Pass a boundary; return whether it is the one to stop at.
+
+        Called by: every rank, between steps. Costs a lock while nobody has asked.
+
+        Raises:
+            PeerMissing: other ranks did not say how far they are.
+        """
+        self._is_asked_by_hand = True
+        return self._pass()
+
+    def _pass(self) -> bool:
+        # A loader read ahead by a thread of the script's own is between no two steps.
+        if threading.get_ident() != self._thread or self._is_mid_step():
+            return False
+        if self._requested is not None and self._reason is None:
+            self._post_stop(self._requested)
+        with self._changed:
+            self._passed += 1
+            if self._stops_alone:
+                return self._reason is not None
+            if self._reason is None:
+                return False
+            self._wait_for_agreement()
+            return self._passed == self._last
+
+    def stop(self) -> NoReturn:
+        """End this rank, in the ordinary way of Python. Called by: every rank, once all has been saved."""
+        log(f"stopped early because of {self._reason}, and saved; exit code {STOPPED_EXIT_CODE}")
+        self.has_stopped = True
+        raise SystemExit(STOPPED_EXIT_CODE)
+
+    def _is_mid_step(self) -> bool:
+        followed = [reference() for reference in self._mid_step]
+        return any(is_mid_step() for is_mid_step in followed if is_mid_step is not None)
+
+    def _post_stop(self, reason: str) -> None:
+        if self._store is None:
+            self._reason, self._last = reason, self._passed + 1
+        elif self._store.add("rankwise/stop/asked", 1) == 1:
+            post_stop(self._store, reason=reason, rank=self._rank)
+
+    def _wait_for_agreement(self) -> None:
+        started = time.monotonic()
+        while not self._changed.wait_for(lambda: self._last is not None, SLICE_SECONDS):
+            error = self._error()
+            if error is not None:
+                raise error
+            if self._has_departures:
+                # It came to its end before it could be asked: the job is as good as done.
+                return
+            if time.monotonic() - started > self._timeout_seconds:
+                raise self._missing()
+
+    def _missing(self) -> PeerMissing:
+        store = self._store
+        awaited = set(range(self._world_size)) - self._lost
+        ranks = [rank for rank in sorted(awaited) if store is not None and not store.check(_count_of(rank))]
+        return PeerMissing(
+            f"Stopping waited {self._timeout_seconds:.0f} s in vain. Missing: {fold_ranks(ranks)}.",
+            ranks=ranks,
+            do="look at the missing rank's output",
+        )
+
+    # -- the failure detector's thread ------------------------------------------------------------------------
+
+    def read(self, store: Store, event: dict[str, Any], next_event: int) -> None:
+        """Take in an event of the log, if it is about stopping.
+
+        Args:
+            store: the thread's own connection.
+            event: as it was posted.
+            next_event: a number below which the event log is full.
+        """
+        if event["kind"] == "left":
+            self._has_departures = True
+        elif event["kind"] == "stop":
+            self._read_stop(store, event["reason"], next_event)
+        elif event["kind"] == "stop_at":
+            with self._changed:
+                self._last = event["boundary"]
+                self._changed.notify_all()
+
+    def _read_stop(self, store: Store, reason: str, next_event: int) -> None:
+        """Say how many boundaries this rank has passed; the last rank to say so knows where all can stop."""
+        with self._changed:
+            if self._reason is not None:
+                return
+            self._reason = reason
+            passed = self._passed
+        if not self.will_notice:
+            warn_nothing_to_save()
+        store.set(_count_of(self._rank), str(passed))
+        self._agree_if_counted(store, 1, next_event)
+
+    def lose(self, store: Store, rank: int, next_event: int) -> None:
+        """Take in that the job goes on without ``rank``: its count is not waited for. Else as :meth:`read`."""
+        self._lost.add(rank)
+        if self._reason is not None and self._last is None:
+            self._agree_if_counted(store, 0, next_event)
+
+    def _agree_if_counted(self, store: Store, number: int, next_event: int) -> None:
+        """Say where all can stop, once every rank that is there has said how far it is.
+
+        Args:
+            store: the thread's own connection.
+            number: of counts that this rank adds.
+            next_event: as for :meth:`read`.
+        """
+        present = sorted(set(range(self._world_size)) - self._lost)
+        if store.add("rankwise/stop/counted", number) < len(present):
+            return
+        # A rank that is lost may be among those who counted.
+        if self._lost and not all(store.check(_count_of(rank)) for rank in present):
+            return
+        if store.add("rankwise/stop/agreed", 1) == 1:
+            counts = [int(store.get(_count_of(rank), self._timeout_seconds)) for rank in present]
+            post(store, {"kind": "stop_at", "rank": self._rank, "boundary": max(counts) + 1}, next_event)
+
+
+def warn_nothing_to_save() -> None:
+    """Warn that the job was asked to stop and cannot."""
+    warn(
+        "the job was asked to stop early, and there is nothing to save yet. Give Checkpointer.restore() or save() the "
+        "rankwise.DataLoader of the loop (exactly one), or call Checkpointer.stop_if_asked() between steps"
+    )
+
+
+def _count_of(rank: int) -> str:
+    return f"rankwise/stop/passed/{rank}"

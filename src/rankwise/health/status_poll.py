@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking every rank what it is doing, over the store, and looking from outside at those that do not answer.
+
+The thread of the failure detector answers, so that no rank needs to do anything for it. Ranks and the launcher ask.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from rankwise.health import process_probe
+from rankwise.health.event_log import post
+from rankwise.health.process_probe import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from rankwise.health.diagnosis import Answers
+    from rankwise.store.values import Store
+
+ANSWER_SECONDS = 2.0
+"""How long ranks have to answer."""
+MOST_LOOKED_AT = 8
+"""How many silent ranks are looked at by one."""
+
+
+def call(
+    store: Store,
+    *,
+    rank: int,
+    world_size: int,
+    asked: dict[str, Any],
+    awaited: Collection[int] | None = None,
+    first: int = 1,
+) -> Answers:
+    """Ask every rank what it is doing; ranks that do not answer are absent from the result.
+
+    Args:
+        store: a connection of this thread's.
+        rank: who asks; -1 for a launcher.
+        world_size: number of ranks.
+        asked: see :meth:`rankwise.health.flight_recorder.FlightRecorder.situation`.
+        awaited: ranks whose answers are waited for; by default all.
+        first: number of an event below which the log is known to be full.
+    """
+    number = store.add("rankwise/roll_calls", 1)
+    post(store, {**asked, "kind": "roll_call", "rank": rank, "call": number}, first)
+    deadline = time.monotonic() + ANSWER_SECONDS
+    answers: Answers = {}
+    pending = set(range(world_size))
+    essential = pending if awaited is None else set(awaited)
+    while True:
+        for other in sorted(pending):
+            key = _key(number, other)
+            if store.check(key):
+                answers[other] = json.loads(store.get(key, ANSWER_SECONDS))
+        pending -= set(answers)
+        if not essential & pending or time.monotonic() > deadline:
+            return answers
+        # The store's own wait would print a line to stderr for each rank that does not answer.
+        time.sleep(0.01)
+
+
+def answer(store: Store, event: dict[str, Any], rank: int, situation: dict[str, Any]) -> None:
+    """Answer a status poll."""
+    store.set(_key(event["call"], rank), json.dumps(situation))
+
+
+def introduce(store: Store, rank: int, process: Process) -> None:
+    """Tell the others which process this rank is, for when it cannot say so itself."""
+    store.set(_process_key(rank), json.dumps(process.as_json()))
+
+
+def take_leave(store: Store, rank: int) -> None:
+    """Take back what :func:`introduce` said: this rank answers no more, and there is nothing wrong with it."""
+    store.delete(_process_key(rank))
+
+
+def is_introduced(store: Store, rank: int) -> bool:
+    """Return whether a rank has joined and not left."""
+    return store.check(_process_key(rank))
+
+
+def process_of(store: Store, rank: int) -> Process | None:
+    """Return the process of a rank that has joined and not left."""
+    if not is_introduced(store, rank):
+        return None
+    try:
+        return Process(**json.loads(store.get(_process_key(rank), ANSWER_SECONDS)))
+    except TimeoutError:  # it left this very moment
+        return None
+
+
+def look_at(store: Store, ranks: Iterable[int]) -> Answers:
+    """Look from outside at those silent ranks that run on this host, and return what is to be seen."""
+    here = process_probe.this_process()
+    found: Answers = {}
+    for rank in list(ranks):
+        if len(found) == MOST_LOOKED_AT:
+            break
+        process = process_of(store, rank)
+        if process is not None and process.host and process.host == here.host:
+            state, stack = process_probe.state_of(process.pid), process_probe.stack_of(process.pid, process.stack_file)
+            found[rank] = {"silent": state, "stack": stack}
+    return found
+
+
+def _key(number: int, rank: int) -> str:
+    return f"rankwise/roll_calls/{number}/{rank}"
+
+
+def _process_key(rank: int) -> str:
+    return f"rankwise/processes/{rank}"

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervises this machine's part of a job: carries out what the coordinator sends, and reports what happens here.
+
+Prints nothing itself and knows no other machine. Imported by the launcher's start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rankwise.errors import ConfigurationError, LaunchError, fold_ranks
+from rankwise.health.preemption import STOPPED_EXIT_CODE
+from rankwise.launch.agent.controller_link import ControllerLink, ControllerLost
+from rankwise.launch.agent.ranks import FOR_RESTART, KILLED
+from rankwise.launch.agent.stragglers import Stragglers
+from rankwise.launch.controller.coordinator import RETURN_SECONDS
+from rankwise.launch.messages import (
+    EndJob,
+    Heartbeat,
+    Message,
+    NodeLeaves,
+    RankDeparted,
+    RankFailed,
+    RanksDeparted,
+    RanksEnded,
+    Refuse,
+    ReportFailure,
+    RequestStop,
+    SaveAndStop,
+    ShowText,
+    StacksAnswer,
+    StacksRequest,
+    StartAttempt,
+    StopAttempt,
+    StopRank,
+    Wait,
+)
+from rankwise.launch.report import failure_report
+from rankwise.launch.report.failure import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.launch.agent.ranks import LocalRanks
+    from rankwise.launch.agent.signals import PendingSignals
+    from rankwise.launch.controller.server import LocalLink
+    from rankwise.launch.inspect.stacks import StacksService
+    from rankwise.launch.report.reporter import Reporter
+
+LOOK_SECONDS = 0.5
+"""How often the agent looks for what nothing notifies it of: silence, stopped processes."""
+STOP_SECONDS = 3.0
+"""How long ranks have to end after Ctrl-C or SIGTERM."""
+AGAIN_SECONDS = 1.0
+"""How long a machine that has to wait does so before it introduces itself again."""
+LOST_EXIT_CODE = 1
+WHERE_SECONDS = 2.0
+"""How long before they are asked to end it is looked where ranks are."""
+TERMINATE_SECONDS = 1.0
+"""How long a rank has to end between SIGTERM and SIGKILL, after another's failure."""
+
+
+class Interrupted(Exception):
+    """A signal has come that ends this machine's part of the job."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+@dataclass(slots=True)
+class _Ending:
+    """When the ranks that still run are asked to end, and when they are killed."""
+
+    terminate_at: float
+    kill_at: float
+    at_once: bool
+    """Nobody is waited for, since all are started anew."""
+    has_asked: bool = False
+    has_looked: bool = False
+
+
+class Agent:
+    """One machine's part of a job, from the first attempt to the last."""
+
+    def __init__(
+        self,
+        ranks: LocalRanks,
+        *,
+        open_link: Callable[[float], ControllerLink | LocalLink],
+        signals: PendingSignals,
+        stacks: StacksService,
+        reporter: Reporter,
+        hosts_job: bool,
+        can_return: bool,
+        can_restart: bool,
+        saves_on_terminate: bool,
+    ) -> None:
+        self._ranks = ranks
+        self._open_link = open_link
+        self._signals = signals
+        self._stacks = stacks
+        self._stragglers = Stragglers(stacks.look, ranks.is_script_over)
+        self._reporter = reporter
+        self._hosts_job = hosts_job
+        self._can_return = can_return
+        self._can_restart = can_restart
+        self._saves_on_terminate = saves_on_terminate
+        self._link: ControllerLink | LocalLink | None = None
+        self._is_attempt_on = False
+        self._ending: _Ending | None = None
+        self._kill_at: dict[int, float] = {}
+        """When ranks are killed that the others go on without, should they not have ended by then."""
+        self._exit_code: int | None = None
+        self._actions: dict[type[Message], Callable[[Any], None]] = {
+            StartAttempt: self._start,
+            StopAttempt: self._begin_to_end,
+            StopRank: self._begin_to_end_rank,
+            RanksDeparted: self._note_departed,
+            SaveAndStop: self._request_save,
+            ShowText: self._show_for_all,
+            ReportFailure: self._report_failure,
+            Refuse: self._raise_refusal,
+            Wait: self._rejoin_later,
+            EndJob: self._end_job,
+            StacksRequest: self._answer_stacks,
+            StacksAnswer: self._answer_stacks,
+        }
+
+    def run(self, timeout_seconds: float) -> int:
+        """Take part until the job is over; return its exit code, as a shell tells it.
+
+        Args:
+            timeout_seconds: how long to look for the coordinator at first.
+
+        Raises:
+            ConfigurationError: the coordinator refused this machine.
+            LaunchError: the coordinator cannot be reached, is lost for good, or a rank could not be started.
+        """
+        try:
+            self._link = self._open_link(timeout_seconds)
+            return self._take_part()
+        except Interrupted as interrupted:
+            return self._end_at_once(interrupted.number)
+        finally:
+            # Where the server is gone, the ranks are too, and the reason is on its way up.
+            with contextlib.suppress(OSError, LaunchError):
+                self._ranks.clear()
+            if self._link is not None:
+                self._link.close()
+
+    def _take_part(self) -> int:
+        while self._exit_code is None:
+            if self._link is None:
+                return LOST_EXIT_CODE
+            try:
+                self._turn(self._link)
+            except ControllerLost as lost:
+                self._link = self._reconnect(lost)
+        return self._exit_code
+
+    def raise_if_interrupted(self) -> None:
+        """Raise what a signal asks for; for waits in which nothing else is noticed.
+
+        Raises:
+            Interrupted: a signal has come.
+        """
+        readable, _, _ = select.select([self._signals.fileno()], [], [], 0)
+        if readable:
+            self._handle_signal(self._signals.take())
+
+    # -- one turn of the loop ----------------------------------------------------------------------
+
+    def _turn(self, link: ControllerLink | LocalLink) -> None:
+        own = self._ranks.sources()
+        sources = [link, self._stacks, self._signals.fileno(), *own]
+        readable, _, _ = select.select(sources, [], [], self._patience())
+        if self._signals.fileno() in readable:
+            self._handle_signal(self._signals.take())
+        for news in self._ranks.receive([source for source in own if source in readable]):
+            self._report_to(link, news)
+        if link in readable:
+            for message in link.receive():
+                self._execute(message)
+                if self._link is not link:
+                    return
+        if self._stacks in readable:
+            self._stacks.serve(link)
+        link.check()
+        self._look_for_stopped(link)
+        self._look_for_stragglers()
+        self._continue_ending()
+        if self._is_attempt_on and not self._ranks.running:
+            self._conclude(link)
+
+    def _patience(self) -> float:
+        if self._ending is None:
+            return LOOK_SECONDS
+        next_step = self._ending.kill_at if self._ending.has_asked else self._ending.terminate_at
+        return min(LOOK_SECONDS, max(0.0, next_step - time.monotonic()))
+
+    def _report_to(self, link: ControllerLink | LocalLink, news: Failure | int) -> None:
+        if self._ranks.attempt is None:
+            return
+        number = self._ranks.attempt.attempt
+        if isinstance(news, Failure):
+            link.send(RankFailed(attempt=number, failure=news))
+        else:
+            link.send(RankDeparted(attempt=number, rank=news))
+
+    def _look_for_stopped(self, link: ControllerLink | LocalLink) -> None:
+        attempt = self._ranks.attempt
+        if attempt is None or attempt.world_size == 1:
+            return
+        for failed, pid in self._ranks.look_for_stopped(time.monotonic(), may_end=self._can_restart):
+            if self._can_restart:
+                self._report_to(link, failed)
+            else:
+                self._reporter.show(
+                    f"[rankwise] rank {failed.rank} has been stopped (SIGSTOP); kill -CONT {pid} lets it go on\n"
+                )
+
+    def _look_for_stragglers(self) -> None:
+        if self._ending is None:
+            notices = self._stragglers.notices(self._ranks.running_processes(), time.monotonic())
+            if notices:
+                self._reporter.show(notices)
+
+    # -- what the coordinator sends ----------------------------------------------------------------
+
+    def _execute(self, message: Message) -> None:
+        if isinstance(message, Heartbeat):
+            return
+        action = self._actions.get(type(message))
+        if action is not None:
+            action(message)
+
+    def _answer_stacks(self, message: StacksRequest | StacksAnswer) -> None:
+        self._stacks.handle(message, self._link)
+
+    def _start(self, attempt: StartAttempt) -> None:
+        self._ending = None
+        self._kill_at.clear()
+        self._stragglers.begin()
+        self._is_attempt_on = True
+        if attempt.num_nodes > 1:
+            self._reporter.show(_ranks_here(attempt, self._ranks.num_ranks))
+        self._ranks.start(attempt, between=self.raise_if_interrupted)
+
+    def _begin_to_end(self, message: StopAttempt) -> None:
+        if not self._is_current(message.attempt):
+            return
+        terminate_at = time.monotonic() + message.settle_seconds
+        at_once = not message.settle_seconds
+        kill_at = terminate_at + (0.0 if at_once else TERMINATE_SECONDS)
+        self._ending = _Ending(terminate_at, kill_at, at_once, has_asked=at_once)
+
+    def _begin_to_end_rank(self, message: StopRank) -> None:
+        if self._is_current(message.attempt):
+            self._kill_at[message.rank] = time.monotonic() + message.settle_seconds
+
+    def _note_departed(self, message: RanksDeparted) -> None:
+        if self._is_current(message.attempt):
+            self._stragglers.note_ended(message.ranks, time.monotonic())
+
+    def _is_current(self, number: int) -> bool:
+        return self._ranks.attempt is not None and self._ranks.attempt.attempt == number
+
+    def _request_save(self, _: SaveAndStop) -> None:
+        """Ask the one rank of the job to save and end: alone it follows no event log."""
+        for rank in sorted(self._ranks.running):
+            self._ranks.send_signal(rank, signal.SIGUSR2)
+
+    def _show_for_all(self, message: ShowText) -> None:
+        # Once for all machines: their output often comes together.
+        if self._hosts_job:
+            self._reporter.show(message.text)
+
+    def _report_failure(self, message: ReportFailure) -> None:
+        describe = failure_report.whole if self._hosts_job else failure_report.one_line
+        self._reporter.report(message.failed, describe(message.failed))
+
+    def _raise_refusal(self, message: Refuse) -> NoReturn:
+        raise ConfigurationError(message.what, evidence=message.evidence or None, do=message.advice)
+
+    def _rejoin_later(self, _: Wait) -> None:
+        """Introduce this machine again a little later: another that is gone may still be known in its place."""
+        if self._link is not None:
+            self._link.close()
+        if select.select([self._signals.fileno()], [], [], AGAIN_SECONDS)[0]:
+            self._handle_signal(self._signals.take())
+        self._link = self._open_link(RETURN_SECONDS)
+
+    def _end_job(self, message: EndJob) -> None:
+        self._exit_code = message.exit_code
+        if message.what:
+            error = LaunchError(message.what, evidence=message.evidence or None, do=message.advice or None)
+            self._reporter.show(f"[rankwise] {error}\n")
+
+    def _conclude(self, link: ControllerLink | LocalLink) -> None:
+        """Report how the ranks of this attempt ended, once nothing they started is left."""
+        if self._ranks.attempt is None:
+            return
+        self._is_attempt_on, self._ending = False, None
+        self._ranks.clear()
+        link.send(RanksEnded(attempt=self._ranks.attempt.attempt, report=self._ranks.report()))
+
+    def _continue_ending(self) -> None:
+        ending, now = self._ending, time.monotonic()
+        for rank in [rank for rank, kill_at in self._kill_at.items() if now >= kill_at]:
+            del self._kill_at[rank]
+            self._ranks.kill(rank)
+        if ending is None or not self._ranks.running:
+            return
+        if not ending.at_once and not ending.has_looked and now >= ending.terminate_at - WHERE_SECONDS:
+            ending.has_looked = True
+            self._ranks.locate()
+        if not ending.has_asked and now >= ending.terminate_at:
+            ending.has_asked = True
+            self._ranks.signal_all(signal.SIGTERM)
+        elif ending.has_asked and now >= ending.kill_at:
+            self._ranks.clear(FOR_RESTART if ending.at_once else KILLED)
+
+    # -- signals, and a coordinator that is gone ---------------------------------------------------
+
+    def _handle_signal(self, number: signal.Signals) -> None:
+        asks = number == signal.SIGUSR2 or (number == signal.SIGTERM and self._saves_on_terminate)
+        if not asks or not self._is_attempt_on or self._link is None:
+            raise Interrupted(number)
+        self._saves_on_terminate = False
+        self._reporter.show(f"[rankwise] {number.name}: the ranks save at their next step and end\n")
+        self._link.send(RequestStop(reason=number.name))
+
+    def _end_at_once(self, number: signal.Signals) -> int:
+        """End the ranks: politely, then, or at a second signal, not."""
+        self._ranks.signal_all(number)
+        deadline = time.monotonic() + STOP_SECONDS
+        own = self._ranks.sources()
+        while self._ranks.running and (left := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select([self._signals.fileno(), *own], [], [], left)
+            if self._signals.fileno() in readable:
+                self._signals.take()
+                break
+            self._ranks.receive(readable)
+        self._ranks.clear()
+        # Asked to save while there was nothing to save: the job may be started again all the same.
+        exit_code = STOPPED_EXIT_CODE if number == signal.SIGUSR2 else 128 + number
+        if self._link is not None:
+            leave = NodeLeaves(signal=number.name, exit_code=exit_code, ends_job=self._hosts_job)
+            with contextlib.suppress(ControllerLost):
+                self._link.send(leave)
+        self._ranks.report()
+        self._reporter.show(f"[rankwise] {number.name}: every rank has been ended\n")
+        return exit_code
+
+    def _reconnect(self, lost: ControllerLost) -> ControllerLink | LocalLink | None:
+        """End what runs here, and look for the coordinator again; return ``None`` where there is no use or none."""
+        self._ranks.clear()
+        self._is_attempt_on, self._ending = False, None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if not self._can_return:
+            self._reporter.show(
+                f"[rankwise] the rendezvous is lost: {lost}; every rank here has been ended. "
+                "Start the job anew; --max-restarts 3 lets it survive that\n"
+            )
+            return None
+        self._reporter.show(f"[rankwise] the rendezvous is lost: {lost}; looking for it for {RETURN_SECONDS:.0f} s\n")
+        try:
+            return self._open_link(RETURN_SECONDS)
+        except LaunchError as error:
+            self._reporter.show(f"[rankwise] {error}\n")
+            return None
+
+
+def _ranks_here(attempt: StartAttempt, num_ranks: int) -> str:
+    ranks = fold_ranks(range(attempt.first_rank, attempt.first_rank + num_ranks))
+    nodes = f"node {attempt.node_rank} of {attempt.num_nodes} ({', '.join(attempt.hostnames)})"
+    return f"[rankwise] {ranks} of {attempt.world_size} here, {nodes}\n"

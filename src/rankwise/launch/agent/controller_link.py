@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This machine's connection to the job's coordinator: messages both ways, and whether it still lives.
+
+Decides nothing. Imported by the agent and by the launcher's start.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from rankwise.errors import LaunchError
+from rankwise.launch.controller.coordinator import LOST_SECONDS
+from rankwise.launch.messages import (
+    LARGEST_MESSAGE_BYTES,
+    PURPOSE,
+    Heartbeat,
+    Hello,
+    Message,
+    decode,
+    encode,
+)
+from rankwise.store import wire
+from rankwise.world.network import is_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HEARTBEAT_SECONDS = 1.0
+"""Between two heartbeats."""
+TRY_SECONDS = 1.0
+"""How long one try to connect takes at most, so that Ctrl-C is noticed in between."""
+NOTICE_SECONDS = 5.0
+"""After how long it is said what is waited for."""
+
+
+class ControllerLost(ConnectionError):
+    """The connection to the coordinator has ended, or nothing comes over it any more."""
+
+
+class ControllerLink:
+    """One open connection."""
+
+    def __init__(self, connection: socket.socket, hello: Hello) -> None:
+        self._connection = connection
+        self._connection.settimeout(LOST_SECONDS)
+        self._sender = "the controller at {} port {}".format(*connection.getpeername()[:2])
+        self._sending = threading.Lock()
+        self._arrived = b""
+        self._last_received = time.monotonic()
+        self._is_closed = threading.Event()
+        self.send(hello)
+        # A thread: whoever reads what the launcher says may keep it waiting.
+        threading.Thread(target=self._send_heartbeats, name="rankwise-link", daemon=True).start()
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when a message has come."""
+        return self._connection.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send a message. May be called from any thread.
+
+        Raises:
+            LinkLost: it cannot be sent.
+        """
+        data = encode(message)
+        try:
+            with self._sending:
+                wire.send_frame(self._connection, data)
+        except OSError as error:
+            raise ControllerLost(str(error)) from error
+
+    def check(self) -> None:
+        """See that the other end sends heartbeats.
+
+        Raises:
+            LinkLost: the coordinator has been silent too long.
+        """
+        silent_seconds = time.monotonic() - self._last_received
+        if silent_seconds > LOST_SECONDS and not select.select([self._connection], [], [], 0)[0]:
+            message = f"no word from it for {silent_seconds:.0f} s"
+            raise ControllerLost(message)
+
+    def _send_heartbeats(self) -> None:
+        while not self._is_closed.wait(HEARTBEAT_SECONDS):
+            try:
+                self.send(Heartbeat())
+            except (ControllerLost, ValueError):
+                # The agent finds out by itself.
+                return
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived; call it when the descriptor is readable.
+
+        Raises:
+            LinkLost: the other end is gone.
+        """
+        try:
+            data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise ControllerLost(str(error)) from error
+        if not data:
+            message = "its launcher has ended"
+            raise ControllerLost(message)
+        self._last_received = time.monotonic()
+        self._arrived += data
+        messages: list[Message] = []
+        while len(self._arrived) >= wire.NUMBER.size:
+            try:
+                length = wire.checked_length(self._arrived[: wire.NUMBER.size], LARGEST_MESSAGE_BYTES)
+            except ConnectionError as error:
+                raise ControllerLost(str(error)) from error
+            end = wire.NUMBER.size + length
+            if len(self._arrived) < end:
+                break
+            messages.append(decode(self._arrived[wire.NUMBER.size : end], self._sender))
+            self._arrived = self._arrived[end:]
+        return messages
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._is_closed.set()
+        self._connection.close()
+
+
+def open_link(
+    address: tuple[str, int],
+    secret: bytes,
+    hello: Hello,
+    *,
+    timeout_seconds: float,
+    between: Callable[[], None],
+    show: Callable[[str], None],
+) -> ControllerLink:
+    """Return a connection to the coordinator, trying until there is one.
+
+    Args:
+        address: where it listens.
+        secret: of the job.
+        hello: how this machine introduces itself.
+        timeout_seconds: how long to try.
+        between: called between two tries; may raise.
+        show: shows text to the person.
+
+    Raises:
+        LaunchError: nothing answered in time.
+        SecretRefused: the coordinator has another secret.
+    """
+    host, port = address
+    start = time.monotonic()
+    has_said = False
+    while True:
+        between()
+        try:
+            return ControllerLink(wire.open_connection(host, port, secret, PURPOSE, TRY_SECONDS), hello)
+        except (TimeoutError, ControllerLost) as error:
+            waited = time.monotonic() - start
+            if waited > timeout_seconds or _is_hopeless(error, host):
+                raise LaunchError(
+                    f"Nothing answered at the rendezvous {host}:{port} for {waited:.0f} s.",
+                    evidence=str(error),
+                    do="start the first machine's `rankwise run`, or look at the way there: "
+                    f"rankwise doctor, nc -vz {host} {port}",
+                ) from None
+            if waited > NOTICE_SECONDS and not has_said:
+                has_said = True
+                show(f"[rankwise] waiting for the rendezvous at {host}:{port}: {error}\n")
+
+
+def _is_hopeless(error: Exception, host: str) -> bool:
+    """Return whether an error cannot go away by itself: no machine's own loopback comes up later."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.ENETUNREACH and is_loopback(host)

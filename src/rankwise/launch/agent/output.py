@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks write, on its way to the person: whole lines, prefixed, and files on request.
+
+One thread reads every rank's pipes, so no rank waits for another's. Decides nothing about ranks.
+Imported by the launcher's start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import selectors
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from rankwise.launch.agent.output_prefix import LINE_ENDS, LinePrefix, prefix_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+STDOUT = 1
+STDERR = 2
+TAIL_LINES = 20
+"""How many of a rank's last stderr lines are kept, to be shown where it left no traceback."""
+IDLE_SECONDS = 0.2
+"""After how long an unfinished line (a prompt, a progress bar) is shown as it is."""
+LONGEST_LINE_BYTES = 1 << 16
+_SHOWN_HERE = "; what that rank writes is shown here from now on"
+_LOST = "; what that rank writes is lost from now on"
+
+
+class Terminal:
+    """One of the launcher's own streams. Knows whose unfinished line stands in it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.is_gone = False
+        self.problem = ""
+        """Why it takes nothing more, where that is not its reader's leaving: the file, and the system's words."""
+        self._open_line_of: object = None
+
+    @property
+    def is_tty(self) -> bool:
+        """Whether a person looks at it."""
+        return os.isatty(self.descriptor)
+
+    def write(self, data: bytes, owner: object, *, ends_line: bool) -> None:
+        """Write ``data`` of ``owner``, below the unfinished line of somebody else."""
+        if self._open_line_of not in (None, owner):
+            data = b"\n" + data
+        self._open_line_of = None if ends_line else owner
+        try:
+            while data:
+                try:
+                    data = data[os.write(self.descriptor, data) :]
+                except BlockingIOError:
+                    # Somebody else made the stream non-blocking, and its reader is slow.
+                    select.select([], [self.descriptor], [])
+        except OSError as error:
+            # The reader has left (`| head`). The ranks find out as under python: by a broken pipe.
+            self.is_gone = True
+            if error.errno != errno.EPIPE:
+                self.problem = f"{_file_of(self.descriptor)}: {error.strerror}"
+
+
+@dataclass(eq=False)
+class _Stream:
+    """The reading end of one stream of one rank."""
+
+    descriptor: int
+    rank: int
+    number: int
+    terminal: Terminal | None
+    prefix: LinePrefix = field(default_factory=LinePrefix)
+    file: BinaryIO | None = None
+    tail: deque[bytes] | None = None
+    pending: bytes = b""
+    since: float = field(default_factory=time.monotonic)
+
+
+class Output:
+    """Carries the streams of all ranks, from ``open_rank`` to ``drain``, when all have ended."""
+
+    def __init__(self, log_dir: str | None = None) -> None:
+        self._log_dir = Path(log_dir) if log_dir is not None else None
+        self._terminals = {STDOUT: Terminal(STDOUT), STDERR: Terminal(STDERR)}
+        self._tails: dict[int, deque[bytes]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_r, False)
+        self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._reported: list[Terminal] = []
+        self._arrivals: deque[_Stream] = deque()
+        self._all_over = threading.Condition()
+        self._num_open = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._carry, name="rankwise-output", daemon=True)
+        self._thread.start()
+
+    def open_rank(self, rank: int, world_size: int, attempt: int = 0) -> list[int]:
+        """Return descriptors for a rank's stdin, stdout and stderr, for the caller to close.
+
+        A world of one has the launcher's own streams. Otherwise stdin is empty; rank 0 writes to a
+        terminal itself, so that colours and progress bars work; all else comes through here.
+        """
+        if world_size == 1 and self._log_dir is None:
+            return [os.dup(0), os.dup(STDOUT), os.dup(STDERR)]
+        stdin = os.dup(0) if world_size == 1 else os.open(os.devnull, os.O_RDONLY)
+        tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._tails[rank] = tail
+        return [
+            stdin,
+            self._open(rank, world_size, attempt, STDOUT, None),
+            self._open(rank, world_size, attempt, STDERR, tail),
+        ]
+
+    def stderr_tail(self, rank: int) -> Sequence[str]:
+        """Return the last lines a rank wrote to stderr through this process."""
+        return [line.decode("utf-8", "replace") for line in self._tails.get(rank, ())]
+
+    def log_path(self, rank: int, attempt: int = 0, number: int = STDERR) -> str | None:
+        """Return the file that keeps a rank's stream, where there is one."""
+        if self._log_dir is None:
+            return None
+        restart = f".restart-{attempt}" if attempt else ""
+        return str(self._log_dir / f"rank-{rank}{restart}.{'out' if number == STDOUT else 'err'}")
+
+    @property
+    def keeps_logs(self) -> bool:
+        """Whether what ranks write is kept in files."""
+        return self._log_dir is not None
+
+    def append_to_log(self, rank: int, attempt: int, text: str) -> None:
+        """Add what the rank itself did not write to the file of its stderr, where there is one."""
+        path = self.log_path(rank, attempt)
+        if path is not None:
+            # The report says it all again.
+            with (
+                contextlib.suppress(OSError),
+                Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file,
+            ):
+                file.write(text)
+
+    def problem(self) -> str:
+        """Return why ranks cannot write: a file of the launcher's own streams that takes nothing more; else nothing."""
+        return next((one.problem for one in self._reported), "") if self._log_dir is None else ""
+
+    def drain(self, timeout_seconds: float = 2.0) -> None:
+        """Return when everything has been shown that the ranks wrote; they have all ended."""
+        with self._all_over:
+            self._all_over.wait_for(lambda: self._num_open == 0, timeout_seconds)
+
+    def close(self) -> None:
+        """Stop the thread, unless it waits for somebody to read what it writes."""
+        self._is_closed = True
+        os.write(self._wake_w, b"!")
+        self._thread.join(1.0)
+        if not self._thread.is_alive():
+            self._selector.close()
+            descriptors_closed([self._wake_r, self._wake_w])
+
+    def _open(self, rank: int, world_size: int, attempt: int, number: int, tail: deque[bytes] | None) -> int:
+        terminal = self._terminals[number]
+        if rank == 0 and self._log_dir is None and terminal.is_tty:
+            return os.dup(number)
+        reader, writer = os.pipe()
+        path = self.log_path(rank, attempt, number)
+        stream = _Stream(reader, rank, number, terminal, tail=tail)
+        if number == STDERR:
+            stream.prefix = prefix_of(rank, world_size, is_tty=terminal.is_tty)
+        if path is not None:
+            try:
+                stream.file = Path(path).open("ab")  # noqa: SIM115 - closed with the stream
+            except OSError as error:
+                self._complain(f"{path} cannot be kept: {error.strerror}{_SHOWN_HERE}")
+            else:
+                stream.prefix = LinePrefix() if rank == 0 else stream.prefix
+                stream.terminal = terminal if rank == 0 else None
+        with self._all_over:
+            self._num_open += 1
+        self._arrivals.append(stream)
+        os.write(self._wake_w, b"!")
+        return writer
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _carry(self) -> None:
+        streams: set[_Stream] = set()
+        while not self._is_closed:
+            waits_for_rest = any(stream.pending for stream in streams)
+            for key, _ in self._selector.select(IDLE_SECONDS if waits_for_rest else None):
+                if key.fd == self._wake_r:
+                    os.read(self._wake_r, 4096)
+                elif not self._read(key.data):
+                    streams.discard(key.data)
+            while self._arrivals:
+                stream = self._arrivals.popleft()
+                self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
+                streams.add(stream)
+            now = time.monotonic()
+            for stream in streams:
+                if stream.pending and now - stream.since >= IDLE_SECONDS:
+                    _show(stream, rest=True)
+
+    def _keep(self, stream: _Stream, data: bytes) -> None:
+        """Write to the stream's file, or no more where that fails: a full disk must not stop the ranks."""
+        if stream.file is None:
+            return
+        try:
+            stream.file.write(data)
+            stream.file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                stream.file.close()
+            terminal = self._terminals[stream.number]
+            where = _LOST if terminal.is_gone else _SHOWN_HERE
+            self._complain(f"{stream.file.name} is kept no longer: {error.strerror}{where}")
+            stream.file = None
+            stream.terminal = terminal
+
+    def _complain(self, text: str) -> None:
+        """Say something on stderr, or on stdout where stderr takes nothing more."""
+        words = f"[rankwise] {text}\n".encode()
+        for number in (STDERR, STDOUT):
+            if not self._terminals[number].is_gone:
+                self._terminals[number].write(words, self, ends_line=True)
+                if not self._terminals[number].is_gone:
+                    return
+
+    def _report_problem(self, terminal: Terminal) -> None:
+        """Say once why one of the launcher's own streams takes nothing more, where it is not that its reader left."""
+        if not terminal.problem or terminal in self._reported:
+            return
+        self._reported.append(terminal)
+        if self._log_dir is None:
+            what = (
+                "what ranks write from now on fails with a broken pipe because of it; free space, or pass "
+                "--log-dir DIR, with which the ranks go on"
+            )
+        else:
+            what = f"the ranks go on; what they write is kept in {self._log_dir}, as far as that has space"
+        self._complain(f"{terminal.problem}; {what}")
+
+    def _is_over(self, stream: _Stream) -> bool:
+        """Return whether nobody takes what the stream brings; one that a file keeps continues behind a full disk."""
+        terminal = stream.terminal
+        if terminal is None or not terminal.is_gone:
+            return False
+        self._report_problem(terminal)
+        if terminal.problem and self._log_dir is not None:
+            stream.terminal = None
+            return False
+        return True
+
+    def _read(self, stream: _Stream) -> bool:
+        """Read what there is; return whether there may be more."""
+        data = os.read(stream.descriptor, 1 << 16)
+        if stream.file is not None:
+            self._keep(stream, data)
+        stream.pending += data
+        stream.since = time.monotonic()
+        is_over = not data or self._is_over(stream)
+        _show(stream, rest=is_over or len(stream.pending) > LONGEST_LINE_BYTES)
+        # What has just been shown may be what did not fit any more.
+        is_over = is_over or self._is_over(stream)
+        if is_over:
+            self._selector.unregister(stream.descriptor)
+            os.close(stream.descriptor)
+            if stream.file is not None:
+                stream.file.close()
+            with self._all_over:
+                self._num_open -= 1
+                self._all_over.notify_all()
+        return not is_over
+
+
+def _show(stream: _Stream, *, rest: bool) -> None:
+    """Show the whole lines of what is pending, and with ``rest`` the unfinished one too."""
+    end = max(stream.pending.rfind(mark) for mark in LINE_ENDS) + 1
+    if rest:
+        end = len(stream.pending)
+    if not end:
+        return
+    shown, stream.pending = stream.pending[:end], stream.pending[end:]
+    if stream.tail is not None:
+        stream.tail.extend(line for line in shown.splitlines() if line.strip())
+    if stream.terminal is not None and not stream.terminal.is_gone:
+        stream.terminal.write(stream.prefix.applied_to(shown), stream, ends_line=shown.endswith(b"\n"))
+
+
+def _file_of(descriptor: int) -> str:
+    """Return the name of an open file. Source: proc_pid_fd(5)."""
+    try:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    except OSError:
+        return "stdout" if descriptor == STDOUT else "stderr"
+
+
+def descriptors_closed(descriptors: Sequence[int]) -> None:
+    """Close each descriptor."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of this machine in one attempt: started through the fork server, followed, ended.
+
+Knows no other machine and decides nothing: it notes how each rank failed or ended. Imported by the agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankwise.health import call_site, flight_recorder, process_probe
+from rankwise.health.preemption import STOPPED_EXIT_CODE
+from rankwise.launch import rank_files
+from rankwise.launch.agent.oom import OomCount
+from rankwise.launch.agent.output import descriptors_closed
+from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
+from rankwise.launch.messages import RankEnds, StartAttempt
+from rankwise.launch.report import failure
+from rankwise.world.environments import slurm_variables_for, variables_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankwise.launch.agent.output import Output
+    from rankwise.launch.fork_server.fork_server import ForkServer
+    from rankwise.launch.report.failure import Failure
+
+LONGEST_LINE = 2000
+"""How much is shown of a line that a failed rank wrote."""
+KILLED = "had to be killed by the launcher"
+FOR_RESTART = "ended by the launcher, to start anew"
+"""How a rank ended, in words: after it had been given time to end by itself, and without."""
+
+FLUSH_FAILED = 120
+"""Exit code of Python where the last flush of stdout fails."""
+STOPPED_SECONDS = 6.0
+"""After how long a rank that somebody stopped (SIGSTOP) is spoken of, and where it can be, replaced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSettings:
+    """What every rank of every attempt is told alike."""
+
+    folder: str
+    """Temporary, for what ranks write down about their own end."""
+    store: tuple[str, int]
+    secret: str = field(repr=False)
+    interface: str | None
+    check: bool
+    guard: bool = False
+    max_restarts: int = 0
+
+
+class LocalRanks:
+    """Starts, follows and ends the ranks of this machine."""
+
+    def __init__(
+        self, num_ranks: int, settings: JobSettings, *, server: ForkServer, output: Output, notify_pipe: int
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.running: set[int] = set()
+        self.failures: dict[int, Failure] = {}
+        self.processes: dict[int, int] = {}
+        """Process number of each rank that has been started."""
+        self.has_stopped = False
+        """Whether a rank saved and ended because it was asked to."""
+        self.attempt: StartAttempt | None = None
+        self.settings = settings
+        self._server = server
+        self._output = output
+        self._notify_pipe = notify_pipe
+        self._oom_count = OomCount()
+        self._ends: dict[int, str] = {}
+        self._unreported: list[Failure | int] = []
+        self._stopped_since: dict[int, float] = {}
+        self._located_at: dict[int, str] = {}
+
+    def start(self, attempt: StartAttempt, between: Callable[[], None] = lambda: None) -> None:
+        """Start the ranks of an attempt; those of the one before are gone.
+
+        Args:
+            attempt: which ranks they are.
+            between: called while this waits for the server.
+        """
+        self.attempt = attempt
+        self.failures, self.processes, self._ends, self._stopped_since = {}, {}, {}, {}
+        self._located_at = {}
+        self.has_stopped = False
+        for local_rank in range(self.num_ranks):
+            rank = attempt.first_rank + local_rank
+            variables = self._variables(attempt, local_rank)
+            streams = self._output.open_rank(rank, attempt.world_size, attempt.attempt)
+            self._server.start(RankStart(rank=rank, attempt=attempt.attempt, variables=variables), streams)
+            descriptors_closed(streams)
+            self.running.add(rank)
+            self._wait_until_started(rank, between)
+
+    def _wait_until_started(self, rank: int, between: Callable[[], None]) -> None:
+        """Return when a rank is there: sending more and more without receiving would block both ends."""
+        while rank not in self.processes:
+            said = self._server.receive(between)
+            if isinstance(said, Started):
+                self.processes[said.rank] = said.pid
+            elif isinstance(said, Ended):
+                self._unreported += self._note_end(said)
+
+    def sources(self) -> list[int]:
+        """Return the descriptors that are readable when there is news of ranks."""
+        return [self._server.fileno(), self._notify_pipe]
+
+    def receive(self, readable: list[int]) -> list[Failure | int]:
+        """Take in what ranks said: failures that are new, and numbers of ranks that ended well while others run."""
+        news, self._unreported = self._unreported, []
+        if self._notify_pipe in readable:
+            os.read(self._notify_pipe, 4096)
+            for rank in sorted(self.running):
+                news += self._read_failure(rank)
+        if self._server.fileno() in readable:
+            said = self._server.receive()
+            if isinstance(said, Ended):
+                news += self._note_end(said)
+            elif isinstance(said, Started):
+                self.processes[said.rank] = said.pid
+        return news
+
+    def look_for_stopped(self, now: float, *, may_end: bool) -> list[tuple[Failure, int]]:
+        """Return the ranks that have newly been stopped for a while, with their process numbers.
+
+        Args:
+            now: seconds of the monotonic clock.
+            may_end: count them as failed; otherwise they are only told of, once.
+        """
+        found: list[tuple[Failure, int]] = []
+        for rank, pid in self.processes.items():
+            if rank not in self.running or not _is_stopped(pid):
+                self._stopped_since.pop(rank, None)
+                continue
+            since = self._stopped_since.setdefault(rank, now)
+            if now - since < STOPPED_SECONDS or rank in self.failures:
+                continue
+            self._stopped_since[rank] = float("inf")
+            failed = failure.from_stop(rank, now - since, time.time())
+            if may_end:
+                self.failures[rank] = failed
+            found.append((failed, pid))
+        return found
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to every rank that runs."""
+        for rank in self.running:
+            self._ends.setdefault(rank, f"had to be ended by the launcher{self._at(rank)}")
+            with contextlib.suppress(OSError):
+                self._server.signal(rank, number)
+
+    def clear(self, how: str = KILLED) -> None:
+        """Kill the ranks and all they have started; returns when they are gone.
+
+        Args:
+            how: what is said of the ranks that ran until now.
+        """
+        for rank in self.running:
+            self._ends.setdefault(rank, how + self._at(rank))
+        self._server.clear()
+        while True:
+            said = self._server.receive(self._server.wake)
+            if said == "cleared":
+                break
+            if isinstance(said, Ended):
+                self._note_end(said)
+        self.running.clear()
+
+    def locate(self) -> None:
+        """Find out where the ranks are that run, for when they have to be ended. Returns at once."""
+        files, attempt = self.stack_files(), self.attempt
+        for rank, pid in self.running_processes().items():
+
+            def look(rank: int = rank, pid: int = pid) -> None:
+                stack = process_probe.stack_of(pid, files[rank], partial(self.send_signal, rank))
+                if stack and self.attempt is attempt:
+                    self._located_at[rank] = call_site.innermost_of_user(stack)
+
+            threading.Thread(target=look, name="rankwise-look", daemon=True).start()
+
+    def _at(self, rank: int) -> str:
+        return f", at {self._located_at[rank]}" if rank in self._located_at else ""
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Send a signal to one rank; nothing happens where it has ended. May be called from any thread."""
+        with contextlib.suppress(OSError):
+            self._server.signal(rank, number)
+
+    def kill(self, rank: int) -> None:
+        """Kill one rank, where it still runs; what it has started goes with the attempt."""
+        if rank in self.running:
+            self._ends.setdefault(rank, KILLED)
+            self.send_signal(rank, signal.SIGKILL)
+
+    def running_processes(self) -> dict[int, int]:
+        """Return the process number of each rank that runs. May be called from any thread."""
+        return {rank: pid for rank, pid in self.processes.items() if rank in self.running}
+
+    def is_script_over(self, rank: int) -> bool:
+        """Return whether the script of a rank has run to its end, though its process may not have ended."""
+        return Path(rank_files.script_end_note(self._error_file(rank))).exists()
+
+    def stack_files(self) -> dict[int, str]:
+        """Return where each rank of the attempt writes its stack when it is asked for it."""
+        return {rank: rank_files.stack_file(self.settings.folder, self._number, rank) for rank in self.processes}
+
+    def report(self) -> RankEnds:
+        """Return how the ranks of the attempt ended."""
+        if self.attempt is None:
+            return RankEnds()
+        number, first = self._number, self.attempt.first_rank
+        self._output.drain()
+        self._explain_broken_pipes(self._output.problem())
+        for failed in self.failures.values():
+            if self._output.keeps_logs:
+                self._output.append_to_log(failed.rank, number, failed.traceback)
+        paths = {rank: self._output.log_path(rank, number) for rank in self.failures}
+        return RankEnds(
+            failures=tuple(self.failures.values()),
+            ends={
+                rank: self._ends.get(rank, "ended with exit code 0") for rank in range(first, first + self.num_ranks)
+            },
+            stderr_tails={
+                rank: tuple(line[:LONGEST_LINE] for line in self._output.stderr_tail(rank)) for rank in self.failures
+            },
+            log_paths={rank: path for rank, path in paths.items() if path is not None},
+            has_stopped=self.has_stopped,
+            is_alone=Path(rank_files.alone_note(self._error_file(0))).exists(),
+        )
+
+    def _explain_broken_pipes(self, problem: str) -> None:
+        """Have failures say what a rank could not know: the disk is full behind the pipe that it writes to."""
+        for rank, failed in self.failures.items() if problem else ():
+            if failed.type == "BrokenPipeError" or failed.exit_code == FLUSH_FAILED:
+                self.failures[rank] = replace(failed, how=f"could not write its output: {problem}")
+
+    # -- how a rank ends ---------------------------------------------------------------------------
+
+    def _read_failure(self, rank: int) -> list[Failure | int]:
+        """Take in what a rank has written of its failure."""
+        if rank in self.failures:
+            return []
+        written = failure.read(self._error_file(rank))
+        if written is None:
+            return []
+        self.failures[rank] = written
+        return [written]
+
+    def _note_end(self, ended: Ended) -> list[Failure | int]:
+        rank = ended.rank
+        if self.attempt is None or ended.attempt != self.attempt.attempt or rank not in self.running:
+            return []
+        self.running.discard(rank)
+        if ended.exit_code == STOPPED_EXIT_CODE:
+            self.has_stopped = True
+            self._ends[rank] = "saved and stopped"
+            return [rank]
+        news = self._read_failure(rank)
+        if rank in self.failures:
+            if rank not in self._ends and ended.exit_code:
+                self.failures[rank] = replace(self.failures[rank], exit_code=ended.exit_code)
+        elif rank in self._ends:
+            return news
+        elif ended.exit_code:
+            killed = ended.exit_code == -signal.SIGKILL
+            out_of_memory = self._oom_count.has_risen() if killed else None
+            file = rank_files.stack_file(self.settings.folder, self._number, rank)
+            at = flight_recorder.read_last_collective(flight_recorder.last_collective_path(file), ended.time)
+            self.failures[rank] = failure.from_exit(
+                rank, ended.exit_code, ended.time, out_of_memory=out_of_memory, at=at
+            )
+            news.append(self.failures[rank])
+        elif self.running or self.attempt.num_nodes > 1:
+            news.append(rank)
+        return news
+
+    # -- what a rank is told -----------------------------------------------------------------------
+
+    @property
+    def _number(self) -> int:
+        """Of the attempt."""
+        return self.attempt.attempt if self.attempt is not None else 0
+
+    def _error_file(self, rank: int) -> str:
+        return rank_files.error_file(self.settings.folder, self._number, rank)
+
+    def _variables(self, attempt: StartAttempt, local_rank: int) -> dict[str, str]:
+        rank = attempt.first_rank + local_rank
+        own = variables_for(
+            rank=rank,
+            world_size=attempt.world_size,
+            local_rank=local_rank,
+            local_world_size=self.num_ranks,
+            node_rank=attempt.node_rank,
+            num_nodes=attempt.num_nodes,
+            ranks_per_node=attempt.ranks_per_node,
+            store=self.settings.store,
+            master=None if attempt.torch_store is None else attempt.torch_store.address,
+            master_is_served=attempt.torch_store is not None and attempt.torch_store.is_served,
+            run_id=attempt.run_id,
+            attempt=str(attempt.attempt),
+            error_file=self._error_file(rank),
+            stack_file=rank_files.stack_file(self.settings.folder, attempt.attempt, rank),
+            torch_error_file=rank_files.torch_error_file(self.settings.folder, attempt.attempt, rank),
+            max_restarts=self.settings.max_restarts,
+            secret=self.settings.secret,
+            interface=self.settings.interface,
+            check=self.settings.check,
+            guard=self.settings.guard,
+        )
+        return own | slurm_variables_for(
+            rank=rank, local_rank=local_rank, node_rank=attempt.node_rank, ranks_per_node=attempt.ranks_per_node
+        )
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether somebody stopped a process; a debugger's stop is another state. Source: proc_pid_stat(5)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"

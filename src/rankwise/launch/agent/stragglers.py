@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that run on after others have ended without an error: which, what they do, said once each.
+
+A rank that still works (rank 0 saves) and a rank that waits for one that has ended look alike from their exit codes;
+what tells them apart is whether they compute, read or write. Ends nothing. Imported by the agent.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING, Any
+
+from rankwise.errors import LaunchError, RankwiseError, fold_ranks
+from rankwise.health import diagnosis
+from rankwise.health.call_site import innermost_of_user
+from rankwise.health.collective_timeout import NOTICE_SECONDS
+from rankwise.launch.agent.activity import activity_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rankwise.health.diagnosis import Answers
+    from rankwise.launch.agent.activity import Activity
+
+_WAITS = (
+    "where it waits for a rank that has ended, have all ranks join and call the same collectives before they end. "
+    "Nothing is ended for this: Ctrl-C ends the job, `rankwise stacks` shows the rank again"
+)
+_CANNOT_END = (
+    "close what holds it at the end of the script: call torch.distributed.destroy_process_group() before the model is "
+    "freed, stop threads, and keep collectives out of exit handlers. Ctrl-C ends the job"
+)
+_IS_OVER = "its script has run to the end, and its process does not end: an exit handler, a thread or a destructor"
+
+
+class Stragglers:
+    """The ranks of this machine that run on, in one attempt after another.
+
+    Args:
+        look: returns what ranks do; takes seconds, and is called from another thread.
+        is_over: returns whether a rank's script has run to its end.
+    """
+
+    def __init__(self, look: Callable[[], Answers], is_over: Callable[[int], bool]) -> None:
+        self._look = look
+        self._is_over = is_over
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the attempt before."""
+        self._ended: set[int] = set()
+        self._since = 0.0
+        self._before: dict[int, Activity] | None = None
+        self._looked = 0.0
+        self._reported_busy: set[int] = set()
+        self._reported_idle: set[int] = set()
+        self._idle: dict[int, Activity] = {}
+        self._busy: dict[int, Activity] = {}
+        self._seen: queue.SimpleQueue[Answers] = queue.SimpleQueue()
+
+    def note_ended(self, ranks: Sequence[int], now: float) -> None:
+        """Take in which ranks of the job have ended without an error."""
+        if not self._ended.issuperset(ranks):
+            self._ended.update(ranks)
+            self._since, self._before = now, None
+
+    def notices(self, running: Mapping[int, int], now: float) -> str:
+        """Return what is to be shown now; mostly nothing.
+
+        Args:
+            running: process number of each rank of this machine that runs.
+            now: seconds of the monotonic clock.
+        """
+        if not self._ended or not running:
+            return ""
+        if not self._seen.empty():
+            return self._notices_of(self._seen.get(), set(running), now)
+        awaited = set(running) - self._reported_idle
+        if not awaited or self._idle or self._busy:
+            return ""
+        if self._before is None:
+            self._before, self._looked = activity_of(list(running.values())), now
+        elif now - self._looked >= NOTICE_SECONDS:
+            self._judge({rank: running[rank] for rank in awaited}, now)
+        return ""
+
+    def _judge(self, running: Mapping[int, int], now: float) -> None:
+        """See which ranks make no progress, and look at those that nothing has been said of."""
+        before, seconds = self._before or {}, now - self._looked
+        after = activity_of(list(running.values()))
+        self._before, self._looked = after, now
+        for rank, pid in running.items():
+            used = after[pid].since(before.get(pid, after[pid]))
+            if used.is_idle(seconds):
+                self._idle[rank] = used
+            elif rank not in self._reported_busy:
+                self._busy[rank] = used
+        if self._idle or self._busy:
+            threading.Thread(target=self._see, args=(self._seen,), name="rankwise-stragglers", daemon=True).start()
+
+    def _see(self, seen: queue.SimpleQueue[Answers]) -> None:
+        try:
+            seen.put(self._look())
+        except (RankwiseError, OSError, RuntimeError, ValueError):  # the store is busy, or has just gone
+            seen.put({})
+
+    def _notices_of(self, answers: Answers, running: set[int], now: float) -> str:
+        """Return what is said of the ranks that were looked at, as far as they still run."""
+        idle = {rank: used for rank, used in self._idle.items() if rank in running}
+        busy = {rank: used for rank, used in self._busy.items() if rank in running}
+        self._reported_idle.update(idle)
+        self._reported_busy.update(busy)
+        self._idle, self._busy = {}, {}
+        after = f"{now - self._since:.0f} s after {fold_ranks(sorted(self._ended))} ended without an error"
+        lines: list[str] = []
+        for rank, used in sorted(busy.items()):
+            lines.append(f"[rankwise] rank {rank} still works, {after}: {_used(used)}{_where(answers.get(rank))}\n")
+        if idle:
+            lines.append(f"[rankwise] {self._notice(idle, after, answers)}\n")
+        return "".join(lines)
+
+    def _notice(self, idle: Mapping[int, Activity], after: str, answers: Answers) -> LaunchError:
+        known: Answers = {rank: answers.get(rank, {"silent": "cannot be asked now"}) for rank in idle}
+        known |= {rank: {"silent": "ended without an error"} for rank in self._ended}
+        evidence = [diagnosis.table(known, among=known), diagnosis.stacks(known, idle, is_wanted_of_all=True)]
+        over = [rank for rank in sorted(idle) if self._is_over(rank)]
+        if over:
+            evidence.append(f"{fold_ranks(over)}: {_IS_OVER}")
+        who = fold_ranks(sorted(idle))
+        runs, makes = ("runs", "makes") if len(idle) == 1 else ("run", "make")
+        return LaunchError(
+            f"{who} still {runs}, {after}, and {makes} no progress.",
+            evidence="\n".join(filter(None, evidence)),
+            do=_CANNOT_END if len(over) == len(idle) else _WAITS,
+        )
+
+
+def _used(used: Activity) -> str:
+    megabytes = used.num_bytes / 2**20
+    return f"{used.cpu_seconds:.1f} s of CPU time and {megabytes:.0f} MB read and written in {NOTICE_SECONDS:.0f} s"
+
+
+def _where(answer: Mapping[str, Any] | None) -> str:
+    """Return where a rank is, as far as that is known."""
+    stack = (answer or {}).get("stack")
+    at = (answer or {}).get("at") or (innermost_of_user(stack) if stack else "")
+    return f", at {at}" if at else ""

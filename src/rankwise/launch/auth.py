@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job's secret: given, drawn, or kept in the user's own file. It is never printed and never sent.
+
+Imported by the launcher's start.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from rankwise.errors import ConfigurationError
+from rankwise.world.environments.reading import SECRET_NAME as VARIABLE
+from rankwise.world.environments.reading import job_secret
+
+NUM_BYTES = 32
+OTHERS = 0o077
+
+
+def draw() -> str:
+    """Return a new secret."""
+    return secrets.token_hex(NUM_BYTES)
+
+
+def shared_by_machines() -> str:
+    """Return the secret that this user's launchers on several machines share.
+
+    ``RANKWISE_SECRET`` where it is set; else the file ``~/.config/rankwise/secret``, which is made where it is not
+    there. Machines with one home folder share the file by themselves.
+
+    Raises:
+        ConfigurationError: the variable is set, and empty; the file cannot be read or made, or others can read it.
+    """
+    given = job_secret(os.environ)
+    if given is not None:
+        return given
+    path = _file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make(path)
+        status = path.stat()
+        if status.st_mode & OTHERS or status.st_uid != os.getuid():
+            raise ConfigurationError(f"Others can read or own the secret in {path}.", do=f"chmod 600 {path}")
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigurationError(
+            f"The secret of your machines cannot be kept in {path}: {error.strerror}.",
+            do=f"set {VARIABLE} to the same long random text on every machine",
+        ) from error
+    if not text:
+        raise ConfigurationError(f"The secret in {path} is empty.", do=f"rm {path}")
+    return text
+
+
+def _file() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "rankwise" / "secret"
+
+
+def _make(path: Path) -> None:
+    """Write a new secret to ``path`` unless there is one; whoever comes second finds it whole."""
+    if path.exists():
+        return
+    partial = path.with_name(f"secret.{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(draw() + "\n")
+    try:
+        # Unlike a rename, a link does not replace what another machine has written meanwhile.
+        os.link(partial, path)
+    except FileExistsError:
+        pass
+    finally:
+        partial.unlink()

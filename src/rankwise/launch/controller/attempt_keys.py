@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the controller writes into the job's store for the ranks of one attempt, and reads from it.
+
+Events in the ranks' event logs, and marks that end waiting for ranks that have exited before they joined. Ranks that
+leave a world and join another begin a new log. Runs on the loop that serves the store. Imported by the controller's
+server.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, post, world_prefix
+from rankwise.store.bootstrap import ENDED, rank_address_key
+
+if TYPE_CHECKING:
+    from rankwise.store.keys import Keys
+
+
+class EventLogs:
+    """The logs of one attempt, one for each world that its ranks have joined.
+
+    Args:
+        of_job: the keys of the job.
+        attempt: its number.
+    """
+
+    def __init__(self, of_job: Keys, attempt: int) -> None:
+        self.attempt = attempt
+        self._keys = of_job
+        self._prefix = f"attempt/{attempt}/"
+        self._posted: list[dict[str, Any]] = []
+        self._parts = [_Part(of_job, self._prefix)]
+
+    def post(self, event: dict[str, Any]) -> None:
+        """Tell the ranks of the attempt, whichever world they are in, of an event."""
+        self.follow()
+        self._posted.append(event)
+        for part in self._parts:
+            post(part, event)
+
+    def follow(self) -> None:
+        """Tell the ranks that have joined another world what was posted before: it is as true there."""
+        for number in range(len(self._parts), self._num_rejoined() + 1):
+            part = _Part(self._keys, f"{self._prefix}{world_prefix(number)}/")
+            for event in self._posted:
+                post(part, event)
+            self._parts.append(part)
+
+    def optional_ranks(self) -> list[int]:
+        """Return the ranks without which their newest world goes on, as its ranks have declared."""
+        number = self._num_rejoined()
+        world = f"{self._prefix}{world_prefix(number)}/" if number else self._prefix
+        declared = self._keys.peek(world + EXPENDABLE_KEY)
+        return [] if declared is None else json.loads(declared)
+
+    def _num_rejoined(self) -> int:
+        return int(self._keys.peek(self._prefix + WORLDS_KEY) or 0)
+
+
+class _Part:
+    """The keys of one world, as ``events.post`` writes them."""
+
+    def __init__(self, of_job: Keys, prefix: str) -> None:
+        self._keys = of_job
+        self._prefix = prefix
+
+    def set_if_absent(self, key: str, value: str) -> bool:
+        data = value.encode()
+        return self._keys.compare_set(self._prefix + key, b"", data) == data
+
+
+TORCH_PREFIX = "torch/"
+"""Begins the keys of the group that ranks open by torch's own ``env://``, among those of an attempt."""
+
+
+def torch_rank_key(rank: int) -> str:
+    """Return the key that a rank sets, among those of an attempt, when it begins to open torch's own group."""
+    return f"rankwise/torch_ranks/{rank}"
+
+
+class Absences:
+    """The ranks of one attempt that have ended without an error, in each world that the others join.
+
+    Args:
+        of_job: the keys of the job.
+        attempt: its number.
+    """
+
+    def __init__(self, of_job: Keys, attempt: int) -> None:
+        self.attempt = attempt
+        self._keys = of_job
+        self._prefix = f"attempt/{attempt}/"
+        self._ended: list[int] = []
+        self._num_followed = 0
+
+    def note_ended(self, rank: int) -> None:
+        """Take in that a rank has ended without an error."""
+        self._ended.append(rank)
+        self._num_followed = 0
+        if not self._keys.check([self._prefix + torch_rank_key(rank)]):
+            why = f"rank {rank} ended without an error before it called init_process_group()"
+            self._keys.give_up(self._prefix + TORCH_PREFIX, rank, why)
+        self.follow()
+
+    def follow(self) -> None:
+        """Mark the ranks that have ended in the worlds that others have begun to join since, too."""
+        num_worlds = int(self._keys.peek(self._prefix + WORLDS_KEY) or 0) + 1
+        for number in range(self._num_followed, num_worlds):
+            world = f"{self._prefix}{world_prefix(number)}/" if number else self._prefix
+            for rank in self._ended:
+                # Who has joined has a place there already, and keeps it.
+                self._keys.compare_set(world + rank_address_key(rank), b"", ENDED.encode())
+        self._num_followed = num_worlds

@@ -1,0 +1,503 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides, for all machines of a job: when an attempt starts, on which of them, when it stops, how the job ends.
+
+Values in, messages out: no socket, no clock, no thread. Times are seconds of one monotonic clock. Whether
+a restart follows is decided in ``restarts``. Imported by ``server``, which carries the messages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from rankwise.errors import fold_ranks
+from rankwise.health.preemption import STOPPED_EXIT_CODE
+from rankwise.launch.controller.nodes import JobNode, node_order, ranks_in_words, refusal_of, who_is_missing
+from rankwise.launch.controller.restarts import AttemptEnd, Finish, RestartPolicy
+from rankwise.launch.messages import (
+    EndJob,
+    Node,
+    RankEnds,
+    RanksDeparted,
+    Refuse,
+    ReportFailure,
+    SaveAndStop,
+    ShowText,
+    StartAttempt,
+    StopAttempt,
+    StopRank,
+    ToAgent,
+    Wait,
+)
+from rankwise.launch.report import exit_code, failure, unjoined
+from rankwise.launch.report.failure import FailedAttempt, Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+Event = dict[str, Any]
+"""As ``health.event_log`` posts it."""
+
+LOST_SECONDS = 10.0
+"""After how long without a word a machine counts as lost. A cut of a few seconds simply resumes."""
+RETURN_SECONDS = 30.0
+"""How long a job that cannot go on without a lost machine waits for it."""
+LAST_CALL_SECONDS = 30.0
+"""How long a job that has machines enough waits for more of them at its start."""
+PEERS_SECONDS = 5.0
+"""How long the other ranks have to end by themselves after a failure, where no restart follows."""
+CAUSE_SECONDS = 0.5
+"""How long the cause of a failure that is only an echo is waited for, where a restart follows."""
+STOOD_STILL_SECONDS = 2.0
+"""More than that between two ticks, and this machine has not been running."""
+GROW_SECONDS = 30.0
+"""How long ranks have to save and stop, where machines have come back."""
+
+
+class Phase(Enum):
+    """What the job is doing."""
+
+    GATHERING = "waiting for machines"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Close the connection of a machine; nothing is sent."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt, from its start to its end."""
+
+    number: int
+    world_size: int
+    failures: dict[int, Failure] = field(default_factory=dict[int, Failure])
+    ends: dict[int, str] = field(default_factory=dict[int, str])
+    hostnames: dict[int, str] = field(default_factory=dict[int, str])
+    stderr_tails: dict[int, tuple[str, ...]] = field(default_factory=dict[int, "tuple[str, ...]"])
+    log_paths: dict[int, str] = field(default_factory=dict[int, str])
+    lost_ranks: set[int] = field(default_factory=set[int])
+    departed: set[int] = field(default_factory=set[int])
+    """Ranks that have ended well while others ran."""
+    optional: frozenset[int] = frozenset()
+    """Ranks that have been declared optional: the job continues without them."""
+    tolerated: set[int] = field(default_factory=set[int])
+    """Those of them whose failure did not end the others."""
+    has_stopped: bool = False
+    """Whether a rank saved and stopped, as it was asked to."""
+    is_alone: bool = False
+    """Whether rank 0 took an optimizer step without having joined its peers."""
+    is_to_grow: bool = False
+    """Whether its ranks were asked to save and end for a machine that has come."""
+    grow_deadline: float | None = None
+    """When they are ended for it, should they not save; ``None`` where it has gone again."""
+    order_received: dict[int, int] = field(default_factory=dict[int, int])
+    """In which order the failures of ranks were heard of: clocks of machines differ."""
+
+    def running(self, ranks: Collection[int]) -> set[int]:
+        """Return those of ``ranks`` that have neither failed nor ended."""
+        return set(ranks) - self.failures.keys() - self.departed
+
+    def tolerates(self, ranks: Collection[int]) -> bool:
+        """Return whether the others go on when ``ranks`` fail: another optional one must run, or have ended well."""
+        return self.optional.issuperset(ranks) and bool(self.optional - self.failures.keys() - set(ranks))
+
+    def tolerate(self, ranks: Collection[int]) -> str:
+        """Note that the others go on without ``ranks``, which have failed; return what is to be said of it, once."""
+        new = sorted(set(ranks) - self.tolerated)
+        self.tolerated.update(new)
+        lines: list[str] = []
+        for how, alike in self._alike(new).items():
+            without = "it" if len(alike) == 1 else "them"
+            lines.append(f"[rankwise] {fold_ranks(alike)} failed ({how}); the others go on without {without}\n")
+        tracebacks = [self.failures[rank].traceback.rstrip("\n") for rank in new]
+        return "".join([*lines, *(f"{text}\n" for text in tracebacks if text)])
+
+    def reminder(self) -> str:
+        """Return the last line of a job that ended well without some ranks; empty where none failed."""
+        if not self.tolerated:
+            return ""
+        failed = [f"{fold_ranks(ranks)} failed on the way: {how}" for how, ranks in self._alike(self.tolerated).items()]
+        others = "saved and stopped" if self.has_stopped else "ended well"
+        return f"[rankwise] {'; '.join(failed)}; the others {others}\n"
+
+    def _alike(self, ranks: Collection[int]) -> dict[str, list[int]]:
+        """Return how ranks failed, in a few words, and which failed so."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            ranks_of.setdefault(self.failures[rank].brief, []).append(rank)
+        return ranks_of
+
+    def failed(self) -> FailedAttempt:
+        """Return how all ranks ended, after a failure that ended the others."""
+        by_clock = failure.causes_first(self.failures.values())
+        last = len(self.order_received)
+        # What was borne is to blame for echoes only.
+        failures = tuple(
+            sorted(
+                by_clock,
+                key=lambda one: (one.secondary, one.rank in self.tolerated, self.order_received.get(one.rank, last)),
+            )
+        )
+        first = failures[0].rank
+        return FailedAttempt(
+            attempt=self.number,
+            world_size=self.world_size,
+            failures=failures,
+            tolerated=tuple(sorted(self.tolerated)),
+            ends={rank: how for rank, how in self.ends.items() if rank not in self.failures},
+            hostname=self.hostnames.get(first, ""),
+            stderr_tail=self.stderr_tails.get(first, ()),
+            log_path=self.log_paths.get(first),
+        )
+
+
+def failed_event(failed: Failure, hostname: str) -> dict[str, Any]:
+    """Return what the other ranks hear of a failure."""
+    text = failed.traceback or failed.message or f"the process ended with exit code {failed.exit_code}"
+    return {"kind": "failed", "rank": failed.rank, "error_type": failed.type, "text": text, "hostname": hostname}
+
+
+class Coordinator:
+    """The job's state. Each method takes in one thing that happened; ``take_output`` gives out what follows from it."""
+
+    def __init__(
+        self,
+        *,
+        nodes: tuple[int, int],
+        max_restarts: int,
+        rendezvous: str,
+        timeout_seconds: float,
+        now: float,
+        run_id: str,
+    ) -> None:
+        self.phase = Phase.GATHERING
+        self.min_nodes, self.max_nodes = nodes
+        self._rendezvous = rendezvous
+        self._timeout_seconds = timeout_seconds
+        self._restarts = RestartPolicy(max_restarts)
+        self._run_id = run_id
+        self._members: dict[str, JobNode] = {}
+        self._attempt: Attempt | None = None
+        self._num_attempts = 0
+        self._num_arrivals = 0
+        self._deadline = now + timeout_seconds
+        self._last_call: float | None = None
+        self._stop_requested = False
+        self._why_incomplete = ""
+        self._ticked = now
+        self._messages: list[tuple[str, ToAgent | Disconnect]] = []
+        self._events: list[tuple[int, Event]] = []
+
+    @property
+    def _is_one_rank(self) -> bool:
+        return self._attempt is not None and self._attempt.world_size == 1
+
+    def take_output(self) -> tuple[list[tuple[str, ToAgent | Disconnect]], list[tuple[int, Event]]]:
+        """Return what is to be sent, as (machine, message), and (attempt, event) for the attempt's event log."""
+        taken = self._messages, self._events
+        self._messages, self._events = [], []
+        return taken
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def node_joined(self, node: Node, now: float) -> None:
+        """A machine's launcher has introduced itself."""
+        if node.node_id in self._members:
+            self.node_lost(node.node_id, now, "came anew")
+        refusal = self._refusal(node, now)
+        if refusal is not None:
+            self._messages.append((node.node_id, refusal))
+            return
+        self._members[node.node_id] = JobNode(node, last_seen=now, order=self._num_arrivals)
+        self._num_arrivals += 1
+        if self.max_nodes > 1:
+            place = f"{len(self._members)} of {self._how_many()}"
+            self._show(f"[rankwise] {node.hostname} has come with {ranks_in_words(node.num_ranks)} ({place})\n")
+        if self.phase is Phase.RUNNING and self._attempt is not None:
+            self._attempt.is_to_grow = True
+            self._attempt.grow_deadline = now + GROW_SECONDS
+            self._show("[rankwise] the ranks save at their next step and start anew with it\n")
+            self._request_save(f"{node.hostname} has come")
+        self.tick(now)
+
+    @property
+    def attempt(self) -> int | None:
+        """Number of the attempt that is on, or was the last."""
+        return None if self._attempt is None else self._attempt.number
+
+    def set_optional_ranks(self, attempt: int, ranks: Collection[int]) -> None:
+        """Ranks have declared that the job goes on without some of them."""
+        if self._attempt is not None and self._attempt.number == attempt:
+            self._attempt.optional = frozenset(ranks)
+
+    def heartbeat(self, node_id: str, now: float) -> None:
+        """A machine has given a sign of life."""
+        if node_id in self._members:
+            self._members[node_id].last_seen = now
+
+    def node_lost(self, node_id: str, now: float, why: str) -> None:
+        """A machine is gone: it said so, its connection has ended, or it has been silent too long."""
+        member = self._members.pop(node_id, None)
+        if member is None or self.phase is Phase.OVER:
+            return
+        self._show(f"[rankwise] {member.node.hostname} {why}\n")
+        if self.phase in {Phase.RUNNING, Phase.STOPPING} and member.is_running and self._attempt is not None:
+            still_there = self._attempt.running(member.ranks)
+            is_tolerated = self.phase is Phase.RUNNING and self._attempt.tolerates(still_there)
+            for rank in still_there if is_tolerated else member.ranks:
+                # Whatever else failed first of itself is to blame, not the loss.
+                lost = failure.from_lost_node(rank, member.node.hostname, math.inf)
+                self._attempt.failures.setdefault(rank, lost)
+                self._attempt.lost_ranks.add(rank)
+                self._events.append((self._attempt.number, failed_event(lost, member.node.hostname)))
+            if is_tolerated:
+                self._show(self._attempt.tolerate(still_there))
+            else:
+                self._stop(0.0 if self._can_continue_without() or self._restarts.has_left else PEERS_SECONDS)
+            self._conclude_if_ended(now)
+        elif self._attempt is not None and all(other.is_running for other in self._members.values()):
+            self._attempt.grow_deadline = None
+        if not self._members:
+            self.phase = Phase.OVER
+
+    def rank_failed(self, node_id: str, attempt: int, failed: Failure) -> None:
+        """A rank has failed; its machine tells the ranks itself."""
+        current = self._attempt
+        if self.phase is not Phase.RUNNING or current is None or current.number != attempt:
+            return
+        member = self._members.get(node_id)
+        if member is None:
+            return
+        current.failures.setdefault(failed.rank, failed)
+        current.order_received.setdefault(failed.rank, len(current.order_received))
+        current.hostnames[failed.rank] = member.node.hostname
+        is_tolerated = failed.rank in current.tolerated or current.tolerates({failed.rank})
+        if is_tolerated or not failed.secondary:
+            self._events.append((attempt, failed_event(failed, member.node.hostname)))
+        if is_tolerated:
+            self._show(current.tolerate({failed.rank}))
+            settle_seconds = 0.0 if failed.type == "stopped" else PEERS_SECONDS
+            stop = StopRank(attempt=attempt, rank=failed.rank, settle_seconds=settle_seconds)
+            self._messages.append((node_id, stop))
+        elif not self._restarts.has_left:
+            self._stop(PEERS_SECONDS)
+        else:
+            self._stop(CAUSE_SECONDS if failed.secondary else 0.0)
+
+    def rank_departed(self, attempt: int, rank: int) -> None:
+        """A rank has ended well while others run."""
+        if self._attempt is not None and self._attempt.number == attempt:
+            self._attempt.departed.add(rank)
+            self._events.append((attempt, {"kind": "left", "rank": rank, "exit_code": 0, "last": None}))
+            ended = RanksDeparted(attempt=attempt, ranks=tuple(sorted(self._attempt.departed)))
+            self._messages += [(node_id, ended) for node_id, member in self._members.items() if member.is_running]
+
+    def node_leaves(self, node_id: str, signal_name: str, code: int, now: float, *, ends_job: bool) -> None:
+        """A machine's launcher was told by a signal to end, and has ended its ranks."""
+        member = self._members.get(node_id)
+        if member is None:
+            return
+        if ends_job or len(self._members) - 1 < self.min_nodes:
+            what = f"{member.node.hostname} was told to end ({signal_name}), and the job with it."
+            del self._members[node_id]
+            self._over(code, what)
+        else:
+            self.node_lost(node_id, now, f"was told to end ({signal_name})")
+
+    def request_stop(self, reason: str) -> None:
+        """Somebody wants the ranks to save and end at their next step."""
+        if self.phase is Phase.OVER:
+            return
+        is_first, self._stop_requested = not self._stop_requested, True
+        if self.phase is Phase.GATHERING:
+            self._over(STOPPED_EXIT_CODE)
+        elif self.phase is Phase.RUNNING and (is_first or self._is_one_rank):
+            self._request_save(reason)
+
+    def ranks_ended(self, node_id: str, attempt: int, report: RankEnds, now: float) -> None:
+        """All ranks of a machine have ended, by themselves or because they were told to."""
+        current, member = self._attempt, self._members.get(node_id)
+        if current is None or member is None or current.number != attempt or not member.is_running:
+            return
+        member.is_running = False
+        for failed in report.failures:
+            current.failures[failed.rank] = failed
+            current.hostnames[failed.rank] = member.node.hostname
+        current.ends |= report.ends
+        current.stderr_tails |= report.stderr_tails
+        current.log_paths |= report.log_paths
+        current.has_stopped = current.has_stopped or report.has_stopped
+        current.is_alone = current.is_alone or report.is_alone
+        self._conclude_if_ended(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        # Time in which this machine itself stood still (Ctrl-Z, a debugger) is nobody's silence.
+        stood_still = now - self._ticked if now - self._ticked > STOOD_STILL_SECONDS else 0.0
+        self._ticked = now
+        for node_id, member in list(self._members.items()):
+            member.last_seen += stood_still
+            if now - member.last_seen > LOST_SECONDS and not member.node.serves:
+                self._messages.append((node_id, Disconnect()))
+                self.node_lost(node_id, now, f"is lost: no word from it for {now - member.last_seen:.0f} s")
+        if self.phase is Phase.GATHERING:
+            self._gather(now)
+        deadline = None if self._attempt is None else self._attempt.grow_deadline
+        if self.phase is Phase.RUNNING and deadline is not None and now > deadline:
+            self._stop(0.0)
+
+    # -- gathering ---------------------------------------------------------------------------------
+
+    def _gather(self, now: float) -> None:
+        num_nodes = len(self._members)
+        is_first = self._num_attempts == 0
+        if num_nodes >= self.min_nodes and is_first and self._last_call is None:
+            self._last_call = now + LAST_CALL_SECONDS
+            if num_nodes < self.max_nodes:
+                self._show(f"[rankwise] waiting {LAST_CALL_SECONDS:.0f} s for more nodes\n")
+        is_time = not is_first or (self._last_call is not None and now >= self._last_call)
+        if num_nodes == self.max_nodes or (num_nodes >= self.min_nodes and is_time):
+            self._start()
+        elif num_nodes < self.min_nodes and now > self._deadline:
+            self._give_up()
+
+    def _start(self) -> None:
+        members = sorted(self._members.values(), key=node_order)
+        world_size = sum(member.node.num_ranks for member in members)
+        self._attempt = Attempt(number=self._num_attempts, world_size=world_size)
+        self._num_attempts += 1
+        self.phase = Phase.RUNNING
+        first_rank = 0
+        hostnames = tuple(member.node.hostname for member in members)
+        ranks_per_node = tuple(member.node.num_ranks for member in members)
+        for node_rank, member in enumerate(members):
+            member.ranks = range(first_rank, first_rank + member.node.num_ranks)
+            member.is_running = True
+            member.order = node_rank
+            first_rank += member.node.num_ranks
+            start = StartAttempt(
+                run_id=self._run_id,
+                attempt=self._attempt.number,
+                node_rank=node_rank,
+                num_nodes=len(members),
+                ranks_per_node=ranks_per_node,
+                first_rank=member.ranks.start,
+                world_size=world_size,
+                hostnames=hostnames,
+            )
+            self._messages.append((member.node.node_id, start))
+        self._num_arrivals = len(members)
+
+    def _give_up(self) -> None:
+        which, here = who_is_missing(list(self._members.values()), self.min_nodes)
+        waited = RETURN_SECONDS if self._num_attempts else self._timeout_seconds
+        node_joined = "came back" if self._num_attempts else "came"
+        self._over(
+            1,
+            f"{which} never {node_joined}: waited {waited:.0f} s at {self._rendezvous}.",
+            evidence=f"here: {here}" + (f"\n{self._why_incomplete}" if self._why_incomplete else ""),
+            do=f"start it there too: rankwise run --rendezvous {self._rendezvous} ...; or ask there: rankwise doctor",
+        )
+
+    def _refusal(self, node: Node, now: float) -> Refuse | Wait | None:
+        if self.phase is Phase.OVER:
+            return Refuse(what="The job is over.", evidence="", advice="start it anew on every machine")
+        if (
+            self.phase is Phase.RUNNING
+            and self._attempt
+            and self._attempt.tolerated
+            and self.min_nodes == self.max_nodes
+        ):
+            # The others go on without it; only a restart takes it in.
+            return Wait()
+        return refusal_of(node, list(self._members.values()), self.max_nodes, now)
+
+    # -- stopping ----------------------------------------------------------------------------------
+
+    def _stop(self, settle_seconds: float) -> None:
+        """Have all ranks ended; they may end by themselves for a while."""
+        if self._attempt is None:
+            return
+        self.phase = Phase.STOPPING
+        for node_id, member in self._members.items():
+            if member.is_running:
+                stop = StopAttempt(attempt=self._attempt.number, settle_seconds=settle_seconds)
+                self._messages.append((node_id, stop))
+
+    def _request_save(self, reason: str) -> None:
+        """Ask the ranks to save and end at their next step."""
+        if self._attempt is None:
+            return
+        if not self._is_one_rank:
+            self._events.append((self._attempt.number, {"kind": "stop", "rank": None, "reason": reason}))
+            return
+        # One rank alone follows no event log.
+        save = SaveAndStop(attempt=self._attempt.number)
+        self._messages += [(node_id, save) for node_id, member in self._members.items() if member.is_running]
+
+    def _conclude_if_ended(self, now: float) -> None:
+        current = self._attempt
+        is_anyone_running = any(member.is_running for member in self._members.values())
+        if current is None or is_anyone_running or self.phase is Phase.OVER:
+            return
+        self._show(unjoined.reminder(current.world_size) if current.is_alone else "")
+        failed = current.failed() if current.failures.keys() - current.tolerated else None
+        decision = self._restarts.after(
+            self._end_of(current, failed),
+            can_continue_without=self._can_continue_without(),
+            stop_requested=self._stop_requested,
+        )
+        if failed is None and isinstance(decision, Finish):
+            self._show(current.reminder())
+        if failed is not None and decision.reports_failure:
+            self._messages += [(node_id, ReportFailure(failed=failed)) for node_id in self._members]
+            self._why_incomplete = f"rank {failed.first.rank}: {failed.first.type}"
+        if isinstance(decision, Finish):
+            self._over(decision.exit_code)
+        else:
+            self._restart(decision.reason, now)
+
+    def _end_of(self, current: Attempt, failed: FailedAttempt | None) -> AttemptEnd:
+        """Return what the decision about a restart depends on."""
+        if failed is None:
+            was_ended = current.has_stopped or self.phase is Phase.STOPPING
+            is_to_grow = current.is_to_grow and was_ended and not self._stop_requested
+            return AttemptEnd(has_failed=False, has_stopped=current.has_stopped, is_to_grow=is_to_grow)
+        spared = current.lost_ranks | current.tolerated
+        has_cause = any(not one.secondary and one.rank not in spared for one in failed.failures)
+        return AttemptEnd(
+            has_failed=True,
+            is_lost_node=bool(current.lost_ranks) and not has_cause,
+            exit_code=exit_code.shell_code(failed.first.exit_code),
+        )
+
+    def _restart(self, reason: str, now: float) -> None:
+        self._show(f"[rankwise] {reason}\n")
+        self.phase = Phase.GATHERING
+        self._deadline = now + RETURN_SECONDS
+        if len(self._members) < self.min_nodes:
+            self._show(f"[rankwise] waiting up to {RETURN_SECONDS:.0f} s for nodes to come back\n")
+        self._gather(now)
+
+    def _can_continue_without(self) -> bool:
+        return self.min_nodes < self.max_nodes and len(self._members) >= self.min_nodes
+
+    def _over(self, code: int, what: str = "", *, evidence: str = "", do: str = "") -> None:
+        self.phase = Phase.OVER
+        end = EndJob(exit_code=code, what=what, evidence=evidence, advice=do)
+        self._messages += [(node_id, end) for node_id in self._members]
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._messages += [(node_id, ShowText(text=text)) for node_id in self._members]
+
+    def _how_many(self) -> str:
+        if self.min_nodes == self.max_nodes:
+            return f"{self.max_nodes} nodes"
+        return f"{self.min_nodes} to {self.max_nodes} nodes"

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machines of a job, as the coordinator knows them: which of them may join, and in which order they stand.
+
+Values only. Imported by the coordinator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.launch.messages import Node, Refuse, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SUSPICIOUS_SECONDS = 2.5
+"""After how long without a heartbeat a machine may be gone."""
+
+
+@dataclass(slots=True)
+class JobNode:
+    """A machine that takes part, and where it stands in the current attempt."""
+
+    node: Node
+    last_seen: float
+    order: int
+    ranks: range = range(0)
+    is_running: bool = False
+    """Whether its ranks of the current attempt may still be there."""
+
+
+def refusal_of(node: Node, members: Sequence[JobNode], max_nodes: int, now: float) -> Refuse | Wait | None:
+    """Return the answer to a machine that cannot take part beside those that do, or ``None`` where it can.
+
+    It is told to wait where one in its way may be gone: a machine that starts anew comes before its end is noticed.
+    """
+    for member in members:
+        if node.node_rank is not None and member.node.node_rank == node.node_rank:
+            if now - member.last_seen > SUSPICIOUS_SECONDS:
+                return Wait()
+            return Refuse(
+                what=f"Two machines are node {node.node_rank}: {member.node.hostname} and {node.hostname}.",
+                evidence=f"{member.node.hostname} was heard {now - member.last_seen:.1f} s ago",
+                advice="give each machine its own --node-rank, or none of them",
+            )
+        differing = {
+            name: (member.node.job[name], value)
+            for name, value in node.job.items()
+            if member.node.job.get(name, value) != value
+        }
+        if differing:
+            return Refuse(
+                what=f"{node.hostname} and {member.node.hostname} would not run the same job.",
+                evidence="\n".join(
+                    f"{name}: {member.node.hostname} has {theirs}, {node.hostname} has {ours}"
+                    for name, (theirs, ours) in sorted(differing.items())
+                ),
+                advice="bring the same script and versions to every machine, and give each the same command",
+            )
+    if len(members) >= max_nodes:
+        if any(now - member.last_seen > SUSPICIOUS_SECONDS for member in members):
+            return Wait()
+        return Refuse(
+            what=f"The job has all its {max_nodes} nodes.",
+            evidence="here: " + ", ".join(member.node.hostname for member in members),
+            advice="raise --nodes on every machine, or give the other job another port",
+        )
+    return None
+
+
+def who_is_missing(members: Sequence[JobNode], min_nodes: int) -> tuple[str, str]:
+    """Return in words which machines have not come, and which have."""
+    here = ", ".join(member.node.hostname for member in sorted(members, key=node_order)) or "none"
+    given = {member.node.node_rank for member in members}
+    numbers = [number for number in range(min_nodes) if number not in given]
+    absent = min_nodes - len(members)
+    if None not in given and len(numbers) == absent:
+        return f"node {', '.join(map(str, numbers))}", here
+    return f"{absent} of {min_nodes} nodes", here
+
+
+def node_order(member: JobNode) -> tuple[int, int]:
+    """Return where a machine stands among the others: by its given number, else where it stood, or as it came."""
+    given = member.node.node_rank
+    order = -1 if member.node.serves else member.order
+    return (order if given is None else given, order)
+
+
+def ranks_in_words(number: int) -> str:
+    """Return ``2 ranks`` for 2."""
+    return "1 rank" if number == 1 else f"{number} ranks"

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a job: its store and its coordinator, on one port, to those who know its secret.
+
+Lives in the launcher of one machine, in a thread of its own. Decides nothing itself. Imported by the launcher's
+start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from asyncio import StreamWriter
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rankwise.launch.agent.controller_link import ControllerLost
+from rankwise.launch.controller.attempt_keys import Absences, EventLogs
+from rankwise.launch.controller.coordinator import Coordinator, Disconnect
+from rankwise.launch.messages import (
+    LARGEST_MESSAGE_BYTES,
+    PURPOSE,
+    Heartbeat,
+    Hello,
+    Message,
+    MessageError,
+    Node,
+    NodeLeaves,
+    RankDeparted,
+    RankFailed,
+    RanksEnded,
+    Refuse,
+    RequestStop,
+    StacksAnswer,
+    StacksRequest,
+    StartAttempt,
+    decode,
+    encode,
+)
+from rankwise.store import keys
+from rankwise.store.server import AuthenticatedServer
+from rankwise.store.wire import NUMBER, read_frame
+
+if TYPE_CHECKING:
+    import socket
+    from asyncio import StreamReader
+    from collections.abc import Callable
+
+    from rankwise.launch.controller.torch_store import TorchStores
+
+TICK_SECONDS = 0.25
+ENDED = "is gone: its launcher has ended"
+FAREWELL_SECONDS = 2.0
+"""How long the machines have to receive the last message."""
+
+
+class JobServer:
+    """The serving end of a job, from its first machine to its end."""
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, coordinator: Coordinator, torch_stores: TorchStores
+    ) -> None:
+        self._coordinator = coordinator
+        self._torch_stores = torch_stores
+        self._keys = keys.Keys()
+        self._logs: EventLogs | None = None
+        self._absences: Absences | None = None
+        self._agents: dict[str, StreamWriter | LocalLink] = {}
+        self._left: asyncio.Event | None = None
+        self._server = AuthenticatedServer(
+            listener, secret, {keys.PURPOSE: self._keys.handle, PURPOSE: self._serve_agent}
+        )
+        self._server.start()
+        self._ticking = asyncio.run_coroutine_threadsafe(self._tick(), self._server.loop)
+
+    def close(self) -> None:
+        """Stop serving, once the machines have received the last message."""
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._all_left(), self._server.loop).result(deadline - time.monotonic())
+        self._ticking.cancel()
+        self._server.close()
+        self._torch_stores.close()
+
+    def connect(self, hello: Hello) -> LocalLink:
+        """Return the link of the agent in this process."""
+        node_id = hello.node.node_id
+
+        def run(action: Callable[..., None], *args: object) -> None:
+            try:
+                action(*args)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the agent must not wait for an answer
+                link.break_off(f"{type(error).__name__}: {error}")
+
+        def leave() -> None:
+            self._leave(node_id, link, ENDED)
+            # Here, where messages are delivered: the descriptors' numbers may be another file's right after.
+            link.release()
+
+        link = LocalLink(
+            send=lambda message: self._submit(run, self._handle, node_id, message),
+            leave=lambda: self._submit(leave),
+        )
+        self._submit(run, self._join, hello.node, link)
+        return link
+
+    def _submit(self, action: Callable[..., None], *args: object) -> None:
+        """Have the thread that serves do something, in the order of these calls."""
+        # Closed already: the job is over.
+        with contextlib.suppress(RuntimeError):
+            self._server.loop.call_soon_threadsafe(action, *args)
+
+    # -- on the loop -------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            self._read_declarations()
+            for node_id, agent in list(self._agents.items()):
+                if isinstance(agent, LocalLink):
+                    self._coordinator.heartbeat(node_id, time.monotonic())
+                else:
+                    self._send(node_id, Heartbeat())
+            self._coordinator.tick(time.monotonic())
+            self._flush()
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _all_left(self) -> None:
+        if self._agents:
+            self._left = asyncio.Event()
+            await self._left.wait()
+
+    async def _serve_agent(self, reader: StreamReader, writer: StreamWriter) -> None:
+        host, port = writer.get_extra_info("peername")[:2]
+        try:
+            hello = decode(await read_frame(reader, LARGEST_MESSAGE_BYTES), f"the launcher at {host} port {port}")
+        except MessageError as error:
+            _write(writer, Refuse(what=error.what, evidence=error.evidence or "", advice=error.do or ""))
+            return
+        if not isinstance(hello, Hello):
+            return
+        node, why = hello.node, ENDED
+        try:
+            self._join(node, writer)
+            while True:
+                self._handle(node.node_id, decode(await read_frame(reader, LARGEST_MESSAGE_BYTES), node.hostname))
+        except OSError:
+            pass
+        except MessageError as error:
+            why = f"is gone: {error}"
+        finally:
+            self._leave(node.node_id, writer, why)
+
+    def _join(self, node: Node, agent: StreamWriter | LocalLink) -> None:
+        self._agents[node.node_id] = agent
+        self._read_declarations()
+        self._coordinator.node_joined(node, time.monotonic())
+        self._flush()
+
+    def _leave(self, node_id: str, agent: StreamWriter | LocalLink, why: str) -> None:
+        # It may have joined again over another connection meanwhile.
+        if self._agents.get(node_id) is not agent:
+            return
+        del self._agents[node_id]
+        self._read_declarations()
+        self._coordinator.node_lost(node_id, time.monotonic(), why)
+        self._flush()
+        if self._left is not None and not self._agents:
+            self._left.set()
+
+    def _read_declarations(self) -> None:
+        """Read what ranks have declared in the store, before the coordinator learns of anything else."""
+        attempt = self._coordinator.attempt
+        if attempt is not None:
+            logs = self._logs_of(attempt)
+            logs.follow()
+            self._absences_of(attempt).follow()
+            self._coordinator.set_optional_ranks(attempt, logs.optional_ranks())
+
+    def _logs_of(self, attempt: int) -> EventLogs:
+        if self._logs is None or self._logs.attempt != attempt:
+            self._logs = EventLogs(self._keys, attempt)
+        return self._logs
+
+    def _absences_of(self, attempt: int) -> Absences:
+        if self._absences is None or self._absences.attempt != attempt:
+            self._absences = Absences(self._keys, attempt)
+        return self._absences
+
+    def _handle(self, node_id: str, message: Message) -> None:
+        self._read_declarations()
+        coordinator, now = self._coordinator, time.monotonic()
+        coordinator.heartbeat(node_id, now)
+        match message:
+            case RankFailed():
+                coordinator.rank_failed(node_id, message.attempt, message.failure)
+            case RankDeparted():
+                coordinator.rank_departed(message.attempt, message.rank)
+                if coordinator.attempt == message.attempt:
+                    self._absences_of(message.attempt).note_ended(message.rank)
+            case RanksEnded():
+                coordinator.ranks_ended(node_id, message.attempt, message.report, now)
+            case RequestStop():
+                coordinator.request_stop(message.reason)
+            case NodeLeaves():
+                coordinator.node_leaves(node_id, message.signal, message.exit_code, now, ends_job=message.ends_job)
+            case StacksRequest():
+                for other in self._agents.keys() - {node_id}:
+                    self._send(other, StacksRequest(asker=node_id))
+            case StacksAnswer():
+                self._send(message.asker, message)
+            case _:
+                pass
+        self._flush()
+
+    def _flush(self) -> None:
+        messages, events = self._coordinator.take_output()
+        for number, event in events:
+            self._logs_of(number).post(event)
+        for node_id, message in messages:
+            if isinstance(message, Disconnect):
+                agent = self._agents.get(node_id)
+                if isinstance(agent, StreamWriter):
+                    agent.transport.abort()
+            elif isinstance(message, StartAttempt):
+                self._keys.delete_prefix(f"attempt/{message.attempt - 1}/")
+                torch_store = self._torch_stores.of_attempt(message.attempt, message.world_size)
+                self._send(node_id, replace(message, torch_store=torch_store))
+            else:
+                self._send(node_id, message)
+
+    def _send(self, node_id: str, message: Message) -> None:
+        agent = self._agents.get(node_id)
+        if isinstance(agent, LocalLink):
+            agent.deliver(message)
+        elif agent is not None and not agent.is_closing():
+            _write(agent, message)
+
+
+class LocalLink:
+    """The link of the agent in the process that serves the job: messages pass as they are, over no socket."""
+
+    def __init__(self, send: Callable[[Message], None], leave: Callable[[], None]) -> None:
+        """Take what passes messages on, and what ends this link; made by :meth:`JobServer.connect`."""
+        self._send, self._leave = send, leave
+        self._received: deque[Message] = deque()
+        self._problem = ""
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when a message has come."""
+        return self._reader
+
+    def send(self, message: Message) -> None:
+        """Send a message. May be called from any thread."""
+        self._send(message)
+
+    def check(self) -> None:
+        """See nothing: both ends live and end with this process."""
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have come.
+
+        Raises:
+            ControllerLost: the controller failed.
+        """
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reader, 4096)
+        if self._problem:
+            raise ControllerLost(self._problem)
+        return [self._received.popleft() for _ in range(len(self._received))]
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._leave()
+
+    def deliver(self, message: Message) -> None:
+        """Take a message of the controller, on its thread."""
+        self._received.append(message)
+        self._wake()
+
+    def break_off(self, problem: str) -> None:
+        """Have the agent learn that the controller failed."""
+        self._problem = problem
+        self._wake()
+
+    def _wake(self) -> None:
+        # A pipe that is full wakes the agent as well.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, b"!")
+
+    def release(self) -> None:
+        """Close the descriptors, once nothing is delivered any more."""
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+def _write(writer: StreamWriter, message: Message) -> None:
+    """Send a message without waiting for the machine to read: one that is cut off must not hold up the others."""
+    data = encode(message)
+    writer.write(NUMBER.pack(len(data)) + data)

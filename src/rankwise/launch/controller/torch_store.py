@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``MASTER_ADDR`` and ``MASTER_PORT`` lead to: torch's own store, for scripts that connect to it themselves.
+
+It has no secret, and nothing of rankwise uses it: ranks and launchers meet in the job's own store. Lives in the
+launcher that serves the job. Imported by ``server`` and the launcher's start.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from rankwise.launch.messages import TorchStoreAddress
+from rankwise.store import opening
+
+if TYPE_CHECKING:
+    from rankwise.launch.options import TorchStoreChoice
+    from rankwise.store.values import Store
+
+
+class TorchStores:
+    """One store after another: each attempt has its own, so that no key of the one before is found."""
+
+    def __init__(self, listens_on: str, host: str, choice: TorchStoreChoice, *, on_one_machine: bool) -> None:
+        """Open nothing yet.
+
+        Args:
+            listens_on: the address to open.
+            host: what ranks are told instead: on some networks it is not the same.
+            choice: ``"auto"`` serves a job on one machine.
+            on_one_machine: whether the job can never have ranks elsewhere.
+        """
+        self._listens_on, self._host = listens_on, host
+        self._is_on = choice == "on" or (choice == "auto" and on_one_machine)
+        self._serves_one_rank = choice == "on"
+        self._attempt: int | None = None
+        self._served: TorchStoreAddress | None = None
+        self._opened: Store | socket.socket | None = None
+
+    def of_attempt(self, attempt: int, world_size: int) -> TorchStoreAddress | None:
+        """Return the store of an attempt, opened at the first call for it; ``None`` where none is to be open.
+
+        A world of one rank is told of a free port and no store: processes that this rank starts make their own world,
+        at that port or at one of their own, and their first rank could not serve it where torch were told that a
+        launcher does.
+        """
+        if not self._is_on or attempt == self._attempt:
+            return self._served
+        self.close()
+        self._attempt = attempt
+        is_served = world_size > 1 or self._serves_one_rank
+        if is_served:
+            self._opened, port = opening.serve(self._listens_on)
+        else:
+            self._opened = _reserve(self._listens_on)
+            port = self._opened.getsockname()[1]
+        self._served = TorchStoreAddress(address=(self._host, port), is_served=is_served)
+        return self._served
+
+    def close(self) -> None:
+        """Close what is open; torch's store ends with the last value of it."""
+        opened, self._opened, self._served = self._opened, None, None
+        if isinstance(opened, socket.socket):
+            opened.close()
+
+
+def _reserve(address: str) -> socket.socket:
+    """Return a socket that holds a free port without listening: no other program is given it meanwhile.
+
+    Source: on Linux a second socket may bind and listen there where both have SO_REUSEADDR, as torch's store has.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, 0))
+    return holder

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes below this one, also those that have left their parents: adopting them, finding them, killing them.
+
+Where the kernel is not Linux, processes are not adopted. Imported by ``server``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rankwise.health import process_probe
+
+LOOK_SECONDS = 0.01
+"""After how long killed processes are looked for again: what they had started comes here."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends. Source: prctl(2)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Have this process killed when its parent ends. Source: prctl(2)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def children() -> list[int]:
+    """Return the processes whose parent is this one. Source: proc(5), ``stat``."""
+    own = str(os.getpid())
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if fields[1] == own:
+                found.append(int(entry.parent.name))
+    return found
+
+
+def kill_since(start_time: int, limit_seconds: float) -> None:
+    """Kill the processes below this one that are not older than ``start_time``, and wait for their ends.
+
+    Args:
+        start_time: in the kernel's ticks.
+        limit_seconds: how long to wait where the kernel holds on to one.
+    """
+    deadline = time.monotonic() + limit_seconds
+    while time.monotonic() < deadline:
+        left = [pid for pid in children() if int(process_probe.start_time_of(pid) or -1) >= start_time]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(LOOK_SECONDS)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Set a property of this process. Source: prctl(2); elsewhere than on Linux nothing happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

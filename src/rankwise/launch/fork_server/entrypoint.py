@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank runs: a script, a module or a function, checked before anything starts, run as ``__main__``.
+
+Finding a target imports none of the user's code; only :func:`run_as_main` runs it, in a rank.
+Imported by the command line and by the worker.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Protocol
+
+from rankwise.errors import ConfigurationError, LaunchError
+from rankwise.launch.fork_server import local_rank_option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """A Python file, as ``python path arguments`` runs it."""
+
+    path: str
+    """As the user wrote it: ``sys.argv[0]``."""
+    code: CodeType
+    """The file, compiled once for all ranks and restarts."""
+    arguments: tuple[str, ...]
+    """``sys.argv[1:]``."""
+    local_rank_option: str | None = None
+    """By which option each rank is told its local rank, before all others."""
+
+    def __str__(self) -> str:
+        """Return the words of the command."""
+        return self.path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Module:
+    """A module or package, as ``python -m name arguments`` runs it."""
+
+    name: str
+    arguments: tuple[str, ...]
+    local_rank_option: str | None = None
+    """As for a script."""
+
+    def __str__(self) -> str:
+        """Return the words of the command."""
+        return f"-m {self.name}"
+
+
+class Runnable(Protocol):
+    """What runs itself in a rank: a function, sent by the process that launches it."""
+
+    def run(self) -> None:
+        """Run; exceptions come through."""
+
+
+Target = Script | Module | Runnable
+
+
+def find_script(path: str, arguments: Sequence[str]) -> Script:
+    """Read and compile a script without running it.
+
+    Raises:
+        ConfigurationError: there is no such file, it is a folder, or it cannot be read.
+        LaunchError: it has a syntax error; the evidence shows the line.
+    """
+    if Path(path).is_dir():
+        raise ConfigurationError(
+            f"{path!r} is a folder, not a Python script.",
+            do="give a script in it, or -m for a package that has a __main__.py",
+        )
+    try:
+        source = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"There is no script {path!r}.", evidence=f"the working directory is {Path.cwd()}"
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(f"The script {path!r} cannot be read: {error.strerror}.") from error
+    # Python itself names the absolute path, in tracebacks and in __file__.
+    code = _compile(source, str(Path(path).absolute()))
+    return Script(
+        path=path, code=code, arguments=tuple(arguments), local_rank_option=_local_rank_option(source, arguments)
+    )
+
+
+def find_module(name: str, arguments: Sequence[str]) -> Module:
+    """Find a module and check its syntax, without importing it or its packages.
+
+    Raises:
+        ConfigurationError: there is no such module, or it is a package without ``__main__``.
+        LaunchError: it has a syntax error; the evidence shows the line.
+    """
+    spec = _find_unimported(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find_unimported(f"{name}.__main__")
+        if spec is None:
+            raise ConfigurationError(
+                f"{name!r} is a package without a __main__.py, which cannot be run.",
+                do=f"name a module in it: -m {name}.train",
+            )
+    if spec is None:
+        raise ConfigurationError(
+            f"There is no module named {name!r}.",
+            evidence=f"looked in the working directory {Path.cwd()} and among the packages",
+            do="for a script use its path, without -m" if name.endswith(".py") else None,
+        )
+    option = None
+    if spec.origin is not None and spec.origin.endswith(".py"):
+        source = Path(spec.origin).read_bytes()
+        _compile(source, spec.origin)
+        option = _local_rank_option(source, arguments)
+    return Module(name=name, arguments=tuple(arguments), local_rank_option=option)
+
+
+def run_as_main(target: Target) -> None:
+    """Run the target as this process's ``__main__``, as Python itself would have.
+
+    Replaces ``sys.argv``, ``sys.path[0]`` and ``sys.modules["__main__"]``; lets exceptions through.
+    """
+    importlib.invalidate_caches()
+    if isinstance(target, Script):
+        _run_script(target)
+    elif isinstance(target, Module):
+        _run_module(target)
+    else:
+        target.run()
+
+
+def _run_script(target: Script) -> None:
+    path = Path(target.path).absolute()
+    loader = importlib.machinery.SourceFileLoader("__main__", str(path))
+    main = _fresh_main(_arguments(target), argv0=target.path, first_path=str(path.resolve().parent))
+    main.__file__ = str(path)
+    main.__loader__ = loader
+    main.__dict__["__cached__"] = None
+    exec(target.code, main.__dict__)  # noqa: S102 - running the user's script is the purpose
+
+
+def _run_module(target: Module) -> None:
+    main = _fresh_main(_arguments(target), argv0="-m", first_path=str(Path.cwd()))
+    spec = importlib.util.find_spec(target.name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{target.name}.__main__")
+    loader = spec.loader if spec is not None else None
+    code = loader.get_code(spec.name) if isinstance(loader, importlib.abc.InspectLoader) and spec else None
+    if spec is None or code is None:
+        raise ImportError(f"no code was found for {target.name}", name=target.name)
+    main.__spec__ = spec
+    main.__loader__ = loader
+    main.__package__ = spec.parent
+    main.__dict__["__cached__"] = spec.cached
+    if spec.origin is not None:
+        main.__file__ = spec.origin
+        sys.argv[0] = spec.origin
+    exec(code, main.__dict__)  # noqa: S102 - running the user's module is the purpose
+
+
+def _local_rank_option(source: bytes, arguments: Sequence[str]) -> str | None:
+    return None if local_rank_option.is_among(arguments) else local_rank_option.option_in(source)
+
+
+def _arguments(target: Script | Module) -> tuple[str, ...]:
+    option = target.local_rank_option
+    # First, as torch.distributed.launch has it: what follows a script's own positional arguments may be theirs.
+    return target.arguments if option is None else (f"{option}={os.environ['LOCAL_RANK']}", *target.arguments)
+
+
+def _fresh_main(arguments: Sequence[str], *, argv0: str, first_path: str) -> ModuleType:
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    vars(main)["__annotations__"] = {}
+    sys.modules["__main__"] = main
+    sys.argv[:] = [argv0, *arguments]
+    if not sys.flags.safe_path and sys.path:
+        # In place of the launcher's own first entry, which Python set for the launcher.
+        sys.path[0] = first_path
+    return main
+
+
+def _find_unimported(name: str) -> ModuleSpec | None:
+    """Find a module by its dotted name without importing the packages around it."""
+    path: list[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for number in range(1, len(parts) + 1):
+        spec = _first_spec(".".join(parts[:number]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+        if number < len(parts) and spec.submodule_search_locations is None:
+            return None
+    return spec
+
+
+def _first_spec(name: str, path: list[str] | None) -> ModuleSpec | None:
+    where = path
+    if where is None:
+        own = sys.path if sys.flags.safe_path else [str(Path.cwd()), *sys.path[1:]]
+        where = own
+        spec = importlib.machinery.PathFinder.find_spec(name, where)
+        if spec is not None:
+            return spec
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _compile(source: bytes, path: str) -> CodeType:
+    try:
+        return compile(source, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        text = "".join(traceback.format_exception_only(error)).rstrip()
+        raise LaunchError(f"{path} is not valid Python; no rank was started.", evidence=text) from error

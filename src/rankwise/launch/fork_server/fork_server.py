@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fork server: a copy of the launcher, forked once torch is imported, that forks the ranks.
+
+It is the ranks' parent and their guard: when its launcher is gone, however it went, it kills what
+is left of them. Knows nothing of stores, restarts or failures. Imported by the launcher's start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from rankwise.errors import LaunchError
+from rankwise.health import preemption, process_probe
+from rankwise.health.fork_safety import threads_are_known
+from rankwise.launch.fork_server import descendants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import FrameType
+
+LONGEST_MESSAGE_BYTES = 1 << 17
+QUIET_SECONDS = 1.0
+"""How long nothing has happened when there is time for what only a restart needs."""
+LAST_RESORT_SECONDS = 4
+"""After how long the server stops waiting for a killed process that the kernel holds on to."""
+WAIT_SECONDS = 0.5
+"""How long the launcher waits for the server before it looks whether it was interrupted."""
+
+_SLURM_STEP = "SLURM_STEP_ID"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A rank's process has ended."""
+
+    rank: int
+    attempt: int
+    exit_code: int
+    """Negative for a signal."""
+    time: float
+    """When, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """A rank's process is there."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStart:
+    """One rank to fork: all that differs between ranks."""
+
+    rank: int
+    attempt: int
+    variables: dict[str, str] = field(repr=False)
+
+
+class ForkServer:
+    """The launcher's end: starts ranks, signals them, hears of their ends. Closing it ends all."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection = connection
+        self._pid = pid
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when there is something to hear."""
+        return self._connection.fileno()
+
+    def start(self, start: RankStart, streams: Sequence[int]) -> None:
+        """Fork a rank with the three standard ``streams`` (descriptors), which stay open here."""
+        message = {
+            "do": "start",
+            "rank": start.rank,
+            "attempt": start.attempt,
+            "variables": start.variables,
+        }
+        socket.send_fds(self._connection, [json.dumps(message).encode()], list(streams))
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank's process; nothing happens where it has ended."""
+        self.wake()
+        self._connection.send(json.dumps({"do": "signal", "rank": rank, "number": number}).encode())
+
+    def wake(self) -> None:
+        """Let the server go on where somebody has stopped it (SIGSTOP)."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGCONT)
+
+    def receive(self, between: Callable[[], None] = lambda: None) -> Started | Ended | Literal["cleared"]:
+        """Return the next message of the server, waiting for it.
+
+        Args:
+            between: called twice a second meanwhile.
+
+        Raises:
+            LaunchError: the server is gone, or could not start a rank.
+        """
+        while not select.select([self._connection], [], [], WAIT_SECONDS)[0]:
+            between()
+        text = self._connection.recv(LONGEST_MESSAGE_BYTES)
+        if not text:
+            raise LaunchError(
+                "The process that starts the ranks was killed, and the ranks with it.",
+                do="look for the out-of-memory killer in `dmesg`",
+            )
+        said: dict[str, Any] = json.loads(text)
+        if said["said"] == "refused":
+            raise LaunchError(
+                f"Rank {said['rank']} could not be started: {said['why']}.",
+                do="start fewer ranks, or raise the limit of processes (ulimit -u)",
+            )
+        if said["said"] == "cleared":
+            return "cleared"
+        if said["said"] == "started":
+            return Started(rank=said["rank"], pid=said["pid"])
+        return Ended(
+            rank=said["rank"],
+            attempt=said["attempt"],
+            exit_code=said["exit_code"],
+            time=said["time"],
+        )
+
+    def clear(self) -> None:
+        """Ask for all ranks to be killed, with all they started; ``cleared`` is heard then."""
+        self.wake()
+        self._connection.send(json.dumps({"do": "clear"}).encode())
+
+    def close(self) -> None:
+        """End every rank and all it has started, and the server. Returns when they are gone."""
+        self._connection.close()
+        self.wake()
+        with contextlib.suppress(ChildProcessError):
+            first = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+            since = process_probe.start_time_of(self._pid)
+            os.waitpid(self._pid, 0)
+            if first is not None and first.si_code != os.CLD_EXITED and since:
+                descendants.kill_since(int(since), LAST_RESORT_SECONDS)
+
+
+def fork_server(
+    run_rank: Callable[[RankStart], int], *, folder: str, notify_pipe: int, expects_restarts: bool = False
+) -> ForkServer:
+    """Fork the fork server off this process, which must have no threads yet.
+
+    Returns in the launcher only. A rank runs ``run_rank`` and ends with its exit code, through the
+    ordinary end of the interpreter: what a script leaves open is closed, as under python.
+
+    Args:
+        run_rank: what each rank does; it came into memory before the fork, so nothing is pickled.
+        folder: the job's temporary folder, which the server removes as the last one to go.
+        notify_pipe: descriptor of the launcher's that must not stay open here.
+        expects_restarts: whether the server uses quiet time to import what ranks import while they train.
+
+    Raises:
+        LaunchError: the machine allows no further process; the folder is removed then.
+    """
+    # Before the fork: imported behind it, the two processes would copy each other's memory meanwhile.
+    _preload()
+    gc.freeze()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # If the server is killed, what ranks have started comes here.
+    descendants.adopt_orphans()
+    try:
+        with threads_are_known():  # those of BLAS
+            pid = os.fork()
+    except OSError as error:
+        # No server comes to do it.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise LaunchError(
+            "This machine does not let the launcher start another process.",
+            evidence=error.strerror,
+            do="look at ulimit -u, the pids limit of the container and free memory",
+        ) from None
+    if pid:
+        theirs.close()
+        return ForkServer(ours, pid)
+    ours.close()
+    os.close(notify_pipe)
+    start = _ForkServerProcess(theirs, folder, expects_restarts=expects_restarts).serve()
+    sys.exit(run_rank(start))
+
+
+class _ForkServerProcess:
+    """The server's end. ``serve`` returns in a forked rank only."""
+
+    def __init__(self, connection: socket.socket, folder: str, *, expects_restarts: bool) -> None:
+        self._connection = connection
+        self._has_more_to_import = expects_restarts
+        self._folder = folder
+        self._ranks: dict[int, RankStart] = {}
+        self._hangup = signal.getsignal(signal.SIGHUP)
+
+    def serve(self) -> RankStart:
+        os.setsid()
+        descendants.adopt_orphans()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        ended_r, ended_w = os.pipe()
+        os.set_blocking(ended_w, False)
+        signal.signal(signal.SIGCHLD, _wake)
+        signal.set_wakeup_fd(ended_w)
+        while True:
+            is_quiet = self._has_more_to_import and bool(self._ranks)
+            readable, _, _ = select.select([self._connection, ended_r], [], [], QUIET_SECONDS if is_quiet else None)
+            if not readable:
+                self._has_more_to_import = False
+                _preload_for_restarts()
+            if ended_r in readable:
+                os.read(ended_r, 4096)
+                self._reap()
+            if self._connection in readable:
+                start = self._handle_request()
+                if start is not None:
+                    signal.set_wakeup_fd(-1)
+                    os.close(ended_r)
+                    os.close(ended_w)
+                    return start
+
+    def _handle_request(self) -> RankStart | None:
+        """Do what the launcher asks; returns a value in a new rank only."""
+        try:
+            text, streams, _, _ = socket.recv_fds(self._connection, LONGEST_MESSAGE_BYTES, 3)
+        except ConnectionError:
+            text, streams = b"", []
+        if not text:
+            self._end()
+        asked: dict[str, Any] = json.loads(text)
+        if asked["do"] == "start":
+            start = RankStart(rank=asked["rank"], attempt=asked["attempt"], variables=asked["variables"])
+            is_rank = self._fork(start, streams)
+            return start if is_rank else None
+        if asked["do"] == "signal":
+            for pid, start in self._ranks.items():
+                if start.rank == asked["rank"]:
+                    os.kill(pid, asked["number"])
+        else:
+            self._kill_everything()
+            self._report({"said": "cleared"})
+        return None
+
+    def _fork(self, start: RankStart, streams: Sequence[int]) -> bool:
+        server_pid = os.getpid()
+        try:
+            with threads_are_known():
+                pid = os.fork()
+        except OSError as error:
+            self._report({"said": "refused", "rank": start.rank, "why": error.strerror})
+            pid = -1
+        if pid == 0:
+            self._become_rank(server_pid, streams)
+            return True
+        for stream in streams:
+            os.close(stream)
+        if pid > 0:
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+            self._ranks[pid] = start
+            self._report({"said": "started", "rank": start.rank, "pid": pid})
+        return False
+
+    def _become_rank(self, server_pid: int, streams: Sequence[int]) -> None:
+        os.setpgid(0, 0)
+        descendants.die_with_parent()
+        if os.getppid() != server_pid:
+            os._exit(1)
+        self._connection.close()
+        for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        # Until the script joins, which listens to it: Slurm, or the launcher, asks with it for a stop.
+        signal.signal(signal.SIGUSR2, preemption.note_early)
+        if _SLURM_STEP in os.environ:
+            # Slurm signals every process of a step. The launcher decides, and ends ranks by other means.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ignores_hangup = self._hangup == signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores_hangup else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        for stream in streams:
+            if stream > 2:  # noqa: PLR2004 - the three standard streams
+                os.close(stream)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._note(pid, status)
+
+    def _note(self, pid: int, status: int) -> None:
+        start = self._ranks.pop(pid, None)
+        if start is not None:
+            self._report(
+                {
+                    "said": "ended",
+                    "rank": start.rank,
+                    "attempt": start.attempt,
+                    "exit_code": os.waitstatus_to_exitcode(status),
+                    "time": time.time(),
+                }
+            )
+
+    def _report(self, what: Mapping[str, object]) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.send(json.dumps(what).encode())
+
+    def _kill_everything(self) -> None:
+        """Kill the ranks and what they started, in whatever session: orphans come here."""
+        for pid in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        while True:
+            for pid in descendants.children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                pid, status = os.waitpid(-1, 0)
+            except ChildProcessError:
+                return
+            self._note(pid, status)
+
+    def _end(self) -> NoReturn:
+        # SIGALRM ends this process where the kernel holds on to one of them.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(LAST_RESORT_SECONDS)
+        self._kill_everything()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
+
+
+def _wake(_number: int, _frame: FrameType | None) -> None:
+    """Stand in for no handler at all, with which no signal would wake the loop."""
+
+
+def _preload() -> None:
+    """Import, once, what every rank needs. None of it touches a device or starts a thread."""
+    importlib.import_module("torch.distributed")
+    rankwise = importlib.import_module("rankwise")
+    for name in rankwise.__all__:
+        getattr(rankwise, name)
+
+
+def _preload_for_restarts() -> None:
+    """Import what torch's optimizers import when they are first used: a second of each rank's start."""
+    from rankwise.torch_private.compiler import import_compiler  # noqa: PLC0415 - torch itself comes with _preload()
+
+    import_compiler()

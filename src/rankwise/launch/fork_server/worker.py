@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank's process does from fork to end: set up, run the target, record a failure.
+
+Opens no process group: that is the script's call to ``rankwise.join()``. Imported by the launcher's
+start, before the fork server is forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from rankwise.comm import session
+from rankwise.health.preemption import STOPPED_EXIT_CODE
+from rankwise.launch.fork_server.entrypoint import run_as_main
+from rankwise.launch.fork_server.rank_setup import set_up
+from rankwise.launch.rank_files import alone_note, note_script_end
+from rankwise.launch.report import failure, same_file, unjoined
+from rankwise.launch.report.trimmed_traceback import trim
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rankwise.launch.fork_server.entrypoint import Target
+    from rankwise.launch.fork_server.fork_server import RankStart
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell tells it."""
+
+
+def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
+    """Run the target as one rank and return its exit code.
+
+    Args:
+        start: which rank this is, and its variables.
+        target: what to run.
+        notify_pipe: descriptor to write to when a failure has been written down: the process may take
+            a while to end, or hang in doing so, and the others should be notified now.
+    """
+    set_up(start.variables)
+    # The launcher shows the first failure, last and whole; nobody else shows theirs.
+    sys.excepthook = _show_nothing
+    own_pid = os.getpid()
+    _watch_for_mistakes(start)
+    try:
+        run_as_main(target)
+    except BaseException as error:  # noqa: BLE001 - every way a script can end passes here
+        trim(error)
+        session.annotate(error)
+        exit_code = _exit_code(error)
+        if os.getpid() != own_pid:
+            # A process the script forked and let run out of its own code: not the rank.
+            sys.__excepthook__(type(error), error, error.__traceback__)
+            return exit_code
+        if exit_code == 0:
+            note_script_end(start.variables["RANKWISE_ERROR_FILE"])
+        if exit_code not in {0, STOPPED_EXIT_CODE} and not _record_failure(error, start, exit_code, notify_pipe):
+            sys.__excepthook__(type(error), error, error.__traceback__)
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        return exit_code
+    if os.getpid() == own_pid:
+        note_script_end(start.variables["RANKWISE_ERROR_FILE"])
+    return 0
+
+
+def _watch_for_mistakes(start: RankStart) -> None:
+    """Have what goes wrong in silence with several ranks reported where it happens."""
+    error_file = start.variables["RANKWISE_ERROR_FILE"]
+    if int(start.variables["WORLD_SIZE"]) == 1:
+        return
+    same_file.watch(start.rank, error_file)
+    if "RANKWISE_GUARD" in start.variables:
+        from rankwise.launch.replica_guard import ranks  # noqa: PLC0415 - imports what only guarded ranks need
+
+        ranks.watch(int(start.variables["WORLD_SIZE"]))
+    if start.rank == 0:
+        unjoined.watch(int(start.variables["WORLD_SIZE"]), alone_note(error_file))
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code Python would end with."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if not isinstance(error, SystemExit):
+        return 1
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)  # noqa: T201 - as Python does
+    return 1
+
+
+def _record_failure(error: BaseException, start: RankStart, exit_code: int, notify_pipe: int) -> bool:
+    """Write down how this rank failed, for the launcher; return whether that was possible."""
+    # Nothing may keep the rank from ending: neither a full disk nor an exception of the script's own making.
+    with contextlib.suppress(Exception):
+        written = failure.from_exception(error, start.rank, exit_code)
+        failure.write(written, start.variables["RANKWISE_ERROR_FILE"])
+        os.write(notify_pipe, b"!")
+        return True
+    return False
+
+
+def _show_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Stand in for ``sys.excepthook`` where the launcher shows the error."""

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of ``rankwise.launch``: the file it travels in, and what a rank does with it.
+
+A rank answers the caller over a socket pair that it inherited, with a descriptor of an unnamed file for
+what may be large: nothing is left on the disk, however anybody ends. Imported by the launch of a function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import mmap
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import IO, TYPE_CHECKING, Any
+
+from rankwise.comm import session
+from rankwise.errors import RankFailed, rank_prefix
+from rankwise.launch.function import pickling
+from rankwise.launch.report.trimmed_traceback import trim
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rankwise.launch.options import LaunchOptions
+
+LONGEST_HEADER_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FunctionCall:
+    """A function and its arguments."""
+
+    fn: Callable[..., Any]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    is_decorated: bool
+    """Whether ``fn`` is what ``@launcher`` made: then the function it was made of is called."""
+
+    def __call__(self) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call the function."""
+        fn: Callable[..., Any] = vars(self.fn)["__wrapped__"] if self.is_decorated else self.fn
+        return fn(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallerContext:
+    """What a rank takes over from the caller, besides its variables and working directory."""
+
+    name: str
+    """Of the function, for people."""
+    options: LaunchOptions
+    argv: list[str]
+    path: list[str]
+    sources: dict[str, list[str]]
+    """Lines of what was typed into a notebook, by the name that tracebacks give it."""
+
+
+def caller_context(name: str, options: LaunchOptions) -> CallerContext:
+    """Return this process's part of a call."""
+    typed = {
+        filename: list(entry[2])
+        for filename, entry in list(linecache.cache.items())
+        if len(entry) == 4 and not Path(filename).exists()  # noqa: PLR2004 - an entry that has been read
+    }
+    # getattr: an embedded interpreter may have none.
+    return CallerContext(name=name, options=options, argv=[*getattr(sys, "argv", [])], path=[*sys.path], sources=typed)
+
+
+def write(context: CallerContext, call: FunctionCall) -> IO[bytes]:
+    """Return an unnamed file with both: the first for the launcher, the second for each rank."""
+    file = tempfile.TemporaryFile(prefix="rankwise-")  # noqa: SIM115 - the caller's to close
+    try:
+        pickle.dump(context, file)
+        pickling.dump(call, file)
+        file.flush()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+@dataclass(frozen=True, slots=True)
+class CallerMessage:
+    """Something said to the caller."""
+
+    header: dict[str, Any]
+    body: int | None
+    """Descriptor of a file, for the receiver to close."""
+
+    def read(self) -> Any:  # noqa: ANN401 - whatever was sent
+        """Unpickle the body."""
+        if self.body is None:
+            return None
+        with mmap.mmap(self.body, 0, access=mmap.ACCESS_READ) as view:
+            return pickling.load(view)
+
+
+def send(to: socket.socket, header: Mapping[str, object], body: IO[bytes] | None = None) -> None:
+    """Send a message whole; several processes may do so over one socket."""
+    if body is not None:
+        body.flush()
+    text = json.dumps(header).encode()
+    socket.send_fds(to, [text], [] if body is None else [body.fileno()])
+
+
+def receive(source: socket.socket) -> CallerMessage | None:
+    """Return the next message, or ``None`` when everybody at the other end has gone."""
+    try:
+        text, descriptors, _, _ = socket.recv_fds(source, LONGEST_HEADER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError:
+        return None
+    return CallerMessage(json.loads(text), descriptors[0] if descriptors else None) if text else None
+
+
+class Function:
+    """The target of a launched call: runs in a rank, and sends the caller what came of it."""
+
+    def __init__(self, file: int, caller: socket.socket) -> None:
+        """Read the launcher's part.
+
+        Args:
+            file: descriptor of what :func:`write` wrote; every rank reads it for itself.
+            caller: leads to the caller.
+        """
+        self._file = file
+        self._caller = caller
+        with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as view:
+            self.context: CallerContext = pickle.load(view)  # noqa: S301 - the caller is this user's process
+            self._offset = view.tell()
+
+    def __str__(self) -> str:
+        """Return the function's name."""
+        return self.context.name
+
+    def run(self) -> None:
+        """Call the function as this process's ``__main__`` would."""
+        own_pid = os.getpid()
+        header = _header()
+        main = _become_main(self.context)
+        try:
+            call = self._load()
+            _bind(call.fn, main)
+            value = _called(call)
+            if os.getpid() == own_pid:
+                self._send_value(value, header)
+        except BaseException as error:
+            trim(error)
+            # A process that the function forked and let run out of it is not the rank.
+            if os.getpid() == own_pid:
+                self._send_error(error, header)
+            raise
+
+    def _load(self) -> FunctionCall:
+        with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as view:
+            os.close(self._file)
+            view.seek(self._offset)
+            return pickling.load(view)
+
+    def _send_value(self, value: object, header: Mapping[str, object]) -> None:
+        with tempfile.TemporaryFile(prefix="rankwise-") as file:
+            try:
+                pickling.dump(value, file)
+            except OSError:
+                raise
+            except Exception as problem:  # noqa: BLE001 - pickling runs any code of the user's
+                rank, world_size = int(str(header["rank"])), int(str(header["world_size"]))
+                raise RankFailed(
+                    f"What {self} returned on rank {rank}, a {type(value).__name__}, cannot be pickled.",
+                    rank=rank,
+                    where=rank_prefix(rank, world_size, socket.gethostname()),
+                    evidence=f"{type(problem).__name__}: {problem}",
+                    do="return what can travel between processes: numbers, text, tensors, lists and dicts of them",
+                ) from None
+            send(self._caller, {**header, "kind": "value"}, file)
+
+    def _send_error(self, error: BaseException, header: Mapping[str, object]) -> None:
+        session.annotate(error)
+        text = "" if isinstance(error, SystemExit) else "".join(traceback.format_exception(error))
+        # The caller may be gone, or the disk full: the launcher still tells of the failure in words.
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(prefix="rankwise-") as file:
+            pickling.dump(pickling.raised(error, text), file)
+            send(self._caller, {**header, "kind": "error"}, file)
+
+
+def _called(call: FunctionCall) -> Any:  # noqa: ANN401 - whatever the function returns
+    try:
+        return call()
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+        # `sys.exit()` says that all is well, and nothing more.
+        return None
+
+
+def _header() -> dict[str, object]:
+    """Return who speaks. Read before the function runs, which may change any variable."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    facts: dict[str, object] = {name.lower(): int(os.environ[name]) for name in names}
+    return {**facts, "hostname": socket.gethostname(), "attempt": int(os.environ["RANKWISE_ATTEMPT"])}
+
+
+def _become_main(context: CallerContext) -> ModuleType:
+    """Make an empty ``__main__``: without a file, so that nobody imports the caller's script again."""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.modules["__main__"] = main
+    sys.argv[:] = context.argv
+    sys.path[:] = context.path
+    for name, lines in context.sources.items():
+        # Without a time of change nobody looks for the file.
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    return main
+
+
+def _bind(fn: object, main: ModuleType) -> None:
+    """Put what the function uses of the caller's ``__main__`` into the rank's.
+
+    Plain pickle finds its classes there: what a loader's workers send to their rank, for example.
+    """
+    for kind in pickling.classes_of_main():
+        main.__dict__.setdefault(kind.__name__, kind)
+    plain = pickling.plain_function(fn if isinstance(fn, FunctionType | partial | MethodType) else type(fn).__call__)
+    variables: dict[str, object] = getattr(plain, "__globals__", {})
+    if variables.get("__name__") == "__main__":
+        main.__dict__.update({name: value for name, value in variables.items() if not name.startswith("__")})

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``launch`` and ``launcher``: a function on several ranks, from a script, a notebook or another program.
+
+Starts the launcher as a process of its own, which runs the ranks as ``rankwise run`` does, and makes of
+what comes back values or an exception. Starts no rank itself. Imported by users, as ``rankwise.launch``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import tempfile
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
+
+from rankwise.comm.session import current_or_none
+from rankwise.errors import ConfigurationError, LaunchError, RankFailed, RankwiseError, rank_prefix
+from rankwise.health.preemption import STOPPED_EXIT_CODE
+from rankwise.launch.function import pickling
+from rankwise.launch.function.call import FunctionCall, caller_context, write
+from rankwise.launch.function.launcher_process import LauncherProcess
+from rankwise.launch.options import LaunchOptions
+from rankwise.world.environments.reading import parse_address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rankwise.launch.function.call import CallerMessage
+    from rankwise.launch.function.pickling import Raised
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def launch(
+    fn: Callable[..., T],
+    *args: object,
+    ranks: int | None = None,
+    device: Literal["auto", "cpu"] = "auto",
+    log_dir: str | os.PathLike[str] | None = None,
+    max_restarts: int = 0,
+    num_nodes: int = 1,
+    node_rank: int | None = None,
+    rendezvous: str | None = None,
+) -> list[T]:
+    """Run ``fn(*args)`` on several ranks and return what each of them returned.
+
+    Every rank is a fresh process in which the function runs as a script would: it calls ``rankwise.join()``
+    itself. Its ``__main__`` is empty: the caller's script or notebook is not run again, with or without
+    ``if __name__ == "__main__"``. Functions and classes of ``__main__`` travel by value, those of modules
+    by name. What the ranks print appears where the caller's prints appear.
+
+    >>> values = rw.launch(train, model, functools.partial(loss, weight=2), ranks=4)  # doctest: +SKIP
+
+    Args:
+        fn: what every rank calls; for its keyword arguments use ``functools.partial``.
+        args: picklable, functions and classes of a notebook included; every rank gets a copy.
+        ranks: how many on this machine; ``None`` starts one per GPU, or one where there is no GPU.
+        device: ``"cpu"`` hides the GPUs from the ranks.
+        log_dir: a folder that gets ``rank-0.out``, ``rank-0.err`` and so on.
+        max_restarts: how often all ranks are started anew after a failure.
+        num_nodes: how many machines call this, each for its own ranks. Where a scheduler started one caller on
+            each machine, it says how many, and how to meet.
+        node_rank: number of this machine; ``None`` numbers them in the order they come.
+        rendezvous: ``"host:port"``, an address of one of the machines, the same on all of them.
+
+    Returns:
+        The values of this machine's ranks, in rank order. With several machines each caller gets those of
+        its own: nothing that came over the network is ever unpickled.
+
+    Raises:
+        ConfigurationError: an argument is bad or cannot be pickled, or this is itself a rank. Nothing ran.
+        LaunchError: the ranks could not be started, somebody ended the launcher, or they saved and stopped early.
+        RankFailed: a rank was killed, ended without returning, or left what cannot be pickled.
+        Exception: whatever the first rank to fail raised, with that rank's traceback as a note; also where the
+            others went on without it.
+        KeyboardInterrupt: Ctrl-C; every rank has ended.
+
+    Called by: one process, from any thread; with several machines, by one process on each.
+    """
+    options = _options(
+        ranks=ranks,
+        device=device,
+        log_dir=log_dir,
+        max_restarts=max_restarts,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+    )
+    return _run(FunctionCall(fn=fn, args=args, kwargs={}, is_decorated=False), options)
+
+
+@overload
+def launcher(fn: Callable[P, T], /) -> Callable[P, list[T]]: ...
+@overload
+def launcher(
+    *,
+    ranks: int | None = None,
+    device: Literal["auto", "cpu"] = "auto",
+    log_dir: str | os.PathLike[str] | None = None,
+    max_restarts: int = 0,
+    num_nodes: int = 1,
+    node_rank: int | None = None,
+    rendezvous: str | None = None,
+) -> Callable[[Callable[P, T]], Callable[P, list[T]]]: ...
+def launcher(
+    fn: Callable[P, T] | None = None,
+    /,
+    *,
+    ranks: int | None = None,
+    device: Literal["auto", "cpu"] = "auto",
+    log_dir: str | os.PathLike[str] | None = None,
+    max_restarts: int = 0,
+    num_nodes: int = 1,
+    node_rank: int | None = None,
+    rendezvous: str | None = None,
+) -> Callable[P, list[T]] | Callable[[Callable[P, T]], Callable[P, list[T]]]:
+    """Make a function run on several ranks each time it is called, as :func:`launch` runs it.
+
+    The arguments of each call go to the function, keyword arguments too; it returns every rank's value.
+    Bare, ``@rw.launcher``, it starts one rank per GPU, or one where there is no GPU.
+
+    >>> @rw.launcher(ranks=2)  # doctest: +SKIP
+    ... def main(learning_rate): ...
+    >>> values = main(0.1)  # doctest: +SKIP
+
+    Args:
+        fn: the function, where the decorator stands alone.
+        ranks: as for :func:`launch`, like all that follow.
+        device: see there.
+        log_dir: see there.
+        max_restarts: see there.
+        num_nodes: see there.
+        node_rank: see there.
+        rendezvous: see there.
+
+    Raises:
+        ConfigurationError: an argument is bad; when the function is defined, not when it is called.
+    """
+    options = _options(
+        ranks=ranks,
+        device=device,
+        log_dir=log_dir,
+        max_restarts=max_restarts,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+    )
+
+    def decorate(inner: Callable[P, T]) -> Callable[P, list[T]]:
+        _check_callable(inner)
+
+        @functools.wraps(inner)
+        def on_ranks(*args: P.args, **kwargs: P.kwargs) -> list[T]:
+            # By its name in a module stands what the decorator made, so that is what travels.
+            return _run(FunctionCall(fn=on_ranks, args=args, kwargs=kwargs, is_decorated=True), options)
+
+        return on_ranks
+
+    return decorate if fn is None else decorate(fn)
+
+
+def _options(
+    *,
+    ranks: int | None,
+    device: Literal["auto", "cpu"],
+    log_dir: str | os.PathLike[str] | None,
+    max_restarts: int,
+    num_nodes: int,
+    node_rank: int | None,
+    rendezvous: str | None,
+) -> LaunchOptions:
+    for name, value, least in (
+        ("ranks", ranks, 1),
+        ("max_restarts", max_restarts, 0),
+        ("num_nodes", num_nodes, 1),
+        ("node_rank", node_rank, 0),
+    ):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ConfigurationError(f"{name}={value!r} means nothing.", do=f"pass {name}={least} or more")
+    if device not in {"auto", "cpu"}:
+        raise ConfigurationError(f"There is no device={device!r} for ranks.", do='pass device="auto" or device="cpu"')
+    if num_nodes > 1 and rendezvous is None:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes}, and nothing says where the machines meet.",
+            do='pass rendezvous="host:port", an address of one of them, the same on all',
+        )
+    if node_rank is not None and node_rank >= num_nodes:
+        raise ConfigurationError(
+            f"node_rank={node_rank} with num_nodes={num_nodes}.", do=f"number the machines from 0 to {num_nodes - 1}"
+        )
+    return LaunchOptions(
+        num_ranks=ranks,
+        device=device,
+        log_dir=None if log_dir is None else os.fspath(log_dir),
+        max_restarts=max_restarts,
+        nodes=(num_nodes, num_nodes),
+        node_rank=node_rank,
+        rendezvous=None if rendezvous is None else parse_address(rendezvous, "rendezvous"),
+    )
+
+
+def _check_callable(fn: object) -> None:
+    if not callable(fn):
+        raise ConfigurationError(f"{fn!r} is not a function.", do="pass the function, then its arguments")
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise ConfigurationError(
+            f"{fn.__qualname__} does not run when it is called: it is asynchronous, or a generator.",
+            do="launch a plain function, which runs it: asyncio.run(...), list(...)",
+        )
+
+
+def _refuse_in_a_rank() -> None:
+    if "RANKWISE_RUN_ID" in os.environ:
+        raise ConfigurationError(
+            "This is a rank already, and cannot launch others.",
+            evidence="RANKWISE_RUN_ID is set: rankwise started this process",
+            do="call launch() from a script that python itself runs, or keep this script and leave launch() out",
+        )
+    open_session = current_or_none()
+    if open_session is not None:
+        raise ConfigurationError(
+            "This process has joined a world, and cannot launch ranks of another.",
+            where=rank_prefix(open_session.world.rank, open_session.world.world_size),
+            do="call rankwise.join() in the launched function, not around launch(); or rankwise.leave() first",
+        )
+
+
+def _run(call: FunctionCall, options: LaunchOptions) -> list[Any]:
+    _check_callable(call.fn)
+    _refuse_in_a_rank()
+    name = getattr(pickling.plain_function(call.fn), "__qualname__", type(call.fn).__name__)
+    with LauncherProcess() as process:
+        try:
+            file = write(caller_context(name, options), call)
+        except OSError as error:
+            raise LaunchError(
+                f"{name} and its arguments could not be written to {tempfile.gettempdir()}: {error.strerror}.",
+                do="free space there, or set TMPDIR to a folder with more",
+            ) from None
+        except Exception:  # noqa: BLE001 - pickling runs any code of the user's
+            part, problem = pickling.unpicklable_part(call.fn, call.args, call.kwargs)
+            raise ConfigurationError(
+                f"{name} cannot be sent to the ranks: {part} cannot be pickled.",
+                evidence=problem,
+                do="make it inside the function, or send what it is made from",
+            ) from None
+        with file:
+            process.give(file)
+        process.wait()
+        outcome = _outcome(process)
+    # Raised here and not where it is found: the fewer frames of ours the user has to read past.
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _outcome(process: LauncherProcess) -> list[Any] | BaseException:
+    """Return every rank's value, or what is to be raised."""
+    said = process.messages
+    for message in said:
+        if message.header["kind"] == "refused":
+            return _refusal(message.read())
+    ended = next((message for message in said if message.header["kind"] == "ended"), None)
+    if ended is None:
+        return LaunchError(
+            f"The launcher ended before its ranks, and they with it: exit code {process.exit_code}.",
+            do="look above for what it wrote, and for the out-of-memory killer in `dmesg`",
+        )
+    # Of several attempts only the last counts.
+    of_ranks = [message for message in said if "rank" in message.header]
+    last = max((message.header["attempt"] for message in of_ranks), default=0)
+    of_ranks = [message for message in of_ranks if message.header["attempt"] == last]
+    report, failed = ended.read()
+    if ended.header["exit_code"]:
+        return _error(ended.header, report, of_ranks)
+    values = {message.header["rank"]: message for message in of_ranks if message.header["kind"] == "value"}
+    # In the order in which they failed: the others went on without these.
+    for rank, how in failed.items():
+        if rank not in values:
+            return _error_of_rank(rank, how, report, of_ranks)
+    for rank in _ranks_here(of_ranks):
+        if rank not in values:
+            return RankFailed(
+                f"Rank {rank} ended with exit code 0 before the function had returned.",
+                rank=rank,
+                do="return from the function; os._exit() in it leaves no value",
+            )
+    return [_value(message) for _, message in sorted(values.items())]
+
+
+def _ranks_here(of_ranks: Sequence[CallerMessage]) -> Sequence[int]:
+    if not of_ranks:
+        return [0]
+    header = of_ranks[0].header
+    first = header["rank"] - header["local_rank"]
+    return range(first, first + header["local_world_size"])
+
+
+def _value(message: CallerMessage) -> Any:  # noqa: ANN401 - whatever the function returned
+    try:
+        return message.read()
+    except Exception as error:
+        error.add_note(f"while reading what rank {message.header['rank']} returned")
+        raise
+
+
+def _error(ended: Mapping[str, Any], report: str, of_ranks: Sequence[CallerMessage]) -> BaseException:
+    """Return what the first rank to fail raised, or an error that says how it ended."""
+    blamed, exit_code = ended["blamed"], ended["exit_code"]
+    if blamed is None and exit_code == STOPPED_EXIT_CODE:
+        return LaunchError("The ranks saved and stopped early, as they were asked to.", do="call it again to go on")
+    if blamed is None:
+        return LaunchError(
+            f"The launcher was ended, and every rank with it: exit code {exit_code}.", evidence=report or None
+        )
+    rank, how = blamed
+    return _error_of_rank(rank, how, report, of_ranks)
+
+
+def _error_of_rank(rank: int, how: str, report: str, of_ranks: Sequence[CallerMessage]) -> BaseException:
+    for message in of_ranks:
+        header = message.header
+        if header["rank"] == rank and header["kind"] == "error":
+            where = rank_prefix(rank, header["world_size"], header["hostname"])
+            return _reraised(message.read(), rank, where, how)
+    return RankFailed(f"Rank {rank} failed: {how}.", rank=rank, evidence=report or None)
+
+
+def _reraised(raised: Raised, rank: int, where: str, how: str) -> BaseException:
+    if raised.type == SystemExit.__name__:
+        # Raised here it would end the caller.
+        return RankFailed(f"Rank {rank} failed: {how}.", rank=rank, where=where, evidence=raised.message)
+    error = pickling.exception(raised.pickled) if raised.pickled is not None else None
+    if error is None:
+        what = f"Rank {rank} failed: {raised.type}: {raised.message}"
+        return RankFailed(what, rank=rank, where=where, evidence=raised.traceback)
+    if not isinstance(error, RankFailed):
+        error.add_note(f"{where} {raised.traceback.rstrip()}")
+    return error
+
+
+def _refusal(raised: Raised) -> BaseException:
+    error = pickling.exception(raised.pickled) if raised.pickled is not None else None
+    if isinstance(error, RankwiseError):
+        return error
+    return LaunchError(f"The launcher failed: {raised.type}: {raised.message}", evidence=raised.traceback)

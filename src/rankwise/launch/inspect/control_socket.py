@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking a running launcher something from another terminal: a socket in the job's own folder.
+
+Only the user who started the job, and root, can reach it. One line of JSON asks, one answers. Imports no torch.
+Imported by the agent, which answers, and by the command line, which asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import struct
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from rankwise.errors import LaunchError, RankwiseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+FOLDER_PREFIX = "rankwise-"
+"""Begins the name of every job's temporary folder."""
+REQUEST_SECONDS = 1.0
+"""How long the launcher waits for a question: it has ranks to see to."""
+ANSWER_SECONDS = 20.0
+LONGEST_REQUEST_BYTES = 2**16
+_SOCKET = "control"
+_ABOUT = "job.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningJob:
+    """A launcher that runs on this machine."""
+
+    folder: str
+    pid: int
+    command: list[str]
+    """As it was typed."""
+    ranks: list[int]
+    """Those of this machine."""
+
+
+class ControlSocket:
+    """The launcher's end: listens from now on. Close it with the job."""
+
+    def __init__(self, folder: str, *, ranks: list[int] | None = None, command: list[str] | None = None) -> None:
+        """Listen.
+
+        Args:
+            folder: the job's temporary folder, readable by this user only.
+            ranks: of this machine.
+            command: what was typed; by default this process's words.
+        """
+        about = {"pid": os.getpid(), "ranks": ranks or [], "command": sys.argv if command is None else command}
+        (Path(folder) / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _address(folder) as address:
+            self._listener.bind(address)
+        self._listener.listen(8)
+        self._listener.setblocking(False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when somebody asks."""
+        return self._listener.fileno()
+
+    def serve_one(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Answer whoever asks; whatever is wrong with the question ends that connection only.
+
+        Args:
+            answer: turns the question into the answer. A ``RankwiseError`` or ``OSError`` of it is told to the asker.
+        """
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # gone again, or no descriptors are left
+            return
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(REQUEST_SECONDS)
+            if _user_of(connection) not in {os.getuid(), 0}:
+                return
+            line = _read_line(connection, LONGEST_REQUEST_BYTES)
+            if line is None:
+                return
+            connection.sendall(json.dumps(_answered(line, answer)).encode() + b"\n")
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.close()
+
+
+def jobs() -> list[RunningJob]:
+    """Return the launchers of this user that run on this machine."""
+    found: list[RunningJob] = []
+    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            facts = folder.lstat()
+            if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+                continue
+            about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+            with _connected(str(folder)):  # nobody listens in what a launcher that was killed has left
+                found.append(RunningJob(folder=str(folder), **about))
+    return found
+
+
+def ask(job: RunningJob, request: dict[str, Any], timeout_seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+    """Ask a launcher, and return its answer.
+
+    Raises:
+        LaunchError: it is gone, or does not answer.
+    """
+    try:
+        with _connected(job.folder) as connection:
+            connection.settimeout(timeout_seconds)
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            line = _read_line(connection, None)
+        answer = json.loads(line or b"")
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"The launcher {job.pid} did not answer: {error}.", do="look whether it still runs: rankwise stacks"
+        ) from error
+    if not isinstance(answer, dict) or "error" in answer:
+        evidence = str(answer["error"] if isinstance(answer, dict) else answer)
+        do = "where its job has just ended there is nothing to see; else ask again: rankwise stacks"
+        raise LaunchError(f"The launcher {job.pid} could not answer.", evidence=evidence, do=do)
+    return answer
+
+
+def _answered(line: bytes, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        request = json.loads(line)
+        if not isinstance(request, dict):
+            return {"error": "a question is a JSON object"}
+        return answer(request)
+    except (RankwiseError, OSError, ValueError, RuntimeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _read_line(connection: socket.socket, limit: int | None) -> bytes | None:
+    """Return what comes before the end of the line; ``None`` where the line is too long or does not end."""
+    received = b""
+    while not received.endswith(b"\n"):
+        more = connection.recv(2**16)
+        received += more
+        if not more or (limit is not None and len(received) > limit):
+            return None
+    return received
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Return who is at the other end. Source: unix(7), ``SO_PEERCRED``."""
+    credentials = struct.Struct("3i")
+    return credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[1]
+
+
+@contextlib.contextmanager
+def _connected(folder: str) -> Generator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(REQUEST_SECONDS)
+        with _address(folder) as address:
+            connection.connect(address)
+        yield connection
+
+
+@contextlib.contextmanager
+def _address(folder: str) -> Generator[str]:
+    """Yield an address of the socket, which may be 107 bytes long at most: a folder's name may be longer."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{_SOCKET}"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ``rankwise stacks`` is answered: what every rank of the running attempt does, on all machines of the job.
+
+Ranks are asked over the job's store, and those that do not answer are looked at from outside, by the launcher of their
+machine; the parts are merged. Changes nothing. Imported by the agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rankwise.errors import LaunchError
+from rankwise.health import diagnosis, process_probe, status_poll
+from rankwise.launch.agent.controller_link import ControllerLost
+from rankwise.launch.messages import StacksAnswer, StacksRequest
+from rankwise.store import opening
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from rankwise.health.diagnosis import Answers
+    from rankwise.launch.agent.controller_link import ControllerLink
+    from rankwise.launch.agent.ranks import LocalRanks
+    from rankwise.launch.controller.server import LocalLink
+    from rankwise.launch.inspect.control_socket import ControlSocket
+    from rankwise.store.values import Store
+
+
+STORE_SECONDS = 3.0
+OTHERS_SECONDS = 8.0
+"""How long the other machines have to look at their ranks."""
+
+
+class StacksService:
+    """Answers what one launcher is asked from another terminal, or by another machine's launcher that was."""
+
+    def __init__(self, control: ControlSocket, ranks: LocalRanks) -> None:
+        self._control = control
+        self._ranks = ranks
+        self._received: queue.Queue[Answers] = queue.Queue()
+        self._one_at_a_time = threading.Lock()
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when there is a question."""
+        return self._control.fileno()
+
+    def serve(self, link: ControllerLink | LocalLink) -> None:
+        """Answer a question, without keeping the caller waiting."""
+        threading.Thread(target=self._control.serve_one, args=(lambda asked: self._answer(asked, link),)).start()
+
+    def handle(self, message: StacksRequest | StacksAnswer, link: ControllerLink | LocalLink | None) -> None:
+        """Look at the ranks here for another machine's launcher, or keep what it has seen of its own."""
+        if isinstance(message, StacksAnswer):
+            self._received.put(message.answers)
+        elif link is not None:
+            threading.Thread(target=self._look_for, args=(message.asker, link)).start()
+
+    def _look_for(self, asker: str, link: ControllerLink | LocalLink) -> None:
+        with contextlib.suppress(ControllerLost, OSError):
+            link.send(StacksAnswer(asker=asker, answers=self.look()))
+
+    def _answer(self, asked: dict[str, Any], link: ControllerLink | LocalLink) -> dict[str, Any]:
+        attempt = self._ranks.attempt
+        if asked.get("do") != "stacks":
+            raise LaunchError(f"This launcher cannot be asked for {asked.get('do')!r}.", do="rankwise stacks")
+        if attempt is None:
+            raise LaunchError("No rank has been started yet.", do="ask again when the other machines have come")
+        with self._one_at_a_time:
+            while not self._received.empty():
+                self._received.get_nowait()
+            if attempt.num_nodes > 1:
+                link.send(StacksRequest())
+            parts = [self.look()]
+            with contextlib.suppress(queue.Empty):
+                parts += [self._received.get(timeout=OTHERS_SECONDS) for _ in range(attempt.num_nodes - 1)]
+        return as_json(merge(parts), attempt.world_size)
+
+    def look(self) -> Answers:
+        """Return what the ranks do: all that answer, and those of this machine that do not. Takes seconds.
+
+        Raises:
+            OSError: the job's store cannot be reached.
+        """
+        attempt, settings = self._ranks.attempt, self._ranks.settings
+        if attempt is None:
+            return {}
+        opened = opening.connect(*settings.store, STORE_SECONDS, secret=settings.secret.encode())
+        try:
+            return look(
+                opened.prefixed(f"attempt/{attempt.attempt}"),
+                attempt.world_size,
+                processes=self._ranks.running_processes(),
+                stack_files=self._ranks.stack_files(),
+                hostname=socket.gethostname(),
+                send_signal=self._ranks.send_signal,
+            )
+        finally:
+            opened.close()
+
+
+NOT_JOINED = "it runs, and has not joined the world yet or has left it"
+MOST_AT_ONCE = 16
+
+
+def look(
+    store: Store,
+    world_size: int,
+    *,
+    processes: Mapping[int, int],
+    stack_files: Mapping[int, str],
+    hostname: str,
+    send_signal: Callable[[int, int], None],
+) -> Answers:
+    """Return what ranks are doing: all that answer, and those of this machine that do not. Takes up to 4 seconds.
+
+    Args:
+        store: of the attempt, a connection of this thread's.
+        world_size: number of ranks.
+        processes: process number of each rank of this machine that runs.
+        stack_files: what each of these writes its stack into.
+        hostname: of this machine.
+        send_signal: sends a rank of this machine a signal: rank, number.
+    """
+    answers = status_poll.call(store, rank=-1, world_size=world_size, asked={"stacks": "all"}, awaited=processes.keys())
+    unanswered = {rank: pid for rank, pid in processes.items() if rank not in answers}
+    if not unanswered:
+        return answers
+
+    joined = {rank for rank in unanswered if status_poll.is_introduced(store, rank)}
+
+    def see(rank: int) -> dict[str, Any]:
+        pid, path = unanswered[rank], stack_files.get(rank, "")
+        state = process_probe.state_of(pid, process_probe.HELD if rank in joined else NOT_JOINED)
+        stack = process_probe.stack_of(pid, path, partial(send_signal, rank))
+        return {"silent": state, "stack": stack, "host": hostname}
+
+    with ThreadPoolExecutor(MOST_AT_ONCE) as threads:
+        return {**answers, **dict(zip(unanswered, threads.map(see, unanswered), strict=True))}
+
+
+def merge(parts: Iterable[Answers]) -> Answers:
+    """Return one view from those of several machines: what a rank said itself counts before what was seen of it."""
+    merged: Answers = {}
+    for part in parts:
+        for rank, answer in part.items():
+            known = merged.get(int(rank))
+            if known is None or "silent" in known:
+                merged[int(rank)] = answer
+    return merged
+
+
+def as_json(answers: Answers, world_size: int) -> dict[str, Any]:
+    """Return what ``rankwise stacks`` is answered, as JSON: the text for a person, and what each rank said."""
+    return {
+        "text": text(answers, world_size),
+        "world_size": world_size,
+        "ranks": {str(rank): answers[rank] for rank in sorted(answers)},
+    }
+
+
+def text(answers: Answers, world_size: int) -> str:
+    """Return the table of all ranks, and all their stacks."""
+    shown = diagnosis.stacks(answers, range(world_size), is_wanted_of_all=True, most=world_size)
+    return f"{diagnosis.table(answers, world_size)}\n{shown}".strip() + "\n"

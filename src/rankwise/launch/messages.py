@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every message between a job's controller and its agents, and between ``rankwise run --hosts`` and its hosts.
+
+The only words on those wires: frozen values, and one place that turns them into JSON and back. Nothing else is
+accepted; an error names the sender. Opens no connection. Imported by both ends of each.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rankwise.errors import LaunchError
+from rankwise.launch.options import LaunchOptions  # noqa: TC001 - looked up when a message is decoded
+from rankwise.launch.report.failure import FailedAttempt, Failure  # noqa: TC001 - as above
+
+PURPOSE = "agent"
+"""For which an agent connects to the port that also serves the job's store."""
+LARGEST_MESSAGE_BYTES = 1 << 24
+LONGEST_QUOTE = 80
+"""How much of a malformed message an error shows."""
+
+
+class MessageError(LaunchError):
+    """Somebody sent a message that is none of those in this file."""
+
+
+# -- from an agent to the controller -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One machine's launcher, as it introduces itself."""
+
+    node_id: str
+    """Different for each launcher process."""
+    hostname: str
+    num_ranks: int
+    node_rank: int | None = None
+    """The number it was given, where it was given one."""
+    serves: bool = False
+    """Whether it serves the others; it then is the first, where no numbers were given."""
+    job: dict[str, str] = field(default_factory=dict[str, str])
+    """What must be the same on all machines: the script, the versions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """The first message of an agent."""
+
+    node: Node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heartbeat:
+    """The sender is alive; both ends send it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailed:
+    """A rank has failed."""
+
+    attempt: int
+    failure: Failure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankDeparted:
+    """A rank has exited without an error while others run."""
+
+    attempt: int
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEnds:
+    """How the ranks of one machine ended."""
+
+    failures: tuple[Failure, ...] = ()
+    ends: dict[int, str] = field(default_factory=dict[int, str])
+    """Of each rank, in a few words."""
+    stderr_tails: dict[int, tuple[str, ...]] = field(default_factory=dict[int, "tuple[str, ...]"])
+    """The last lines of the ranks that failed."""
+    log_paths: dict[int, str] = field(default_factory=dict[int, str])
+    has_stopped: bool = False
+    """Whether a rank saved and stopped because it was asked to."""
+    is_alone: bool = False
+    """Whether rank 0 took an optimizer step without having joined its peers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanksEnded:
+    """All ranks of a machine have ended, and all they had started."""
+
+    attempt: int
+    report: RankEnds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestStop:
+    """The ranks of the job are to save at their next step and exit."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLeaves:
+    """A signal ended this machine's launcher, which has ended its ranks."""
+
+    signal: str
+    exit_code: int
+    ends_job: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StacksRequest:
+    """``rankwise stacks`` was asked on one machine: the others are to look at their ranks."""
+
+    asker: str = ""
+    """Node that wants the answer; the controller writes it in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StacksAnswer:
+    """What the ranks of one machine do."""
+
+    asker: str
+    answers: dict[int, dict[str, Any]]
+
+
+# -- from the controller to an agent -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchStoreAddress:
+    """Where torch's store of one attempt is."""
+
+    address: tuple[str, int]
+    is_served: bool
+    """Whether it is there already; otherwise the port is kept free for a script that serves it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartAttempt:
+    """Start the ranks of an attempt: which ones they are on this machine."""
+
+    run_id: str
+    attempt: int
+    first_rank: int
+    world_size: int
+    node_rank: int
+    num_nodes: int
+    ranks_per_node: tuple[int, ...]
+    hostnames: tuple[str, ...] = ()
+    torch_store: TorchStoreAddress | None = None
+    """Torch's store, for scripts that look for it; ``None`` where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopAttempt:
+    """End the ranks of an attempt; for ``settle_seconds`` they may still exit by themselves."""
+
+    attempt: int
+    settle_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRank:
+    """End one rank, without which the others continue."""
+
+    attempt: int
+    rank: int
+    settle_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanksDeparted:
+    """These ranks of the job have exited without an error."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveAndStop:
+    """Ask the one rank of the job to save and exit: alone it follows no event log."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowText:
+    """Show a person whole lines."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportFailure:
+    """Show a person how an attempt failed."""
+
+    failed: FailedAttempt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refuse:
+    """This machine cannot take part."""
+
+    what: str
+    evidence: str
+    advice: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """Introduce yourself again a little later: a machine in your way may be gone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndJob:
+    """The job is over."""
+
+    exit_code: int
+    what: str = ""
+    """What to tell a person; empty where nothing is left to say."""
+    evidence: str = ""
+    advice: str = ""
+
+
+# -- between ``--hosts`` and one host ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostHere:
+    """A host's first message: it can run rankwise."""
+
+    rankwise: str
+    """Its version."""
+    hostname: str
+    address: str | None
+    """Under which other machines reach it, as far as it knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostSpec:
+    """What a host is to run, as which of the job's hosts."""
+
+    folder: str
+    """The working directory."""
+    target: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    options: LaunchOptions
+    """Of this host alone: nothing in them concerns others."""
+    nodes: tuple[int, int]
+    """The fewest and the most hosts that the job runs on."""
+    node_rank: int
+    """The host of number 0 serves the job."""
+    peers: tuple[str, ...]
+    """Addresses of the other hosts, for the first to find the network that leads there."""
+    secret: str = field(repr=False)
+    """Of this job: drawn for it, never in a file nor among a process's arguments."""
+    variables: dict[str, str]
+    """Environment variables that are passed on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostReady:
+    """A host has all it needs to start."""
+
+    rendezvous: tuple[str, int] | None
+    """Where it serves the job; ``None`` where another host does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartHost:
+    """Start the host's launcher."""
+
+    rendezvous: tuple[str, int] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignalHost:
+    """Send the host's launcher a signal."""
+
+    signal: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRefused:
+    """A host cannot take part: the fields of a ``ConfigurationError`` or a ``LaunchError``."""
+
+    is_mistake: bool
+    """Whether it is the first of the two."""
+    what: str
+    where: str | None
+    evidence: str | None
+    advice: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostEnded:
+    """The launcher of a host has ended."""
+
+    exit_code: int
+    report: str
+    """Text of a failure that has not been shown."""
+
+
+FromAgent = Hello | Heartbeat | RankFailed | RankDeparted | RanksEnded | RequestStop | NodeLeaves
+ToAgent = (
+    StartAttempt
+    | StopAttempt
+    | StopRank
+    | RanksDeparted
+    | SaveAndStop
+    | ShowText
+    | ReportFailure
+    | Refuse
+    | Wait
+    | EndJob
+)
+BothWays = Heartbeat | StacksRequest | StacksAnswer
+FromHost = HostHere | HostReady | HostRefused | HostEnded
+ToHost = HostSpec | StartHost | SignalHost
+Message = FromAgent | ToAgent | BothWays | FromHost | ToHost
+
+_KINDS: dict[str, type[Message]] = {
+    "hello": Hello,
+    "alive": Heartbeat,
+    "fail": RankFailed,
+    "left": RankDeparted,
+    "end_ranks": RanksEnded,
+    "ask_to_stop": RequestStop,
+    "leave": NodeLeaves,
+    "ask_stacks": StacksRequest,
+    "answer_stacks": StacksAnswer,
+    "start": StartAttempt,
+    "stop": StopAttempt,
+    "stop_rank": StopRank,
+    "departed": RanksDeparted,
+    "save": SaveAndStop,
+    "show": ShowText,
+    "report": ReportFailure,
+    "refuse": Refuse,
+    "wait": Wait,
+    "end": EndJob,
+    "host_here": HostHere,
+    "host_spec": HostSpec,
+    "host_ready": HostReady,
+    "host_start": StartHost,
+    "host_signal": SignalHost,
+    "host_refused": HostRefused,
+    "host_ended": HostEnded,
+}
+"""The name of each message on the wire."""
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as JSON, on one line."""
+    return json.dumps({"do": _NAMES[type(message)], **asdict(message)}).encode()
+
+
+def decode(data: bytes, sender: str) -> Message:
+    """Return the message that :func:`encode` was given.
+
+    Args:
+        data: what has come.
+        sender: who sent it, for the error.
+
+    Raises:
+        MessageError: it is no message of this file.
+    """
+    try:
+        told = json.loads(data)
+        if not isinstance(told, dict) or told.get("do") not in _KINDS:
+            raise ValueError("no such message")  # noqa: TRY301 - shown below
+        return _object(_KINDS[told.pop("do")], told)
+    except (ValueError, TypeError, RecursionError) as error:
+        shown = data[:LONGEST_QUOTE].decode(errors="replace")
+        raise MessageError(
+            f"{sender} sent a message that this rankwise does not know.",
+            evidence=f"{error}: {shown}{'...' if len(data) > LONGEST_QUOTE else ''}",
+            do="install the same version of rankwise on every machine: python -m pip show rankwise",
+        ) from None
+
+
+@cache
+def _kinds_of(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _object(kind: Any, told: dict[str, Any]) -> Any:  # noqa: ANN401 - any of the classes above
+    """Return a value of a dataclass; a machine of a later version may say more of itself, to be refused for it."""
+    known = {one.name: one for one in fields(kind)}
+    missing = [
+        one.name
+        for one in known.values()
+        if one.name not in told and one.default is MISSING and one.default_factory is MISSING
+    ]
+    unknown = [] if kind in {Node, HostHere} else sorted(told.keys() - known)
+    if missing or unknown:
+        words = ", ".join([*(f"no {name}" for name in missing), *(f"unknown {name}" for name in unknown)])
+        raise ValueError(words)
+    return kind(**{name: _value(_kinds_of(kind)[name], told[name], name) for name in known if name in told})
+
+
+def _value(kind: Any, told: Any, name: str) -> Any:  # noqa: ANN401 - any type of a field
+    """Return a value of JSON as the type that a field has."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any or (origin is Literal and told in inner):
+        return told
+    if origin in {Union, UnionType}:
+        wanted = [one for one in inner if one is not NoneType]
+        return None if told is None and len(wanted) < len(inner) else _value(wanted[0], told, name)
+    if origin is dict and isinstance(told, dict):
+        return {(int(key) if inner[0] is int else key): _value(inner[1], value, name) for key, value in told.items()}
+    if origin is tuple and isinstance(told, list):
+        kinds = [inner[0]] * len(told) if inner[1:] == (Ellipsis,) else inner
+        if len(kinds) == len(told):
+            return tuple(_value(one, value, name) for one, value in zip(kinds, told, strict=True))
+    if is_dataclass(kind) and isinstance(told, dict):
+        return _object(kind, told)
+    if kind is float and isinstance(told, int | float) and not isinstance(told, bool):
+        return float(told)
+    if kind in {bool, int, str} and type(told) is kind:
+        return told
+    message = f"{name} is {str(told)[:LONGEST_QUOTE]!r}"
+    raise ValueError(message)

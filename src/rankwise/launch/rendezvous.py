@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the machines of a job meet, and whether this one serves the others. Imported by the launcher's start."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rankwise.errors import ConfigurationError
+from rankwise.launch import auth, port
+from rankwise.store import wire
+from rankwise.world import environments, network
+
+if TYPE_CHECKING:
+    from rankwise.launch.options import LaunchOptions
+
+LOOPBACK = "127.0.0.1"
+EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 - only where a scheduler names this machine by an address it does not have
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobAddress:
+    """A job's address as this machine uses it."""
+
+    address: tuple[str, int]
+    secret: str = field(repr=False)
+    listener: socket.socket | None = None
+    """Where this machine serves the job; ``None`` where another one does."""
+    interface: str | None = None
+    """Network interface that leads to the other machines; ``None`` for a job on one machine."""
+    notice: str = ""
+    """What a person should know about it, as a line; empty where all is as expected."""
+
+
+def find(options: LaunchOptions) -> JobAddress:
+    """Return where to meet; serves nothing yet, but holds the port where this machine is to.
+
+    Raises:
+        ConfigurationError: the host is unknown, means loopback here and is not this machine's own name, or is not
+            this machine although this is node 0; the port is taken.
+    """
+    if options.rendezvous is None:
+        listener = wire.listen(LOOPBACK, port.ANY)
+        interface = None if options.interface is None else known_interface(options.interface)
+        return JobAddress(
+            address=listener.getsockname()[:2], secret=auth.draw(), listener=listener, interface=interface
+        )
+    host, number = options.rendezvous
+    seen = _seen_from_here(host, options)
+    listener = None
+    if seen.listens_on is not None and options.node_rank in {None, 0}:
+        listener = port.listen(seen.listens_on, number, options.node_rank)
+    interface = interface_to(seen.address) if options.interface is None else known_interface(options.interface)
+    if listener is not None:
+        number = listener.getsockname()[1]
+    return JobAddress(
+        address=(seen.address, number),
+        secret=auth.shared_by_machines(),
+        listener=listener,
+        interface=interface,
+        notice=seen.notice if listener is not None else "",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SeenFromHere:
+    """The rendezvous as this machine sees it."""
+
+    address: str
+    """To connect to."""
+    listens_on: str | None
+    """Where this machine may be the host, what to listen on."""
+    notice: str = ""
+
+
+def _seen_from_here(host: str, options: LaunchOptions) -> _SeenFromHere:
+    found = network.resolve(host)
+    outside = [address for address in found if not network.is_loopback(address)]
+    if not outside:
+        # Debian writes the machine's own name into /etc/hosts as 127.0.1.1; operators of Kubernetes tell the first
+        # pod that it is localhost.
+        is_itself = options.node_rank == 0 or (options.node_rank is None and host == socket.gethostname())
+        if is_itself and (options.told_by_scheduler or host not in {*found, "localhost"}):
+            return _every_interface(host, options)
+        if host in {*found, "localhost"}:
+            return _SeenFromHere(address=found[0], listens_on=found[0])
+        raise network.loopback_name(host, found)
+    address = outside[0]
+    if network.is_own(address):
+        return _SeenFromHere(address=address, listens_on=address)
+    if options.node_rank != 0:
+        return _SeenFromHere(address=address, listens_on=None)
+    if environments.in_kubernetes():
+        # The name may be a service's, in front of this pod.
+        return _every_interface(host, options)
+    raise ConfigurationError(
+        f"This is node 0, and the rendezvous {host} is another machine.",
+        where=socket.gethostname(),
+        evidence=f"{host} is {address}; this machine has {', '.join(network.own_addresses()) or 'no address'}",
+        do="give node 0 to the machine that --rendezvous names, or name an address of this one",
+    )
+
+
+def _every_interface(host: str, options: LaunchOptions) -> _SeenFromHere:
+    address = network.main_address() or LOOPBACK
+    if options.interface is not None:
+        held = [one.addresses for one in network.interfaces() if one.name == options.interface]
+        address = next((addresses[0] for addresses in held if addresses), address)
+    notice = f"[rankwise] {host} is no address of this machine that others reach; listening on every interface\n"
+    return _SeenFromHere(address=address, listens_on=EVERY_INTERFACE, notice=notice)
+
+
+def known_interface(name: str) -> str:
+    """Return the name of an interface.
+
+    Raises:
+        ConfigurationError: this machine has none of that name.
+    """
+    known = [interface.name for interface in network.interfaces()]
+    if name not in known:
+        raise ConfigurationError(
+            f"This machine has no network interface {name!r}.",
+            where=socket.gethostname(),
+            evidence="\n".join(network.interface_lines()),
+            do=f"use one of {', '.join(known)}, or leave --interface out",
+        )
+    return name
+
+
+def interface_to(address: str) -> str:
+    """Return the interface that holds an address, or that leads there."""
+    for interface in network.interfaces():
+        if address in interface.addresses:
+            return interface.name
+    return network.route_to(address).interface

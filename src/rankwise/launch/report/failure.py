@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a rank failed, as a value: made from its exception or its exit, written to the one file it leaves, and ordered.
+
+Starts and stops nothing. Imported by the worker, which writes the file, and by the agent, which reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankwise.errors import PeerFailed, PeerMissing
+from rankwise.launch.report.exit_code import OUT_OF_MEMORY, in_words, killed_in_words, signal_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_LOST_PEER_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connectfullmesh failed",
+    "broken pipe",
+    "connection was likely closed",
+    "remote process exited or there was a network error",
+)
+"""What Gloo, NCCL and the store say when the process at the other end has died."""
+
+LONGEST_TEXT = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How one rank failed."""
+
+    rank: int
+    type: str
+    """Name of the exception class, or of the signal; ``"exit"`` where the process just ended."""
+    message: str
+    traceback: str
+    """From the user's first frame on; empty where Python left none."""
+    time: float
+    """When, in seconds since the epoch."""
+    secondary: bool
+    """Whether it is only the echo of another rank's failure."""
+    exit_code: int
+    """Of the process as ``wait`` tells it: negative for a signal."""
+    how: str = ""
+    """In words, where exit code and signal do not tell it."""
+    at: str = ""
+    """Where a rank that was killed had last been seen, in words; empty where that is not known."""
+
+    @property
+    def words(self) -> str:
+        """How it ended."""
+        return self.how or in_words(self.exit_code)
+
+    @property
+    def brief(self) -> str:
+        """The same in a few words, for a line that says more: ``ValueError: boom``, ``SIGKILL``."""
+        if self.traceback:
+            first_line = self.message.strip().partition("\n")[0]
+            return f"{self.type}: {first_line}" if first_line else self.type
+        if self.exit_code < 0 and self.type != "stopped":
+            return f"{self.type}, {OUT_OF_MEMORY}" if OUT_OF_MEMORY in self.how else self.type
+        return self.how or f"exit code {self.exit_code}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedAttempt:
+    """How all ranks of one attempt ended, after one of them had failed."""
+
+    attempt: int
+    """0, then the number of the restart."""
+    world_size: int
+    failures: tuple[Failure, ...]
+    """At least one, in the order of blame: what came first, then the rest, then the echoes."""
+    ends: dict[int, str]
+    """How each rank that did not fail ended, in a few words."""
+    tolerated: tuple[int, ...] = ()
+    """Ranks whose failure had not ended the others."""
+    hostname: str = ""
+    """Where the first failure happened."""
+    stderr_tail: tuple[str, ...] = ()
+    """The last lines that rank wrote, shown where there is no traceback."""
+    log_path: str | None = None
+    """Where its whole stderr is."""
+
+    @property
+    def first(self) -> Failure:
+        """The failure to blame."""
+        return self.failures[0]
+
+
+def from_exception(error: BaseException, rank: int, exit_code: int) -> Failure:
+    """Describe an uncaught exception whose traceback starts at the user's first frame."""
+    is_exit = isinstance(error, SystemExit)
+    return Failure(
+        rank=rank,
+        type=type(error).__name__,
+        message=_cut(_text(error)),
+        traceback="" if is_exit else _cut("".join(traceback.format_exception(error))),
+        time=time.time(),
+        secondary=_is_echo(error),
+        exit_code=exit_code,
+    )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:  # noqa: BLE001 - an exception of the user's may do anything
+        return f"<its message cannot be read: {type(problem).__name__}>"
+
+
+def _cut(text: str) -> str:
+    """Return ``text`` with the middle left out where it is too long to be read, or sent."""
+    if len(text) <= LONGEST_TEXT:
+        return text
+    head, tail = LONGEST_TEXT // 4, LONGEST_TEXT // 2
+    return f"{text[:head]}\n... {len(text) - head - tail} characters are left out here ...\n{text[-tail:]}"
+
+
+def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | None = None, at: str = "") -> Failure:
+    """Describe a process that ended badly without recording a failure: a signal, or ``os._exit``.
+
+    Args:
+        rank: which one.
+        exit_code: of the process as ``wait`` tells it.
+        when: it ended, in seconds since the epoch.
+        out_of_memory: whether the kernel has killed for memory meanwhile; ``None`` where that cannot be known.
+        at: where it had last been seen, in words, where that is known.
+    """
+    name = signal_name(-exit_code) if exit_code < 0 else "exit"
+    how = killed_in_words(exit_code, out_of_memory=out_of_memory)
+    return Failure(
+        rank=rank,
+        type=name,
+        message="",
+        traceback="",
+        time=when,
+        secondary=False,
+        exit_code=exit_code,
+        how=how,
+        at=at,
+    )
+
+
+def from_stop(rank: int, seconds: float, when: float) -> Failure:
+    """Describe a rank that somebody has stopped: its process is there, and does not run.
+
+    Args:
+        rank: which one.
+        seconds: for how long.
+        when: that was seen, in seconds since the epoch.
+    """
+    how = f"stopped for {seconds:.0f} s by SIGSTOP, Ctrl-Z or a debugger, while the other ranks ran"
+    return _seen_from_outside(rank, "stopped", how, when, exit_code=-signal.SIGSTOP)
+
+
+def from_lost_node(rank: int, hostname: str, when: float) -> Failure:
+    """Describe a rank of a machine that was declared lost.
+
+    Args:
+        rank: any of its ranks.
+        hostname: of the machine.
+        when: it was given up, in seconds since the epoch.
+    """
+    how = f"{hostname} is lost: the machine or its network went down, or its launcher was killed"
+    return _seen_from_outside(rank, "lost", how, when, exit_code=1)
+
+
+def _seen_from_outside(rank: int, kind: str, how: str, when: float, *, exit_code: int) -> Failure:
+    return Failure(
+        rank=rank, type=kind, message="", traceback="", time=when, secondary=False, exit_code=exit_code, how=how
+    )
+
+
+def write(failure: Failure, path: str) -> None:
+    """Write ``failure`` to ``path`` whole or not at all."""
+    partial = Path(f"{path}.partial")
+    partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    partial.replace(path)
+
+
+def read(path: str) -> Failure | None:
+    """Return what a rank wrote to ``path``, or ``None`` where it wrote nothing."""
+    try:
+        return Failure(**json.loads(Path(path).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def causes_first(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """Return failures in the order they came, echoes of others last."""
+    return tuple(sorted(failures, key=lambda failure: (failure.secondary, failure.time)))
+
+
+def _is_echo(error: BaseException | None) -> bool:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, PeerFailed | PeerMissing):
+            return True
+        if isinstance(error, RuntimeError | OSError) and any(
+            words in _text(error).lower() for words in _LOST_PEER_WORDS
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that trains by itself although it has peers: its script never joins them.
+
+Watches optimizers by torch's own hook, in a rank that the launcher started. Imported by the worker, which sets
+the hook, and by the coordinator, which repeats the report at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankwise.comm.session import current_or_none
+from rankwise.log import warn
+
+if TYPE_CHECKING:
+    import torch
+
+OTHER_LIBRARIES = ("horovod", "byteps", "deepspeed", "hivemind", "torchft")
+"""Libraries that can connect ranks without torch's default process group."""
+_WHAT_TO_DO = (
+    "use rankwise.join(), rankwise.DataLoader and rankwise.replicate(model), or start one rank: rankwise run -n 1"
+)
+
+
+def watch(world_size: int, note: str) -> None:
+    """Report the first optimizer step of this process if it has not joined its peers by then.
+
+    Called by: one of several ranks, before its script runs.
+
+    Args:
+        world_size: ranks of the job.
+        note: path of a file that is written then, for the launcher to remind of it at the end.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - in memory already
+
+    from rankwise.torch_private.compiler import uncompiled  # noqa: PLC0415 - imports torch
+
+    own_pid = os.getpid()
+    has_looked: list[bool] = []
+
+    @uncompiled
+    def look(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        # Not removed instead: torch is going through the hooks.
+        if has_looked or not has_gradients(optimizer):
+            return
+        has_looked.append(True)
+        # A process that the script forked is not the rank.
+        if os.getpid() == own_pid and not _is_connected():
+            warn(
+                f"rank 0 has taken an optimizer step and has not joined the other ranks: {world_size} ranks each train "
+                f"alone, and each writes the script's files; {_WHAT_TO_DO}"
+            )
+            with contextlib.suppress(OSError):
+                Path(note).touch()
+
+    register_optimizer_step_post_hook(look)
+
+
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step of ``optimizer`` can have changed anything."""
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def reminder(world_size: int) -> str:
+    """Return the last line of a job whose ranks trained alone."""
+    return f"[rankwise] the script never joined: {world_size} ranks each trained alone; {_WHAT_TO_DO}\n"
+
+
+def _is_connected() -> bool:
+    """Return whether this process has joined other ranks, in whichever way."""
+    import torch.distributed as dist  # noqa: PLC0415 - in memory already
+
+    if current_or_none() is not None or dist.is_initialized():
+        return True
+    return any(name in sys.modules for name in OTHER_LIBRARIES) or _is_connected_by_rpc()
+
+
+def _is_connected_by_rpc() -> bool:
+    from torch.distributed import rpc  # noqa: PLC0415 - takes a moment, and is needed once
+
+    try:
+        rpc.get_worker_info()
+    except (AttributeError, RuntimeError):  # not started; or torch was built without it
+        return False
+    return True

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scheduler around this launcher says, where it has started one on each machine. No torch.
+
+Imported by the launcher's start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rankwise.errors import ConfigurationError
+from rankwise.world import environments
+
+if TYPE_CHECKING:
+    from rankwise.launch.options import LaunchOptions
+
+
+def unused_nodes() -> str:
+    """Return a warning where this launcher stands in a Slurm job of several nodes and uses one; empty elsewhere."""
+    number = environments.nodes_of_job()
+    if number < 2:  # noqa: PLR2004 - a job of one node leaves none unused
+        return ""
+    return (
+        f"[rankwise] this Slurm job has {number} nodes, and this launcher uses one of them; for all of them: "
+        "srun --ntasks-per-node=1 rankwise run ...\n"
+    )
+
+
+def with_scheduler(options: LaunchOptions) -> LaunchOptions:
+    """Return ``options`` with the machines that a scheduler, having started one launcher on each, tells of.
+
+    Slurm's step variables, and plain ``RANK`` and ``WORLD_SIZE`` as Kubernetes' PyTorchJob sets them, then number
+    the machines.
+
+    Raises:
+        ConfigurationError: several launchers were started on one machine, or rank 0's address is missing.
+    """
+    if options.nodes[1] > 1 or options.rendezvous is not None:
+        return options
+    reading = environments.read_launcher()
+    if reading is None or reading.world_size == 1:
+        return options
+    if (reading.local_world_size or 1) > 1:
+        raise ConfigurationError(
+            f"{reading.local_world_size} launchers were started on this machine, and one is enough.",
+            evidence=reading.reason,
+            do="srun --ntasks-per-node=1 rankwise run -n RANKS_PER_NODE train.py\n"
+            "or start the ranks themselves: srun python train.py",
+        )
+    size = reading.world_size
+    return replace(
+        options, nodes=(size, size), node_rank=reading.rank, rendezvous=reading.address, told_by_scheduler=True
+    )

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the lanes of a model's buckets, each as its way of compressing wants it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import compress
+from typing import TYPE_CHECKING
+
+from rankwise.comm.backends.protocol import describe_channels
+from rankwise.parallel.compress.allgather_channel import AllGatherChannel, SharedAllGather
+from rankwise.parallel.compress.cast import DTYPES, CastChannel
+from rankwise.parallel.compress.low_rank import FactorPlan, Factors, LowRankChannel
+from rankwise.parallel.compress.methods import Narrow, PowerSGD, TopK
+from rankwise.parallel.compress.quantised import SumOfQuantised
+from rankwise.parallel.compress.topk import SumOfLargest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from rankwise.comm.backends.protocol import BucketChannel, ChannelSize, Exchange
+    from rankwise.parallel.compress.methods import Method
+
+
+def open_channels(
+    method: Method | None,
+    exchange: Exchange,
+    sizes: Sequence[ChannelSize],
+    shapes: Sequence[Sequence[torch.Size]],
+    what: str,
+) -> list[BucketChannel]:
+    """Return a lane for each size, to be started in this order.
+
+    Called by: every rank of ``exchange``, with the same arguments.
+
+    Args:
+        method: how what travels is compressed.
+        exchange: the ranks.
+        sizes: of the lanes, as they are used.
+        shapes: of the gradients in each, one behind the other.
+        what: travels, in words.
+    """
+    if method is None:
+        return exchange.channels(sizes, what)
+    is_real = [size.dtype.is_floating_point for size in sizes]
+    if not all(is_real):
+        # Complex numbers travel as they are.
+        whole = iter(exchange.channels(list(compress(sizes, [not real for real in is_real])), what))
+        rest, shapes_of_rest = list(compress(sizes, is_real)), list(compress(shapes, is_real))
+        smaller = iter(open_channels(method, exchange, rest, shapes_of_rest, what) if rest else ())
+        return [next(smaller if real else whole) for real in is_real]
+    description = f"{what} by {method}"
+    if isinstance(method, Narrow):
+        return _narrow(method, exchange, sizes, description)
+    if isinstance(method, PowerSGD):
+        return _low_rank(method, exchange, sizes, shapes, description)
+    own = exchange.dup()
+    exchange.barrier("; ".join(describe_channels(sizes, description)))
+    compressed_sum = (
+        SumOfLargest(own, method.share, description) if isinstance(method, TopK) else SumOfQuantised(own, description)
+    )
+    journeys = {device: SharedAllGather(own, compressed_sum) for device in dict.fromkeys(size.device for size in sizes)}
+    return [AllGatherChannel(journeys[size.device], size, inside) for size, inside in zip(sizes, shapes, strict=True)]
+
+
+def _narrow(method: Narrow, exchange: Exchange, sizes: Sequence[ChannelSize], what: str) -> list[BucketChannel]:
+    dtype = DTYPES[method.dtype]
+    inner = [replace(size, dtype=dtype) if size.dtype.itemsize > dtype.itemsize else size for size in sizes]
+    return [
+        channel if small == size else CastChannel(channel, size)
+        for channel, small, size in zip(exchange.channels(inner, what), inner, sizes, strict=True)
+    ]
+
+
+def _low_rank(
+    method: PowerSGD,
+    exchange: Exchange,
+    sizes: Sequence[ChannelSize],
+    shapes: Sequence[Sequence[torch.Size]],
+    what: str,
+) -> list[BucketChannel]:
+    plans = [FactorPlan(of_bucket, method.rank) for of_bucket in shapes]
+    first = exchange.channels(
+        [replace(size, num_elements=plan.num_first) for size, plan in zip(sizes, plans, strict=True)], what
+    )
+    thin = [
+        replace(size, num_elements=plan.num_second) for size, plan in zip(sizes, plans, strict=True) if plan.matrices
+    ]
+    own = exchange.dup()
+    second = iter(own.channels(thin, f"second factors of {what}") if thin else ())
+    factors = Factors(own, what)
+    return [
+        LowRankChannel(plan, channel, next(second) if plan.matrices else None, size, factors)
+        for plan, channel, size in zip(plans, first, sizes, strict=True)
+    ]

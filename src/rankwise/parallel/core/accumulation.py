@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of several microsteps, added up on this rank with their weights. Used by gradient_sync.
+
+While an accumulation is open, each gradient is multiplied by its microstep's share before torch adds it to
+``grad``. Knows no other rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from rankwise.errors import ConfigurationError
+from rankwise.torch_private.autograd import version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+    from torch.autograd.graph import Node
+
+
+class Accumulation:
+    """The microsteps since the last exact gradient."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        self.is_open = False
+        self.is_begun = False
+        """Whether there is anything for :meth:`close` to forget."""
+        self.is_continued = False
+        """Whether another microstep follows the one under way."""
+        self.carried = 0.0
+        """Sum of the shares of the microsteps that have been added up."""
+        self.counted_in: str | None = None
+        """What the weights of its microsteps count, in words, once one has come that counts anything."""
+        self._names = names
+        self._parameters = parameters
+        self._earlier: dict[int, torch.Tensor] = {}
+        self._marks: dict[int, tuple[torch.Tensor, int]] = {}
+        self._scalers: dict[int, tuple[Node, torch.utils.hooks.RemovableHandle]] = {}
+        """Each with what adds its gradient up, which nobody else keeps."""
+
+    def expect(self, numbers: Iterable[int], share: Callable[[], float]) -> None:
+        """Follow gradients before torch adds them up: the first of a backward may be what begins it.
+
+        Args:
+            numbers: of the parameters that get gradients.
+            share: what to multiply the gradients of the backward under way with; may begin it.
+        """
+        self.is_begun = True
+        # What is kept keeps the hook: one that held the rest would keep the model's memory for ever.
+        followed, share_of_step = weakref.ref(self), weakref.WeakMethod(share)
+
+        def scaled(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+            accumulation, current_share = followed(), share_of_step()
+            if accumulation is None or current_share is None:
+                return gradients
+            factor = current_share()
+            if not accumulation.is_open:
+                return gradients
+            (gradient,) = gradients
+            if gradient is None:
+                return gradients
+            # Nothing of a microstep without samples counts, not even a NaN.
+            return (gradient * factor if factor else torch.zeros_like(gradient),)
+
+        for number in numbers:
+            parameter = self._parameters[number]
+            if number not in self._scalers and parameter.requires_grad:
+                # A hook of the parameter itself would also change what torch.autograd.grad returns.
+                node = get_gradient_edge(parameter).node
+                self._scalers[number] = node, node.register_prehook(scaled)
+
+    def begin(self, numbers: Iterable[int], share: Callable[[], float], *, continues: bool) -> None:
+        """Prepare for a backward.
+
+        Args:
+            numbers: of the parameters that get gradients.
+            share: as for :meth:`expect`.
+            continues: whether another microstep will follow.
+
+        Raises:
+            ConfigurationError: gradients were changed in the middle of an accumulation.
+        """
+        if self.is_open and self._was_cleared():
+            self.close()
+        if continues and not self.is_open:
+            self.put_earlier_gradients_aside()
+            self.is_open = True
+            self.expect(numbers, share)
+
+    def add(self, share: float) -> None:
+        """Note that a microstep has been added up."""
+        self.carried += share
+        self._marks = {
+            number: (parameter.grad, version_of(parameter.grad))
+            for number, parameter in enumerate(self._parameters)
+            if parameter.grad is not None
+        }
+
+    def give_back_earlier(self) -> None:
+        """End the accumulation; gradients from before it, which were exact already, are added."""
+        for number, earlier in self._earlier.items():
+            parameter = self._parameters[number]
+            parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        self.close()
+
+    def close_empty(self) -> None:
+        """Undo the beginning of an accumulation if nothing was added up: ``torch.autograd.grad`` adds nothing."""
+        if not self.is_open or self._marks:
+            return
+        for number, earlier in self._earlier.items():
+            self._parameters[number].grad = earlier
+        self._earlier.clear()
+        self.is_open = False
+
+    def abandon(self) -> None:
+        """Forget a microstep that broke off. Earlier ones count unless the gradients have been cleared."""
+        if not self._marks:
+            self.close()
+
+    def close(self) -> None:
+        """Forget everything."""
+        for _, handle in self._scalers.values():
+            handle.remove()
+        self._scalers.clear()
+        self._earlier.clear()
+        self._marks.clear()
+        self.is_open = self.is_begun = False
+        self.counted_in = None
+        self.carried = 0.0
+
+    def put_earlier_gradients_aside(self) -> None:
+        """Keep what is in ``grad`` out of the next backward, until :meth:`give_back_earlier`."""
+        self.is_begun = True
+        for number, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                self._earlier[number] = parameter.grad.clone()
+                parameter.grad = None
+
+    def _was_cleared(self) -> bool:
+        """Return whether the user has cleared all gradients since the last microstep."""
+        changed: dict[int, bool] = {}
+        for number, (gradient, version) in self._marks.items():
+            now = self._parameters[number].grad
+            if now is None or now is not gradient or version_of(now) != version:
+                changed[number] = now is None or not bool(now.any())
+        if not changed:
+            return False
+        if len(changed) == len(self._marks) and all(changed.values()):
+            return True
+        left = next((number for number in self._marks if not changed.get(number, False)), 0)
+        raise ConfigurationError(
+            "Gradients were changed in the middle of an accumulation.",
+            evidence=f"{self._names[left]} still holds a part of it, and others do not, or it was changed in place",
+            do="clear the gradients of the whole model (model.zero_grad()), and clip them after the last microstep",
+        )

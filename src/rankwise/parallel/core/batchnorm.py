@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BatchNorm over the whole global batch, on any device. Used by replicate.
+
+Changes the class of the BatchNorm layers of one model to a subclass of their own; names, parameters and
+buffers stay.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+
+from rankwise.comm.session import current
+from rankwise.errors import ConfigurationError
+from rankwise.log import warn
+from rankwise.parallel.core import global_statistics
+from rankwise.torch_private.modules import AnySizeBatchNorm, BatchNorm, check_input_dim
+
+if TYPE_CHECKING:
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.parallel.core.gradient_sync import GradientSync
+
+_sync_of: WeakKeyDictionary[nn.Module, tuple[GradientSync, Exchange]] = WeakKeyDictionary()
+_lacking: WeakSet[GradientSync] = WeakSet()
+"""Of the models of which it has been said that gradients lack something."""
+
+
+class _GlobalStatistics(BatchNorm):
+    """What the three subclasses share. Without a sync (a copied model) it is the plain layer."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        noted = _sync_of.get(self)
+        uses_batch = self.training or (self.running_mean is None and self.running_var is None)
+        if noted is None or not uses_batch:
+            return super().forward(input)
+        check_input_dim(self, input)
+        if current().exchange is None:
+            return super().forward(input)
+        sync, exchange = noted
+        output, mean, variance, count = _SyncedNorm.apply(input, self.weight, self.bias, self.eps, exchange, sync)
+        if self.training and self.track_running_stats:
+            self._track(mean, variance, count)
+        return output  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as Python's own
+        """Have copies and pickles be of torch's class, which a file can be read with anywhere."""
+        reduced = super().__reduce_ex__(protocol)
+        # Called: pickle makes no instance of another class than this one's in any other way.
+        return (_PLAIN_OF[type(self)], (self.num_features,), *reduced[2:]) if type(self) in _PLAIN_OF else reduced
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        """Move the running statistics as torch's BatchNorm does, with the unbiased variance."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)  # type: ignore[arg-type]
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        if self.running_mean is not None:
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        if self.running_var is not None:
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class GlobalBatchNorm1d(_GlobalStatistics, nn.BatchNorm1d):
+    """``torch.nn.BatchNorm1d`` with the statistics of all ranks."""
+
+
+class GlobalBatchNorm2d(_GlobalStatistics, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d`` with the statistics of all ranks."""
+
+
+class GlobalBatchNorm(_GlobalStatistics, AnySizeBatchNorm):
+    """``torch.nn.SyncBatchNorm``, on any device: inputs of two dimensions or more."""
+
+
+class GlobalBatchNorm3d(_GlobalStatistics, nn.BatchNorm3d):
+    """``torch.nn.BatchNorm3d`` with the statistics of all ranks."""
+
+
+SYNCHRONISED = (GlobalBatchNorm, GlobalBatchNorm1d, GlobalBatchNorm2d, GlobalBatchNorm3d)
+_CLASS_OF: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: GlobalBatchNorm1d,
+    nn.BatchNorm2d: GlobalBatchNorm2d,
+    nn.BatchNorm3d: GlobalBatchNorm3d,
+    nn.SyncBatchNorm: GlobalBatchNorm,
+}
+_PLAIN_OF = {ours: torchs for torchs, ours in _CLASS_OF.items()}
+
+
+def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchange) -> None:
+    """Have every BatchNorm layer of ``model`` take its statistics over all ranks of ``exchange``, in place.
+
+    Raises:
+        ConfigurationError: a layer is of a subclass of torch's.
+    """
+    for name, module in model.named_modules():
+        replacement = _CLASS_OF.get(type(module))
+        if replacement is None and isinstance(module, BatchNorm) and not isinstance(module, SYNCHRONISED):
+            raise ConfigurationError(
+                f"sync_batchnorm=True does not know {type(module).__name__}, the class of {name or 'the model'}.",
+                do="use torch.nn.BatchNorm1d, 2d or 3d there; a subclass may do anything in its forward",
+            )
+        if replacement is not None:
+            module.__class__ = replacement  # pyright: ignore[reportAttributeAccessIssue] - a subclass of its own
+        if isinstance(module, SYNCHRONISED):
+            _sync_of[module] = sync, exchange
+
+
+def unsynchronised_batchnorms(model: nn.Module) -> list[str]:
+    """Return the names of BatchNorm layers whose statistics are taken per rank."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    ]
+
+
+def take_their(names: list[str]) -> str:
+    """Return the beginning of what is said of BatchNorm layers: ``bn1 and 2 more BatchNorm layers take their``."""
+    if len(names) == 1:
+        return f"{names[0]} (BatchNorm) takes its"
+    return f"{names[0]} and {len(names) - 1} more BatchNorm layer{'s' * (len(names) > 2)} take their"  # noqa: PLR2004
+
+
+def _warn_of_lacking_gradients(sync: GradientSync) -> None:
+    """Say once per model that samples without weight change the others' outputs, and no gradient tells of it."""
+    # What enters the global loss times zero cannot carry it to the layers before.
+    if sync not in _lacking:
+        _lacking.add(sync)
+        warn(
+            "the samples of this rank do not count in the loss, and BatchNorm takes statistics of them: gradients of "
+            "the layers before it lack what depends on these samples, so that the result depends on the number of "
+            "ranks; leave such samples out before the model is called, or give each rank some that count",
+            all_ranks=True,
+        )
+
+
+class _SyncedNorm(torch.autograd.Function):
+    """Normalisation by all ranks' mean and variance; see :mod:`rankwise.parallel.core.global_statistics`.
+
+    With this difference: the loss of rank r is a mean over its own w_r samples and later enters the global loss
+    times w_r / sum w, so sums over ranks are weighted with w_r, and divided by w_r where they meet this rank's
+    gradient again.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes positions
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        exchange: Exchange,
+        sync: GradientSync,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        own = global_statistics.statistics_of(global_statistics.wide(x))
+        mean, variance, count = global_statistics.combined(exchange.all_gather(own, what="BatchNorm statistics"))
+        inverse = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.exchange = exchange
+        ctx.sync = sync
+        ctx.has_bias = bias is not None
+        ctx.mark_non_differentiable(mean, variance, count)
+        return global_statistics.normalise(x, mean, inverse, weight, bias), mean, variance, count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator loses the name
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        *gradients: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        own = global_statistics.sums(x, gradients[0], mean, inverse)
+        # Where the loss does not pass through the model's output, this may be what backward reaches first.
+        ctx.sync.begin(ctx.sync.loss.forward_weight)
+        amount = ctx.sync.weight
+        total = torch.nan_to_num(own) * amount if amount == 0 else own * amount
+        total = ctx.exchange.all_reduce(total, what="BatchNorm gradients")
+        if amount == 0 and x.numel() and ctx.needs_input_grad[0] and bool(total.any()):
+            _warn_of_lacking_gradients(ctx.sync)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            means = total / (count * amount) if amount else torch.zeros_like(total)
+            dx = global_statistics.gradient(x, gradients[0], mean, inverse, weight=weight, means=means)
+        d_weight = own[1].to(weight.dtype) if weight is not None else None
+        d_bias = own[0].to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
+        return dx, d_weight, d_bias, None, None, None

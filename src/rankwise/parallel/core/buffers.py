@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers that change while training, kept equal on all ranks: rank zero's count. Used by replicate."""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from rankwise.parallel.core.batchnorm import SYNCHRONISED
+from rankwise.parallel.core.own_hooks import OwnHook
+from rankwise.parallel.core.registrations import count_registrations
+from rankwise.parallel.core.same_model import broadcast_tensors
+from rankwise.torch_private.autograd import version_of
+from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.modules import own_buffers, own_modules
+
+if TYPE_CHECKING:
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.parallel.core.diverged_buffers import DivergedBuffers
+
+SMALL_BYTES = 2**18
+"""Up to this size, sending all buffers takes no longer than asking which have changed."""
+
+BufferSlot = tuple[nn.Module, str]
+"""A module and the name of a buffer of its own."""
+
+
+class BufferSync:
+    """Gives every rank the buffers of rank zero before each training forward.
+
+    Where they are large (masks, position tables), the ranks first agree on which have changed on any of them.
+    The statistics of synchronised BatchNorm are equal on all ranks already.
+    """
+
+    def __init__(self, model: nn.Module, exchange: Exchange, diverged: DivergedBuffers | None = None) -> None:
+        """Follow the buffers of a model.
+
+        Args:
+            model: whose buffers they are.
+            exchange: the ranks.
+            diverged: names what ranks update from their own samples.
+        """
+        self._places = BufferSlots(model)
+        self._exchange = exchange
+        self._diverged = diverged
+        self._seen = {place: (buffer, version_of(buffer)) for place, buffer in self._places.buffers().items()}
+        self._unseen: set[BufferSlot] = set()
+        """Buffers that have differed: what is changed through ``.data`` has no other version."""
+
+    def before_forward(self, inputs: object = ()) -> None:
+        """Make the buffers equal.
+
+        Called by: every rank, before each training forward.
+
+        Args:
+            inputs: what the model is called with.
+        """
+        buffers = self._places.buffers()
+        if not buffers:
+            return
+        unlike, suspects = (set[BufferSlot](), []) if self._diverged is None else self._diverged.compare(buffers)
+        self._unseen |= unlike
+        to_send = buffers
+        if sum(buffer.nbytes for buffer in buffers.values()) > SMALL_BYTES:
+            to_send = self._changed_on_any_rank(buffers)
+        with torch.no_grad():
+            broadcast_tensors(to_send.values(), self._exchange, what="buffers of rank 0")
+        self._seen |= {place: (buffer, version_of(buffer)) for place, buffer in to_send.items()}
+        if self._diverged is not None:
+            if suspects:
+                self._diverged.warn_of(suspects, buffers)
+            self._diverged.note_before(buffers, inputs)
+
+    def after_forward(self) -> None:
+        """Note what a training forward has made of the buffers. Called after each."""
+        if self._diverged is not None and self._diverged.is_close:
+            self._diverged.note_after(self._places.buffers())
+
+    def _changed_on_any_rank(self, buffers: dict[BufferSlot, torch.Tensor]) -> dict[BufferSlot, torch.Tensor]:
+        changed = torch.tensor([self._has_changed(place, buffer) for place, buffer in buffers.items()]).byte()
+        changed = self._exchange.all_reduce(changed, "max", what="buffers that changed")
+        return {place: buffers[place] for place, moved in zip(buffers, changed.tolist(), strict=True) if moved}
+
+    def _has_changed(self, place: BufferSlot, buffer: torch.Tensor) -> bool:
+        if place in self._unseen:
+            return True
+        before = self._seen.get(place)
+        return before is None or before[0] is not buffer or before[1] != version_of(buffer)
+
+
+class BuffersBeforeForward(OwnHook):
+    """Gives every rank the buffers of rank zero that change while training."""
+
+    def __init__(self, buffers: BufferSync) -> None:
+        self._buffers = buffers
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: object) -> None:
+        """Make the buffers equal before a training forward. Called by torch."""
+        if module.training and torch.is_grad_enabled():
+            self._buffers.before_forward((args,))
+
+
+class BufferSlots:
+    """Where a model has buffers; the model is walked again only when that may have changed.
+
+    A buffer that is replaced, deleted or set to None is seen by looking at its place. New buffers and layers are
+    counted as they are registered. What torch does not tell of (a deleted layer, an inserted one) changes the
+    length of a module's dict of layers, or is a new dict.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._counts = count_registrations()
+        self._walk()
+
+    def buffers(self) -> dict[BufferSlot, torch.Tensor]:
+        """Return the buffers there are now, but for those of synchronised BatchNorm, in the order of the model."""
+        if self._may_have_changed():
+            self._walk()
+        found: dict[BufferSlot, torch.Tensor] = {}
+        for place in self._places:
+            module, name = place
+            own = own_buffers(module)
+            buffer = own[name] if name in own else None  # noqa: SIM401 - torch.jit's has no `get`
+            if buffer is not None:
+                found[place] = buffer
+        return found
+
+    def _may_have_changed(self) -> bool:
+        # In C throughout: a model without buffers pays this on each forward, and nothing else.
+        return (
+            self._count_seen != self._counts.buffers
+            or not all(map(is_, map(own_modules, self._parents), self._layers))
+            or list(map(len, self._layers)) != self._num_layers
+        )
+
+    def _walk(self) -> None:
+        self._count_seen = self._counts.buffers
+        modules = list(self._model.modules())
+        self._places: list[BufferSlot] = [
+            (module, name)
+            for module in modules
+            if not isinstance(module, SYNCHRONISED)
+            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
+        # Where nothing has buffers, no deletion matters, and only these two take layers without a word.
+        parents = [
+            module
+            for module in modules
+            if isinstance(module, nn.ModuleList | nn.Sequential) or (self._places and own_modules(module))
+        ]
+        self._parents = parents
+        self._layers = [own_modules(module) for module in parents]
+        self._num_layers = [len(layers) for layers in self._layers]

@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of one model, made equal on all ranks while backward runs.
+
+A hook after forward notes what the call stands for. Hooks on the parameters send each bucket once it is full; when
+``backward()`` returns every gradient is the exact mean over all samples of all ranks. Weights are counted in units that
+all ranks share. Used by replicate, local_sgd and the parameter servers.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.compress.error_feedback import carry_over
+from rankwise.parallel.compress.methods import Narrow
+from rankwise.parallel.compress.open_channels import open_channels
+from rankwise.parallel.core.accumulation import Accumulation
+from rankwise.parallel.core.buckets import MEBIBYTE_BYTES, Bucket, BucketQueue, channel_size, own_gradient, plan
+from rankwise.parallel.core.own_hooks import OwnHook
+from rankwise.parallel.core.registrations import count_registrations
+from rankwise.parallel.core.same_inputs import FirstCall, first_call_of, report_first_calls
+from rankwise.parallel.loss.hooks import mark_output, samples_of, sizes_of_first, tensors_with_grad
+from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, model_numbers
+from rankwise.parallel.loss.terms import ForwardCall
+from rankwise.torch_private import foreach
+from rankwise.torch_private.autograd import in_backward, run_after_backward
+from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.dtensor import own_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.parallel.compress.methods import Method
+
+FIRST_BUCKET_BYTES = MEBIBYTE_BYTES
+
+_round: list[GradientSync] = []
+"""The syncs that take part in the backward under way: several where one loss crosses several models."""
+
+
+class GradientSync:
+    """The gradients of one model, from ``replicate`` until the model is gone."""
+
+    strategy: str = "replicate"
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        group: Exchange | None,
+        model_name: str = "a model",
+        compress: Method | None = None,
+    ) -> None:
+        self.number = next(model_numbers)
+        """Ranks replicate their models in one order, so it is the same on each."""
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self._kind = (self.parameters[0].dtype, self.parameters[0].device)
+        self._group = group
+        self._model_name = model_name
+        self.first_call: FirstCall | None = None
+        """What the model was called with in the first step, for ranks to compare."""
+        self._what = f"gradients of {model_name}"
+        self._num_synced = 0
+        is_float16 = Narrow("fp16") == compress or any(p.dtype == torch.float16 for p in self.parameters)
+        self._unit = WeightUnit(is_open=is_float16)
+        self._accumulation = Accumulation(self.names, self.parameters)
+        self.loss = LossOnRanks(self.number, self.parameters, group, model_name, self._accumulation)
+        """What the loss of each backward is a mean over."""
+        self.on_mean: Callable[[float], None] | None = None
+        """Called at the end of backward with what the gradients are the mean over, on all ranks together."""
+        self._in_backward = False
+        self._has_gradients = False
+        self._compress = compress
+        self._arrived: list[int] | None = []
+        self._hooked: set[int] = set()
+        self._unhooked = list(enumerate(self.parameters))
+        self._buckets = BucketQueue([])
+        self._bucket_of: list[Bucket] = []
+        self.hook_new_parameters()
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether a backward is one of several before the next exact gradient."""
+        return self._accumulation.is_continued
+
+    @is_accumulating.setter
+    def is_accumulating(self, value: bool) -> None:
+        self._accumulation.is_continued = value
+        if value:
+            self._accumulation.expect(sorted(self._hooked), self._share)
+
+    @property
+    def given_weight(self) -> float | None:
+        """What the user says that the loss is a mean over."""
+        return self.loss.given_weight
+
+    @given_weight.setter
+    def given_weight(self, value: float | None) -> None:
+        self.loss.given_weight = value
+
+    @property
+    def weight(self) -> float:
+        """Weight of the backward under way: the samples, or tokens, that its loss is the mean of."""
+        return self.loss.weight
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the gradients are averaged over."""
+        return 1 if self._group is None else self._group.world_size
+
+    def is_mid_step(self) -> bool:
+        """Whether gradients of some microsteps wait, on every rank, for those of the last."""
+        return self._accumulation.is_open
+
+    # -- set-up ------------------------------------------------------------------------------------
+
+    def hook_new_parameters(self) -> None:
+        """Follow parameters that need gradients by now. A layer may be unfrozen after ``replicate``."""
+        new = [number for number, parameter in self._unhooked if parameter.requires_grad]
+        if not new:
+            return
+        for number in new:
+            self.parameters[number].register_post_accumulate_grad_hook(self._arrival_hook(number))
+        self._hooked.update(new)
+        self._unhooked = [(number, parameter) for number, parameter in self._unhooked if number not in self._hooked]
+        if self._group is not None:
+            self._build(self._group, sorted(self._hooked, reverse=True))
+            self._arrived = []
+
+    def _build(self, group: Exchange, order: Sequence[int]) -> None:
+        limit_bytes = group.channel_bytes(self.parameters[order[0]].device)
+        members = plan(self.parameters, order, FIRST_BUCKET_BYTES, limit_bytes)
+        sizes = [channel_size(numbers, self.parameters) for numbers in members]
+        shapes = [[own_part(self.parameters[number]).shape for number in numbers] for numbers in members]
+        channels = open_channels(self._compress, group, sizes, shapes, self._what)
+        buckets = [
+            Bucket(numbers, self.parameters, channel) for numbers, channel in zip(members, channels, strict=True)
+        ]
+        carry_over(self._buckets.buckets, buckets)
+        self._buckets = BucketQueue(buckets)
+        nowhere = buckets[0]
+        self._bucket_of = [nowhere] * len(self.parameters)
+        for bucket in buckets:
+            for number in bucket.numbers:
+                self._bucket_of[number] = bucket
+
+    def before_backward(self) -> None:
+        """Start afresh if an error broke the backward before, and follow layers unfrozen since.
+
+        Called by: every forward pass that backward may follow.
+        """
+        # None is under way: those whose end was not reached broke off, through whichever model.
+        while _round:
+            _round[-1].abandon()
+        if self._in_backward:
+            self.abandon()
+        first = self.parameters[0]
+        if (first.dtype, first.device) != self._kind:
+            raise ConfigurationError(
+                f"Parameter {self.names[0]} was {self._kind[0]} on {self._kind[1]} when {self.strategy}() was called "
+                "and has since changed.",
+                evidence=f"it is {first.dtype} on {first.device}",
+                do=f"call model.to(...) first, then rankwise.{self.strategy}(model)",
+            )
+        self.hook_new_parameters()
+
+    def check_followed(self, model: nn.Module) -> None:
+        """Raise unless every parameter of ``model`` is one that ``replicate`` found."""
+        known = {id(parameter) for parameter in self.parameters}
+        new = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
+        if new:
+            raise ConfigurationError(
+                f"Parameter {new[0]} was added after {self.strategy}(), so its gradient would not be synchronized.",
+                evidence=f"new parameters: {', '.join(new)}",
+                do="change the model first (layers, load_state_dict(assign=True)), "
+                f"then call rankwise.{self.strategy}(model)",
+            )
+
+    # -- while backward runs -----------------------------------------------------------------------
+
+    def begin(self, weight: float | None) -> None:
+        """Start a backward whose loss is a mean over ``weight`` samples. Further calls change nothing."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        is_accumulated = self.is_accumulating or self._accumulation.is_open
+        if weight is None and self._group is None and self.on_mean is None and not is_accumulated:
+            # Nothing is averaged, so that it need not be known.
+            weight = 1.0
+        self.loss.begin(weight)
+        if is_accumulated:
+            self._accumulation.begin(sorted(self._hooked), self._share, continues=self.is_accumulating)
+        if not _round:
+            run_after_backward(_finish_round)
+        _round.append(self)
+
+    def _share(self) -> float:
+        """Return the weight of the backward under way, in units of what a rank's step weighs."""
+        if not self._in_backward:
+            self.begin(self.loss.forward_weight)
+        return 1.0 if self.loss.is_sum else self.loss.weight / self._unit.size
+
+    def _arrival_hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        # The parameter holds the hook: a hook that held the sync would keep the model's memory for ever.
+        followed = weakref.ref(self)
+
+        def arrived(_: torch.Tensor) -> None:
+            sync = followed()
+            if sync is not None:
+                sync._take_note(number)  # noqa: SLF001 - its own
+
+        return arrived
+
+    def _take_note(self, number: int) -> None:
+        """Note that the gradient of a parameter is there. Called once per parameter and step."""
+        if not self._in_backward:
+            self.begin(self.loss.forward_weight)
+        self._has_gradients = True
+        if self._group is None or self.is_accumulating:
+            return
+        bucket = self._bucket_of[number]
+        bucket.num_missing = missing = bucket.num_missing - 1
+        if self._arrived is not None:
+            self._note_first_arrival(number)
+        if missing <= 0:
+            self._filled(number, missing)
+
+    def _filled(self, number: int, missing: int) -> None:
+        if missing < 0:
+            raise ConfigurationError(
+                f"Parameter {self.names[number]} received a gradient again after it was on its way.",
+                evidence="a part of the model runs backward several times within one backward()",
+                do="use torch.utils.checkpoint with use_reentrant=False",
+            )
+        if not self._unit.is_open:
+            for bucket in self._buckets.full():
+                self._send(bucket)
+
+    def _note_first_arrival(self, number: int) -> None:
+        gradient = self.parameters[number].grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise ConfigurationError(
+                f"Parameter {self.names[number]} has a sparse gradient.",
+                do="build the layer with sparse=False",
+            )
+        if self._arrived is not None:
+            self._arrived.append(number)
+
+    def _send(self, bucket: Bucket) -> None:
+        first = bucket.parameters[0].grad
+        if first is not None and first.requires_grad:
+            raise ConfigurationError(
+                "backward(create_graph=True) through a replicated model cannot be differentiated again.",
+                do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
+            )
+        self.loss.report()
+        share = self._share()
+        own = 1.0 if self._accumulation.is_open else share
+        if self.loss.is_sum:
+            bucket.send(own, self.loss.weight)
+        else:
+            scale = self._unit.scale
+            bucket.send(scale * own, scale * (self._accumulation.carried + share))
+
+    # -- when backward has run ---------------------------------------------------------------------
+
+    def send_rest(self) -> None:
+        """Send the buckets whose parameters this rank did not all use."""
+        if self._group is None or self.is_accumulating or not self._has_gradients:
+            return
+        if self._unit.is_open:
+            self.loss.report()
+            if not self.loss.is_sum_on_ranks():
+                self._unit.agree(self._group, self._accumulation.carried + self._share(), self._what)
+        for bucket in self._buckets.rest():
+            self._send(bucket)
+
+    def collect(self) -> None:
+        """Wait for the sums, divide them, and hand them to the parameters."""
+        try:
+            if not self._has_gradients:
+                self._accumulation.close_empty()
+                return
+            if self._accumulation.is_open:
+                self.loss.check_unit()
+            if self.is_accumulating:
+                self._accumulation.add(self._share())
+            elif self._group is None:
+                self._divide_alone()
+            else:
+                self._hand_back(self._group)
+        finally:
+            self._in_backward = False
+            self._has_gradients = False
+            self._buckets.start_over()
+            self.loss.end()
+
+    def _hand_back(self, group: Exchange) -> None:
+        self._buckets.take_back()
+        is_sum = self.loss.is_sum_on_ranks()
+        if self.loss.guard is not None:
+            self.loss.guard.check()
+        total = self._buckets.buckets[0].channel.total() / self._unit.scale
+        if is_sum and total != 1.0:
+            # Ranks without samples do not know that the others' losses are sums.
+            self._multiply(total)
+        if self.on_mean is not None:
+            self.on_mean(self.loss.counted(total * self._unit.size))
+        if self._accumulation.is_begun:
+            self._accumulation.give_back_earlier()
+        if total > 0 and not is_sum:
+            self._unit.adjust(total / group.world_size)
+        if self._num_synced == 0:
+            # A rank without samples was called with others' to stand in.
+            call = self.first_call if self.loss.weight > 0 else None
+            report_first_calls(call, group, self._model_name, is_sum=is_sum)
+        self._num_synced += 1
+        # Several models that are trained together make one step.
+        group.detector.recorder.step = max(group.detector.recorder.step, self._num_synced)
+        # Lanes that remember what they left out stay.
+        if self._arrived is not None and (self._compress is None or isinstance(self._compress, Narrow)):
+            self._rebuild_in_arrival_order(group, self._arrived)
+        self._arrived = None
+
+    @torch.no_grad()
+    def _multiply(self, factor: float) -> None:
+        foreach.mul_([own for p in self.parameters if (own := own_gradient(p)) is not None], factor)
+
+    @torch.no_grad()
+    def _divide_alone(self) -> None:
+        total = self._accumulation.carried + self._share()
+        if self.on_mean is not None:
+            self.on_mean(self.loss.counted(total))
+        if total > 0 and not self._accumulation.is_open:
+            return
+        if self.loss.is_sum:
+            self._accumulation.give_back_earlier()
+            return
+        gradients = [own for p in self.parameters if (own := own_gradient(p)) is not None]
+        if total == 0:
+            # The mean of nothing is not a number; several ranks would have zeros too.
+            foreach.zero_(gradients)
+        else:
+            foreach.div_(gradients, total)
+        self._accumulation.give_back_earlier()
+
+    def _rebuild_in_arrival_order(self, group: Exchange, arrived: Sequence[int]) -> None:
+        """Lay the buckets out anew, in the order in which rank zero's gradients arrived."""
+        seen = dict.fromkeys(arrived)
+        order = [*seen, *(i for i in sorted(self._hooked, reverse=True) if i not in seen)]
+        of_rank_zero = group.broadcast(torch.tensor(order), 0, what="order of gradients")
+        self._build(group, of_rank_zero.tolist())
+
+    def abandon(self) -> None:
+        """Forget a backward that did not finish."""
+        if self in _round:
+            _round.remove(self)
+        self._accumulation.abandon()
+        self._in_backward = False
+        self._has_gradients = False
+        self._buckets.start_over()
+        self.loss.end()
+
+
+def _finish_round() -> None:
+    """Finish every model of this backward: send all before waiting for any, and in one order on all ranks."""
+    syncs = sorted(_round, key=lambda sync: sync.number)
+    _round.clear()
+    try:
+        for sync in syncs:
+            sync.send_rest()
+        for sync in syncs:
+            sync.collect()
+    except BaseException:
+        for sync in syncs:
+            sync.abandon()
+        raise
+
+
+class SyncAfterForward(OwnHook):
+    """Notes how many samples a forward call stands for, and when backward reaches its output."""
+
+    def __init__(
+        self,
+        sync: GradientSync,
+        weight: Callable[..., float | torch.Tensor] | None,
+        after_training: Callable[[], None] | None = None,
+    ) -> None:
+        """Follow the forward passes of a model.
+
+        Args:
+            sync: of its gradients.
+            weight: what the user says that a loss is a mean over, as a function of the call's arguments.
+            after_training: called after each training forward.
+        """
+        self._sync = sync
+        self._weight = weight
+        self._after_training = after_training
+        self._counts = count_registrations()
+        self._count_seen = self._counts.parameters
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        """Take a forward call in. Called by torch."""
+        if not torch.is_grad_enabled():
+            return
+        sync = self._sync
+        if self._count_seen != self._counts.parameters:
+            sync.check_followed(module)
+            self._count_seen = self._counts.parameters
+        if not in_backward():
+            if self._after_training is not None and module.training:
+                self._after_training()
+            sync.before_backward()
+            if sync.first_call is None and sync.num_ranks > 1:
+                sync.first_call = first_call_of(args, kwargs)
+        amount = samples_of(self._weight, args, kwargs)
+        reached = tensors_with_grad(output)
+        mark_output(reached, ForwardCall(sync.number, amount, sizes_of_first(args, kwargs)))
+        if amount is None:
+            return
+        sync.loss.forward_weight = amount
+        for one in reached:
+            one.register_hook(lambda _: sync.begin(amount))
+
+
+class WeightUnit:
+    """What a rank's step weighs, as far as steps have shown."""
+
+    def __init__(self, *, is_open: bool) -> None:
+        """Start with a unit of one.
+
+        Args:
+            is_open: whether the first step must agree on a unit before it sends anything, which float16 needs.
+        """
+        self.size = 1.0
+        self.scale = 1.0
+        """What to multiply with what this step sends: one over the unit that it agreed on, or one."""
+        self.is_open = is_open
+
+    def agree(self, group: Exchange, own_weight: float, what: str) -> None:
+        """Make what a rank's step weighs the unit of what is about to be sent.
+
+        Called by: every rank of ``group``.
+
+        Args:
+            group: the ranks.
+            own_weight: of this rank's step.
+            what: travels, in words.
+        """
+        own = torch.tensor([own_weight], dtype=torch.float64)
+        total = group.all_reduce(own, what=f"weights of {what}").item()
+        if total > 0:
+            self.scale = 1.0 / _power_near(total / group.world_size)
+            self.is_open = False
+
+    def adjust(self, mean: float) -> None:
+        """Take the mean weight of the ranks' last step, in units, for the next ones."""
+        self.size = _power_near(self.size * mean)
+        self.scale = 1.0
+
+
+def _power_near(weight: float) -> float:
+    # A power of two, by which multiplying rounds nothing: a step after a resume, whose unit is 1, or with float16
+    # its own, is then the same bits as in the undisturbed run.
+    return 2.0 ** round(math.log2(weight))

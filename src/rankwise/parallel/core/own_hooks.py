@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks that belong to one model: a copy or a pickle of it is a plain model, without them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_DOES_NOTHING = (getattr, (nullcontext(), "__exit__"))
+"""Pickles as what takes any arguments and does nothing, of Python's own: a file is to be read without rankwise."""
+
+
+class OwnHook:
+    """A hook of a model that was spread."""
+
+    def __deepcopy__(self, memo: object) -> NoHook:
+        return NoHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _DOES_NOTHING
+
+
+class NoHook:
+    """What stands in a copied model where the other one had its hook, if its class says itself how it is copied."""
+
+    def __call__(self, *_: object, **__: object) -> None:
+        """Do nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _DOES_NOTHING
+
+
+def leave_out_of_copies(model: nn.Module) -> None:
+    """Have copies and pickles of ``model`` made without its :class:`OwnHook` entries: no class of ours is in a file.
+
+    A model whose class defines ``__reduce__`` or ``__reduce_ex__`` is left as it is; its copies have hooks that do
+    nothing, and no class of rankwise either.
+    """
+    kind = type(model)
+    if kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
+        vars(model)["__getstate__"] = _PlainState(model)
+
+
+class _PlainState:
+    """Stands before a module's ``__getstate__``, which Python looks up on the module itself first.
+
+    Source: object.__reduce_ex__ of Python 3.11, which asks for the attribute and not for the class's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)  # which holds this
+
+    def __call__(self) -> Any:  # noqa: ANN401 - whatever the class makes of itself
+        module = self._module()
+        state = None if module is None else type(module).__getstate__(module)
+        if not isinstance(state, dict):
+            return state
+        plain = {name: value for name, value in state.items() if value is not self}
+        for name, table in state.items():
+            own = [key for key, hook in table.items() if isinstance(hook, OwnHook)] if isinstance(table, dict) else []
+            # Beside a table of hooks stand others, of what torch calls some of them with.
+            for beside in [one for one in plain if own and one.startswith(name)]:
+                plain[beside] = _without(plain[beside], own)
+        return plain
+
+
+def _without(table: dict[Any, Any], keys: list[Any]) -> dict[Any, Any]:
+    rest = table.copy()
+    for key in keys:
+        rest.pop(key, None)
+    return rest

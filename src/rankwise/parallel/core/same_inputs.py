@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether ranks call a model with the same: some strategies need that, others give each rank samples of its own.
+
+Used by gradient_sync, shard, pipeline and tensor_parallel.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from rankwise.comm.backends.tensor_memory import bytes_of
+from rankwise.comm.session import current_or_none
+from rankwise.log import log, warn
+from rankwise.parallel.loss.hooks import samples_of
+from rankwise.torch_private import tree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from rankwise.comm.backends.protocol import Exchange
+
+
+CHECKED_STEPS = 3
+"""How many of the first steps compare values too; shapes are compared in all."""
+MOST_ELEMENTS = 2**16
+"""How much of each tensor is looked at."""
+
+
+def digest_of_tensors(values: object) -> int:
+    """Return a checksum of the tensors of a tree."""
+    digest = 0
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+            plain = leaf.detach().to("cpu").contiguous()
+            digest = zlib.crc32(bytes_of(plain).numpy().tobytes(), zlib.crc32(str(plain.shape).encode(), digest))
+    return digest
+
+
+def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """Return the arguments of a call by dtypes and shapes, as ``float32[8, 3], mask=bool[8]``."""
+    return ", ".join([*map(_describe, args), *(f"{name}={_describe(value)}" for name, value in kwargs.items())])
+
+
+def _describe(value: object) -> str:
+    leaves = pytree.tree_leaves(value)
+    words = [
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    ]
+    return words[0] if len(words) == 1 else "(" + ", ".join(words) + ")"
+
+
+class FirstCall(NamedTuple):
+    """What a model was first called with."""
+
+    digest: int
+    """A checksum of its tensors; 0 without any."""
+    num_samples: int
+    """The first dimension of its first tensor; 0 without any."""
+    has_loader: bool
+    """Whether the script has made a loader or sampler of ours."""
+
+
+def first_call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> FirstCall:
+    """Return what a model was called with."""
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    tensors = [leaf.detach() for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
+    num_samples = int(samples_of(None, args, dict(kwargs)) or 0)
+    try:
+        digest = digest_of_tensors([tensor.flatten()[:MOST_ELEMENTS] for tensor in tensors])
+    except RuntimeError:  # of tensors that have no values, as those inside torch.func have none
+        digest = 0
+    session = current_or_none()
+    return FirstCall(digest, num_samples, session is not None and session.num_loaders > 0)
+
+
+def report_first_calls(call: FirstCall | None, exchange: Exchange, name: str, *, is_sum: bool) -> None:
+    """Warn where every rank has called the model with the same; say how other batches are read that no loader gave.
+
+    Called by: every rank of ``exchange``.
+
+    Args:
+        call: of this rank; ``None`` where there is nothing to compare.
+        exchange: the ranks.
+        name: of the model.
+        is_sum: whether its loss is a sum over samples, so that the gradients of all ranks are added up.
+    """
+    own = torch.tensor([list(map(int, call or FirstCall(0, 0, has_loader=True)))])
+    calls = exchange.all_gather(own, what=f"what {name} was called with first").view(-1, 3).tolist()
+    digests = {digest for digest, _, _ in calls}
+    if len(calls) == 1 or 0 in digests:
+        return
+    if len(digests) == 1:
+        summed = f", and the gradients of its loss, a sum, are {len(calls)} times those of one" if is_sum else ""
+        warn(
+            f"every rank has called {name} with the same in the first step; if these are the samples, {len(calls)} "
+            f"ranks do the work of one{summed}: iterate over rankwise.DataLoader, or give torch's a "
+            "rankwise.ShardedSampler"
+        )
+    elif not any(has_loader for _, _, has_loader in calls):
+        total = sum(num_samples for _, num_samples, _ in calls)
+        log(
+            f"first step: {name} was called with {total} samples on {len(calls)} ranks together, from no loader of "
+            "rankwise's: what each rank passes is taken for its part of one global batch"
+        )
+
+
+class SameForward:
+    """The calls of one model, counted. They are compared before anything of the model is sent."""
+
+    def __init__(self, exchange: Exchange | None, name: str) -> None:
+        """Count from here.
+
+        Args:
+            exchange: of the ranks that share the model.
+            name: of it, in words: ``"sharded Net"``.
+        """
+        self._exchange = exchange
+        self._name = name
+        self._count = 0
+
+    def meet(self, model: nn.Module, inputs: object = None) -> None:
+        """Wait for every rank to come to this forward.
+
+        Called by: every rank that shares the model.
+
+        Args:
+            model: that is called.
+            inputs: what it is called with, where that must have the same shapes on every rank.
+
+        Raises:
+            CollectiveMismatch: another rank is in another forward, or elsewhere.
+        """
+        if self._exchange is None:
+            return
+        self._count += 1
+        said = [f"forward {self._count} of a {self._name}"]
+        said.append(f"{'with' if torch.is_grad_enabled() else 'without'} gradients")
+        if inputs is not None:
+            said.append("in training" if model.training else "in evaluation")
+            said += [_kind(one) for one in pytree.tree_leaves(inputs) if isinstance(one, torch.Tensor)]
+        self._exchange.barrier(", ".join(said))
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training that communicates seldom: islands of ranks that train on their own, averaged every so many steps.
+
+Holds the public call; what a round is, is in rounds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary, WeakMethod
+
+import torch
+
+from rankwise.comm.agreement import all_ranks_succeed, same_on_all_ranks
+from rankwise.comm.session import current
+from rankwise.errors import ConfigurationError
+from rankwise.log import log
+from rankwise.parallel.compress.methods import Int8, TopK, method_of
+from rankwise.parallel.core.device_mesh import axes_for, exchange_along
+from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
+from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.core.strategy_registry import check_split, check_unregistered, is_placed, register, strategy_of
+from rankwise.parallel.local_sgd.buffers import MeanBuffers
+from rankwise.parallel.local_sgd.outer import MEAN, DiLoCo, outer_of
+from rankwise.parallel.local_sgd.pseudo_gradient import PseudoGradients
+from rankwise.parallel.local_sgd.rounds import LocalSGD, exchanged
+from rankwise.parallel.loss.hooks import subscribe
+from rankwise.parallel.loss.loss_on_ranks import LossOnRanks
+from rankwise.parallel.loss.reports import Mode
+from rankwise.parallel.pipeline.plan import StagedModel
+from rankwise.torch_private.dtensor import own_part
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rankwise.comm.session import Session
+    from rankwise.parallel.compress.methods import Method
+    from rankwise.parallel.core.strategy_registry import GradientStrategy
+    from rankwise.parallel.local_sgd.rounds import WeighsSteps
+    from rankwise.world.mesh import Axes
+
+_rounds_of: WeakKeyDictionary[nn.Module, LocalSGD] = WeakKeyDictionary()
+_STRATEGIES = ("replicate", "shard", "pipeline")
+
+
+def local_sgd(
+    model: nn.Module,
+    *,
+    every: int,
+    outer: str | DiLoCo = MEAN,
+    overlap: int | None = None,
+    compress: str | Method | None = None,
+) -> LocalSGD:
+    """Let islands of ranks train ``model`` on their own, and average them every ``every`` optimizer steps.
+
+    Called by: every rank, with the same model, after the strategy that spreads it within an island
+    (:func:`rankwise.replicate`, ``shard``, ``pipeline``, ``tensor_parallel``) and before the first step. The optimizer
+    may be built before or after.
+
+    The islands lie along ``islands`` of :func:`rankwise.mesh`; without a mesh each rank is one. Every island starts
+    from the first one's parameters and sees its own part of each global batch. The steps of the optimizer that holds
+    the model's parameters are counted, and after ``every`` of them a round ends: what each island changed is averaged,
+    weighted by what its losses were means over (samples, tokens, as their graphs show), and the outer optimizer makes a
+    step of it. Only what a rank holds travels, to the rank of its coordinate on the other islands; ranks that hold
+    copies share the sending, so that the network between islands carries each number once per island and direction.
+
+    This is not what one rank computes, but for ``every=1`` with one optimizer, plain SGD, and the plain mean. Between
+    rounds islands differ: what a rank decides from its own loss parts them, and every island must make equally many
+    steps. A ``GradScaler`` skips steps where gradients overflow, on one island only: train in bfloat16 instead. A step
+    in which an island has no samples changes nothing there.
+
+    Args:
+        model: one device's, or through a strategy of above. A model of one device must be called with a tensor of
+            samples first, or its backward be put into :func:`rankwise.weight`, as for ``replicate``.
+        every: optimizer steps of a round, of a ``torch.optim.Optimizer``. Where several hold parts of the model, those
+            of the first that steps are counted; of another, where that one makes none for a round.
+        outer: ``"mean"`` for the mean of the parameters, ``"diloco"``, or :class:`rankwise.DiLoCo`.
+        overlap: after how many steps of the next round the mean is applied, while it travels: steps made since stay on
+            top of it. The same step on every island. Default: half of ``every``; 0 waits for it at once.
+        compress: how changes travel between islands, as for :func:`rankwise.replicate`. ``"int8"`` and ``"top-k"``
+            travel when the mean is applied.
+
+    Returns:
+        Its :meth:`LocalSGD.synchronize` ends a round at once; save it with the model and the optimizer. A save ends a
+        round too, so that a checkpoint holds one state, the inner optimizer's being that of the first island. All
+        islands resume from it, on any number of islands.
+
+    Memory: one more copy of what a rank holds of the parameters, one more while a mean is under way that overlaps, one
+    more with momentum, one more on channels; between islands of one host one more, in the memory that they share.
+
+    Raises:
+        NotJoined: before :func:`rankwise.join`.
+        ConfigurationError: an argument is none of these, or differs between ranks; the ranks have no islands; the
+            model is not spread within its island, or was given to ``local_sgd`` before.
+        ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
+
+    Source: Stich, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767); Douillard et al., "DiLoCo"
+        (arXiv:2311.08105), and arXiv:2501.18512, section 2.2, for applying a mean some steps later.
+    """
+    session = current()
+    with all_ranks_succeed("rankwise.local_sgd()"):
+        chosen, method = outer_of(outer), method_of(compress)
+        num_overlapping = _checked_steps(every, overlap)
+        _check_model(model, session)
+    axes = axes_for("local_sgd", "islands")
+    with all_ranks_succeed("rankwise.local_sgd()"):
+        trained = _check_within_group(model, axes, method)
+    same_on_all_ranks(
+        "what local_sgd() was given",
+        {"every": every, "overlap": num_overlapping, "outer": str(chosen or MEAN), "compress": str(method)},
+        do="pass the same on every rank",
+        error=ConfigurationError,
+    )
+    name = type(model).__name__
+    if session.exchange is not None:
+        check_same_model(model)
+    if trained is None:
+        trained = _follow_alone(model, session)
+    reads_loss = trained if isinstance(trained, StagedModel) else getattr(trained, "loss", None)
+    if isinstance(reads_loss, LossOnRanks | StagedModel) and axes.islands > 1:
+        reads_loss.cautions[Mode.SUM] = _of_a_sum(axes.islands)
+    islands, copies = exchange_along("islands"), exchange_along("dp_replicate")
+    changes = buffers = meet = None
+    if islands is not None:
+        tensors = [own_part(tensor).detach() for tensor in (*model.parameters(), *model.buffers())]
+        with torch.no_grad():
+            held = [part for part in tensors if not part.is_meta]
+            broadcast_tensors(held, islands, what="parameters of the first island")
+        own = islands.dup()
+        parts = [own_part(parameter).detach() for _, parameter in exchanged(model)]
+        changes = PseudoGradients(parts, own, None if copies is None else copies.dup(), method, f"changes of {name}")
+        buffers = MeanBuffers(model, own, exchange_along("dp_replicate", "dp_shard"))
+        meet = own.barrier
+    rounds = LocalSGD(
+        model,
+        session,
+        cast("WeighsSteps", trained),
+        every=every,
+        overlap=num_overlapping,
+        outer=chosen,
+        changes=changes,
+        buffers=buffers,
+        meet=meet,
+    )
+    _rounds_of[model] = rounds
+    log(f"local_sgd: {name} on {axes.islands} islands, {outer if chosen is None else chosen} every {every} steps")
+    return rounds
+
+
+def _checked_steps(every: object, overlap: object) -> int:
+    """Return after how many steps a mean is applied."""
+    if type(every) is not int or every < 1:
+        raise ConfigurationError(
+            f"A round of local_sgd() cannot have {every!r} steps.", do="pass every= a whole number, at least 1"
+        )
+    if overlap is None:
+        return every // 2
+    if type(overlap) is not int or not 0 <= overlap < every:
+        raise ConfigurationError(
+            f"local_sgd(every={every}) cannot apply a mean {overlap!r} steps after its round.",
+            do=f"pass overlap= from 0 to {every - 1}: it is applied before the next round ends",
+        )
+    return overlap
+
+
+def _check_model(model: nn.Module, session: Session) -> None:
+    if not isinstance(cast("object", model), torch.nn.Module):
+        raise ConfigurationError(
+            f"local_sgd() was given a {type(model).__name__}, and takes a torch.nn.Module.", do="pass the model itself"
+        )
+    ids = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) in ids for other in _rounds_of for parameter in other.parameters()):
+        raise ConfigurationError(
+            "This model, or a part of it, went through local_sgd() already.", do="call local_sgd() once per model"
+        )
+    if is_placed(model):
+        raise ConfigurationError(
+            "local_sgd() does not go with place(), which this model went through.",
+            do="call rankwise.replicate(rankwise.place(model)) alone, or local_sgd() without place()",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigurationError(
+            "The model has no parameter that needs a gradient.", do="call local_sgd() with the model you train"
+        )
+    trained = strategy_of(model)
+    if trained is None:
+        check_unregistered(model, "local_sgd")
+    elif trained.strategy not in _STRATEGIES:
+        raise ConfigurationError(
+            f"local_sgd() does not go with {trained.strategy}(), which this model went through.",
+            do=f"call local_sgd() after {', '.join(_STRATEGIES)}, or on a model of one device",
+        )
+    elif session.axes is None and session.world.world_size > 1:
+        raise ConfigurationError(
+            f"All ranks are averaged in every step: {trained.strategy}() came before the ranks had islands.",
+            do=f"call rankwise.mesh(islands=..., dp_replicate=...) first, then {trained.strategy}() and local_sgd()",
+        )
+
+
+def _check_within_group(model: nn.Module, axes: Axes, method: Method | None) -> GradientStrategy | None:
+    """Return what the model went through; raise unless that goes with the axes."""
+    if axes.islands == 1 and axes.world_size > 1:
+        raise ConfigurationError(
+            "local_sgd() has no other island to average with.",
+            evidence=f"the ranks are laid out as {axes}",
+            do="call rankwise.mesh(islands=..., ...) right after rankwise.join()",
+        )
+    if axes.tp > 1 and isinstance(method, Int8 | TopK):
+        raise ConfigurationError(
+            "The layers that tensor_parallel() copies would not stay copies with this compress=.",
+            evidence="what travels of a change depends on those beside it, which differ between ranks along tp",
+            do='pass compress="powersgd", "bf16" or "fp16"',
+        )
+    trained = strategy_of(model)
+    if trained is None:
+        check_split(model, axes, "local_sgd")
+        needed = "pipeline" if axes.pp > 1 else "shard" if axes.dp_shard > 1 else "replicate"
+        if axes.pp > 1 or axes.data_ranks_per_island > 1:
+            raise ConfigurationError(
+                "This model is not spread over the ranks of its island.",
+                evidence=f"the ranks are laid out as {axes}",
+                do=f"call rankwise.{needed}(model) first, then local_sgd()",
+            )
+    elif isinstance(trained, GradientSync) and trained.num_ranks != axes.dp_replicate:
+        raise ConfigurationError(
+            f"This model is averaged over {trained.num_ranks} ranks, and dp_replicate has {axes.dp_replicate}.",
+            evidence=f"the ranks are laid out as {axes}",
+            do="call rankwise.mesh() before replicate()",
+        )
+    return trained
+
+
+def _follow_alone(model: nn.Module, session: Session) -> GradientStrategy:
+    """Count what gradients of a model of one device are means of, and make accumulated ones exact; send nothing."""
+    pairs = list(model.named_parameters())
+    sync = GradientSync([name for name, _ in pairs], [parameter for _, parameter in pairs], None, type(model).__name__)
+    sync.strategy = "local_sgd"
+    register(model, sync)
+    session.preemption.unless(WeakMethod(sync.is_mid_step))
+    model.register_forward_hook(cast("Any", SyncAfterForward(sync, None)), with_kwargs=True)
+    sync.loss.is_averaged_elsewhere = True
+    subscribe(sync.loss, session)
+    return sync
+
+
+def _of_a_sum(num_groups: int) -> str:
+    return (
+        f"the loss ({{where}}) is a sum over samples: each of the {num_groups} islands steps with the sum over its "
+        "own, and the mean of their changes is taken, so that parameters move less than those of one rank; take the "
+        f"mean over samples, or a learning rate {num_groups} times as large"
+    )

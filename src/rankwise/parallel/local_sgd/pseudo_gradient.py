@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a round changed on each worker group (an island), averaged over them while training continues.
+
+Ranks of one worker group that hold copies share the work: each exchanges some of the parameters with the ranks of its
+coordinate on the other worker groups and hands the means to its own, so that what is slow carries everything once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from rankwise.comm.backends.protocol import ChannelSize
+from rankwise.parallel.compress.error_feedback import HasErrorFeedback
+from rankwise.parallel.compress.methods import Narrow
+from rankwise.parallel.compress.open_channels import open_channels
+from rankwise.parallel.core.buckets import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.comm.backends.protocol import BucketChannel, Exchange
+    from rankwise.parallel.compress.methods import Method
+
+
+class PseudoGradients:
+    """The lanes of one model between worker groups, used again in every round: :meth:`send`, then :meth:`take`."""
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        across_groups: Exchange,
+        copies: Exchange | None,
+        compress: Method | None,
+        what: str,
+    ) -> None:
+        """Open the channels.
+
+        Called by: every rank of ``across_groups`` and ``copies``, with parts of the same shapes.
+
+        Args:
+            parts: what this rank holds of each parameter.
+            across_groups: of its own: this rank, and that of its coordinate on each other worker group.
+            copies: of its own: the ranks of this worker group that hold the same.
+            compress: how what travels between worker groups is compressed.
+            what: travels, in words.
+        """
+        self._shapes = [part.shape for part in parts]
+        self._copies = copies
+        self._what = what
+        self._across_groups = across_groups
+        self._rank = 0 if copies is None else copies.rank
+        num_copies = 1 if copies is None else copies.world_size
+        owner_of = shared_out([part.nbytes for part in parts], num_copies)
+        limit_bytes = across_groups.channel_bytes(parts[0].device) if parts else 1
+        self._buckets = [
+            plan(
+                cast("Any", parts),
+                [number for number, other in enumerate(owner_of) if other == owner],
+                limit_bytes,
+                limit_bytes,
+            )
+            for owner in range(num_copies)
+        ]
+        """For each of the copies, the numbers of the parameters on each of its lanes."""
+        self._like = [[parts[numbers[0]] for numbers in channels] for channels in self._buckets]
+        own = self._buckets[self._rank]
+        sizes = [
+            ChannelSize(sum(parts[n].numel() for n in numbers), 0, parts[numbers[0]].dtype, parts[numbers[0]].device)
+            for numbers in own
+        ]
+        shapes = [[parts[number].shape for number in numbers] for numbers in own]
+        self._channels: list[BucketChannel] = open_channels(compress, across_groups, sizes, shapes, what) if own else []
+        self._unit = 1.0
+        # float16 has no room for numbers of whatever unit: the first round agrees on one before it sends anything.
+        self._is_unit_open = Narrow("fp16") == compress or any(part.dtype == torch.float16 for part in parts)
+
+    @torch.no_grad()
+    def send(self, anchors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], weight: float) -> None:
+        """Start averaging ``anchors - parts``.
+
+        Called by: every rank.
+
+        Args:
+            anchors: what the round began from.
+            parts: what it came to.
+            weight: what the change of this worker group counts; the same on its ranks.
+        """
+        if self._is_unit_open and self._channels:
+            own = torch.tensor([weight], dtype=torch.float64)
+            self._choose_unit(self._across_groups.all_reduce(own, what=f"weights of {self._what}").item())
+        share = weight / self._unit
+        for channel, numbers in zip(self._channels, self._buckets[self._rank], strict=True):
+            channel.claim()
+            if share:
+                for number, place in zip(numbers, self._views(channel.body, numbers), strict=True):
+                    torch.sub(anchors[number], parts[number], out=place)
+                channel.body.mul_(channel.factor(share))
+            channel.start(share, share, ())
+
+    def move(self) -> None:
+        """Move on what is under way as far as it goes without waiting."""
+        for channel in self._channels:
+            # What travels in shared memory moves when asked for; the answer does not matter.
+            channel.can_claim()
+
+    def finish(self) -> None:
+        """Wait for the means between worker groups. Called by: every rank."""
+        for channel in self._channels:
+            channel.finish()
+
+    def forget(self) -> None:
+        """Have nothing of earlier rounds come along with later ones. Called where none is under way."""
+        for channel in self._channels:
+            if isinstance(channel, HasErrorFeedback):
+                channel.feedback.left_out.zero_()
+
+    @torch.no_grad()
+    def take(self) -> list[torch.Tensor]:
+        """Wait for the means, and return them, one for each part; they stay until the next :meth:`send`.
+
+        Called by: every rank.
+        """
+        self.finish()
+        if self._channels:
+            self._choose_unit(self._unit * self._channels[0].total())
+        means: list[torch.Tensor] = [torch.empty(0)] * len(self._shapes)
+        for owner, channels in enumerate(self._buckets):
+            for index, numbers in enumerate(channels):
+                flat = self._from_owner(owner, index)
+                for number, place in zip(numbers, self._views(flat, numbers), strict=True):
+                    means[number] = place
+        return means
+
+    def _choose_unit(self, total: float) -> None:
+        """Count weights in units of about what a worker group has: what travels is as large as the changes are."""
+        if total > 0:
+            # A power of two, by which dividing rounds nothing.
+            self._unit = 2.0 ** round(math.log2(total / self._across_groups.world_size))
+            self._is_unit_open = False
+
+    def _from_owner(self, owner: int, index: int) -> torch.Tensor:
+        """Return the means of a channel, which the owner among the copies has."""
+        if self._copies is None:
+            return self._channels[index].result
+        if owner == self._rank:
+            flat = self._channels[index].result
+        else:
+            num_elements = sum(self._shapes[number].numel() for number in self._buckets[owner][index])
+            flat = self._like[owner][index].new_empty(num_elements)
+        return self._copies.broadcast(flat, owner, what=self._what)
+
+    def _views(self, flat: torch.Tensor, numbers: Sequence[int]) -> list[torch.Tensor]:
+        shapes = [self._shapes[number] for number in numbers]
+        pieces = flat.split([shape.numel() for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def shared_out(sizes: Sequence[int], num_owners: int) -> list[int]:
+    """Return who takes each of some things so that all have about as much: the largest first, to who has least."""
+    load = [0] * num_owners
+    owner_of = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        owner = load.index(min(load))
+        owner_of[number] = owner
+        load[owner] += sizes[number]
+    return owner_of

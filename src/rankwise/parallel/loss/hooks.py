@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks what forward calls give, and reads each loss when its backward is called, for models that need its weight.
+
+torch has no public hook between the call of backward and its first node, and inside of it what losses saved is being
+freed: ``torch.autograd.backward`` is wrapped from the first strategy call until the world is left.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.health.call_site import user_call_site, words
+from rankwise.log import warn
+from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
+from rankwise.parallel.loss.terms import MARK, SHAPES, ForwardCall, LossReader
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import in_backward, metadata_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+
+    from torch.autograd.graph import Node
+    from torch.utils.hooks import RemovableHandle
+
+    from rankwise.comm.session import Session
+    from rankwise.parallel.loss.loss_on_ranks import LossOnRanks
+    from rankwise.parallel.loss.reports import GlobalLoss
+    from rankwise.parallel.loss.terms import Term
+
+
+_subscribers: list[ref[LossOnRanks]] = []
+"""By their numbers. Not a weak set: to go through one takes as long as to read a loss."""
+_original: Callable[..., None] = torch.autograd.backward
+_warned: set[tuple[str, str]] = set()
+
+
+def check_weight_function(weight: object, strategy: str) -> None:
+    """Raise unless ``weight`` is what can be called, or nothing.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if weight is not None and not callable(weight):
+        raise ConfigurationError(
+            f"{strategy}() was given weight={weight!r}, which cannot be called.",
+            do="pass a function of what the model is called with: weight=lambda x: len(x)",
+        )
+
+
+def samples_of(
+    weight: Callable[..., float | torch.Tensor] | None, args: object, kwargs: dict[str, Any]
+) -> float | None:
+    """Return what the loss of a forward call is a mean over, as far as the call tells.
+
+    Args:
+        weight: what the user says it is, as a function of the call's arguments.
+        args: of the call.
+        kwargs: of the call.
+    """
+    if weight is not None:
+        return float(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
+    first = _first_tensor((args, kwargs))
+    return None if first is None else float(first.shape[0])
+
+
+def sizes_of_first(args: object, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return the sizes of the first tensor that a forward call was given."""
+    first = _first_tensor((args, kwargs))
+    return () if first is None or first.is_nested else tuple(first.shape)
+
+
+def _first_tensor(values: object) -> torch.Tensor | None:
+    if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
+        first = values[0][0]
+        if isinstance(first, torch.Tensor) and first.ndim:
+            return first
+    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+
+
+def tensors_with_grad(output: object) -> list[torch.Tensor]:
+    """Return the tensors of an output that backward can come from, also those in a dataclass."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
+        found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    return found
+
+
+def mark_output(outputs: Iterable[torch.Tensor], call: ForwardCall) -> None:
+    """Note that tensors are what a call of a model gave."""
+    for output in outputs:
+        if output.grad_fn is not None:
+            noted = metadata_of(output.grad_fn)
+            noted[MARK] = call
+            if not output.is_nested:
+                noted.setdefault(SHAPES, {})[output.output_nr] = output.shape
+
+
+def subscribe(subscriber: LossOnRanks, session: Session) -> None:
+    """Read the loss of every backward for a model, until it is gone or the world is left."""
+    if torch.autograd.backward is not _backward:
+        torch.autograd.backward = _backward
+        session.at_end(_undo)
+    living = {subscriber, *_living()}
+    _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
+
+
+def _living() -> list[LossOnRanks]:
+    return [one for reference in _subscribers if (one := reference()) is not None]
+
+
+def _undo() -> None:
+    torch.autograd.backward = _original
+    _subscribers.clear()
+    forget_warnings()
+
+
+def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
+    subscribers = [one for one in _living() if one.is_needed]
+    # Within a backward it is a checkpoint that computes its part again.
+    if not subscribers or in_backward():
+        _original(tensors, *args, **kwargs)
+        return
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given = args[0] if args else kwargs.get("grad_tensors")
+    _check_inputs(kwargs.get("inputs"), subscribers)
+    verdict, calls = _read(roots, has_gradients=given is not None, subscribers=subscribers)
+    with ExitStack() as scaling:
+        try:
+            for one in subscribers:
+                one.expect(verdict, calls.get(one.number))
+            reached = [one for one in subscribers if one.number in calls]
+            for one in reached:
+                one.report_at_start()
+            if verdict.mode is Mode.TERMS:
+                combined = reached[0].exchange_terms()
+                if combined is not None:
+                    scaling.enter_context(_scaled(verdict.terms, _factors(reached[0], verdict.terms, combined)))
+            _original(tensors, *args, **kwargs)
+        finally:
+            for one in subscribers:
+                one.end()
+
+
+def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
+    """Raise where gradients are asked for of parts of parameters: graphs hold the whole ones."""
+    if inputs is None:
+        return
+    listed: Sequence[Any] = inputs if isinstance(inputs, list | tuple) else [inputs]
+    if any(sub.reports_at_start and sub.owns(one) for sub in subscribers for one in listed):
+        raise ConfigurationError(
+            "backward(inputs=...) was given parameters of a sharded model, which would get no gradients.",
+            do="leave out inputs=, and let the other parameters have requires_grad=False",
+        )
+
+
+def _read(
+    roots: Sequence[torch.Tensor], *, has_gradients: bool, subscribers: Sequence[LossOnRanks]
+) -> tuple[Verdict, dict[int, ForwardCall | None]]:
+    """Return what a loss is, and the calls of models it comes from, warning of what cannot be read."""
+    reader = LossReader(subscribers)
+    for root in roots:
+        reader.read(root)
+    reached = [one for one in subscribers if one.number in reader.calls]
+    if not reached or any(one.is_given for one in reached):
+        return Verdict(Mode.SAMPLES), reader.calls
+    if has_gradients and any(root.dim() for root in roots):
+        _warn_unread("backward() was called with gradients")
+        return Verdict(Mode.SAMPLES), reader.calls
+    return _followed(verdict_of(reader.terms), reached), reader.calls
+
+
+def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
+    """Return how the models that a loss comes from follow its verdict, warning where that is not what one rank does."""
+    for term in verdict.terms:
+        if term.is_odd and term.kind == "mean":
+            _warn_scaled(term)
+    if verdict.mode is Mode.SAMPLES and verdict.terms:
+        _warn_unread(verdict.unknown.operation if verdict.unknown else "its many terms")
+    is_accumulated = any(one.is_accumulated for one in reached)
+    if verdict.mode is Mode.TERMS and (is_accumulated or any(one.is_averaged_elsewhere for one in reached)):
+        # The factors of several microsteps' terms are known after the last of them only, and elsewhere none are.
+        simpler = as_one_sum(verdict)
+        if is_accumulated and simpler.mode is Mode.SAMPLES:
+            _warn_unread("several terms inside no_sync()")
+    else:
+        simpler = verdict
+    mode = verdict.mode if simpler.mode is Mode.SAMPLES else simpler.mode
+    for one in reached:
+        if mode in one.cautions:
+            warn_once(mode.name, one.cautions[mode])
+    return simpler
+
+
+def _factors(model: LossOnRanks, terms: Sequence[Term], combined: GlobalLoss) -> list[float]:
+    """Return what to scale each term with: the mean over ranks that have samples is then what one rank computes."""
+    factors = []
+    for number, (term, on_ranks) in enumerate(zip(terms, combined.terms, strict=True)):
+        factor = float(combined.num_active)
+        if model.reading(number) in ("mean", "share"):
+            factor *= term.amount / on_ranks.amount if on_ranks.amount else 0.0
+        factors.append(factor)
+    return factors
+
+
+@contextmanager
+def _scaled(terms: Sequence[Term], factors: Sequence[float]) -> Generator[None]:
+    handles: dict[Node, RemovableHandle] = {}
+    for term, factor in zip(terms, factors, strict=True):
+        if term.node in handles or factor == 1.0:
+            continue
+        if factor:
+            handles[term.node] = term.node.register_prehook(lambda given, by=factor: _times(given, by))
+        else:
+            # What this rank has nothing of may be no number.
+            handles[term.node] = term.node.register_hook(lambda inward, _: _zeros(inward))
+    try:
+        yield
+    finally:
+        for handle in handles.values():
+            handle.remove()
+
+
+def _times(gradients: Sequence[torch.Tensor | None], factor: float) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if one is None else one * factor for one in gradients)
+
+
+def _zeros(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
+
+
+def _warn_scaled(term: Term) -> None:
+    warn_once(
+        term.operation,
+        f"a mean in the loss ({{where}}) is multiplied by {term.num_rows}, which is also this rank's number of samples "
+        "and is taken for a constant: if it is that number, write the sum with reduction='sum' or .sum()",
+    )
+
+
+def _warn_unread(because: str) -> None:
+    warn_once(
+        because,
+        f"the loss ({{where}}) is neither a mean nor a sum over samples because of {because}: its gradients are "
+        "averaged over ranks by samples, which may differ from what one rank computes; take that step per sample, or "
+        "pass what the loss is a mean over to rankwise.weight(model, amount), or gather the outputs of all ranks first",
+    )
+
+
+def warn_once(about: str, message: str, *, all_ranks: bool = False) -> None:
+    """Warn, unless the same was warned of at this line before.
+
+    Args:
+        about: what the warning is about.
+        message: with ``{where}`` in the place of the line.
+        all_ranks: whether this rank says it even if it is not rank zero, as where only some ranks know of it.
+    """
+    where = words(user_call_site())
+    if (where, about) not in _warned:
+        _warned.add((where, about))
+        warn(message.format(where=where), all_ranks=all_ranks)
+
+
+def forget_warnings() -> None:
+    """Have every warning said again. Called by: what leaves the world."""
+    _warned.clear()

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of the backward under way, on all ranks: what this rank's gradients weigh, and whether the losses agree.
+
+Used by gradient_sync and shard, which have one per model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Protocol
+
+from rankwise.comm.session import current_or_none
+from rankwise.errors import ConfigurationError
+from rankwise.health.call_site import user_call_site, words
+from rankwise.parallel.loss.reports import (
+    Mode,
+    ReportChannel,
+    RowLengthsInSteps,
+    TermReadings,
+    Verdict,
+    batch_in_hand,
+    check_same_batch,
+    combine,
+    report_of,
+    unequal_lengths,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.health.call_site import CallSite
+    from rankwise.parallel.loss.reports import GlobalLoss, GlobalTerm, RowLengths, TermReading
+    from rankwise.parallel.loss.terms import ForwardCall
+    from rankwise.parallel.state_guard.guard import StateGuard
+
+_COUNTED_IN = {
+    Mode.SAMPLES: "samples of the forward, or what rankwise.weight() was given",
+    Mode.MEAN: "what the mean in the loss is over",
+    Mode.SUM: "nothing, since the loss is a sum",
+}
+_SAMPLES = Verdict(Mode.SAMPLES)
+_NOTHING = Verdict(Mode.NOTHING)
+
+
+model_numbers = itertools.count()
+"""Numbers for models. Ranks train their models with the same strategies in one order, so they are the same on each."""
+
+
+class Microsteps(Protocol):
+    """The microsteps since the last exact gradient."""
+
+    is_continued: bool
+    """Whether another one follows the one under way."""
+    counted_in: str | None
+    """What their weights count, in words, once one has come that counts anything."""
+    carried: float
+    """The sum of their weights."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there were any."""
+        ...
+
+    def put_earlier_gradients_aside(self) -> None:
+        """Keep what is in ``grad`` out of the next backward."""
+        ...
+
+    def give_back_earlier(self) -> None:
+        """Add to ``grad`` what was put aside."""
+        ...
+
+
+class LossOnRanks:
+    """What the loss of one model is a mean over, step by step."""
+
+    def __init__(
+        self,
+        number: int,
+        parameters: Sequence[nn.Parameter],
+        group: Exchange | None,
+        model_name: str,
+        accumulation: Microsteps,
+        *,
+        reports_at_start: bool = False,
+    ) -> None:
+        """Open a channel for what ranks report of their losses.
+
+        Called by: every rank of ``group``, in the same order.
+
+        Args:
+            number: of the model, the same on every rank.
+            parameters: of the model.
+            group: the ranks that train the model; ``None`` for one alone.
+            model_name: for errors.
+            accumulation: of the model's gradients.
+            reports_at_start: whether the ranks report when backward starts, not when gradients are first sent.
+        """
+        self.number = number
+        self.reports_at_start = reports_at_start
+        self._ids = set(map(id, parameters))
+        self._accumulation = accumulation
+        self.given_weight: float | None = None
+        """What the user says around this backward that its loss is a mean over."""
+        self.forward_weight: float | None = None
+        """Samples of the latest forward, for a backward that does not pass through its output."""
+        self.is_given_by_forward = False
+        """Whether the user gave a function that says of a forward what the loss is a mean over."""
+        self.is_averaged_elsewhere = False
+        """Whether servers or islands average what this rank computes, by the weight that it tells them."""
+        self.cautions: dict[Mode, str] = {}
+        """What to warn of where a loss is of a mode, since the result is then not that of one rank."""
+        self.weight = 0.0
+        """What the backward under way counts."""
+        self.num_samples = 0.0
+        """Of the forward whose backward is under way, and of the microsteps before it."""
+        self._verdict = _SAMPLES
+        self._expected_weight: float | None = None
+        """Samples of the forward whose backward is about to run."""
+        self._batch = 0
+        """A number for the batch that the backward under way is for; 0 where that is not known."""
+        self._num_ranks = 1 if group is None else group.world_size
+        self._model_name = model_name
+        self._combined: GlobalLoss | None = None
+        self._readings = TermReadings(_ambiguous)
+        self._place: CallSite | None = None
+        """The line of the backward under way, where it may be asked for."""
+        self._rows_in_steps = RowLengthsInSteps()
+        self._rows: RowLengths | None = None
+        """Of what the loss reduces, where they are the samples."""
+        self._is_reported = False
+        self.guard: StateGuard | None = None
+        """Whose numbers travel with the reports."""
+        self._group = group
+        self._channel = None if group is None else ReportChannel(group, model_name)
+
+    def owns(self, variable: object) -> bool:
+        """Return whether something is a parameter of the model."""
+        return id(variable) in self._ids
+
+    def own(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take more tensors for parameters of the model, which lie in its graph in place of those it has."""
+        self._ids.update(map(id, parameters))
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user says what the loss is a mean over, so that it need not be read."""
+        return self.given_weight is not None or self.is_given_by_forward
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether gradients are added up over ranks, not averaged."""
+        return self._verdict.mode is Mode.SUM
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it matters what the loss of the next backward is a mean over."""
+        return self._group is not None or self.is_averaged_elsewhere or self.is_accumulated
+
+    @property
+    def is_accumulated(self) -> bool:
+        """Whether the next backward is one of several that make one gradient."""
+        return self._accumulation.is_continued or self._accumulation.is_open
+
+    def expect(self, verdict: Verdict, call: ForwardCall | None) -> None:
+        """Take in what was read of the loss whose backward is about to run.
+
+        Args:
+            verdict: what it is.
+            call: whose outputs it comes from first.
+        """
+        self._expected_weight = self.forward_weight if call is None else call.num_samples
+        self._batch = batch_in_hand()
+        self._rows = None
+        if verdict.mode in (Mode.MEAN, Mode.SUM, Mode.TERMS) and self._channel is not None:
+            session = current_or_none()
+            batch = None if session is None else session.latest_batch
+            self._rows = self._rows_in_steps.read(verdict.terms, call, None if batch is None else batch.num)
+        self._verdict = _SAMPLES if self.is_given else _NOTHING if self._expected_weight == 0 else verdict
+        if self._verdict.mode in (Mode.TERMS, Mode.NOTHING):
+            # Where its readings are looked up it may be too late: on a GPU another thread runs backward.
+            self._place = user_call_site()
+        if self.is_sum and not self.is_accumulated:
+            # They are summed over ranks already.
+            self._accumulation.put_earlier_gradients_aside()
+
+    def report_at_start(self) -> None:
+        """Report where that is not left for later. Called by: every rank, for the models that a loss comes from."""
+        if self.reports_at_start and not self._accumulation.is_continued:
+            self.begin(self._expected_weight)
+            self.report()
+
+    def exchange_terms(self) -> GlobalLoss | None:
+        """Return what all ranks together have of each term; ``None`` where this rank has no samples.
+
+        Called by: every rank of the group, before any node of the graph runs.
+        """
+        if self._verdict.mode is not Mode.TERMS:
+            return None
+        self.begin(self._expected_weight)
+        self.report()
+        return self.receive()
+
+    def is_sum_on_ranks(self) -> bool:
+        """Return whether the ranks that have samples add their gradients up. Waits for their reports."""
+        combined = self.receive()
+        return self.is_sum if combined is None else combined.mode is Mode.SUM
+
+    def begin(self, forward_weight: float | None) -> None:
+        """Note what the backward under way counts.
+
+        Args:
+            forward_weight: samples of the forward that it passes through.
+
+        Raises:
+            ConfigurationError: nothing says how many samples there were.
+        """
+        if self._is_reported:
+            return
+        self.num_samples = (forward_weight or 0.0) + (self.num_samples if self._accumulation.is_open else 0.0)
+        if self._verdict.mode is Mode.SUM:
+            self.weight = 1.0 / self._num_ranks
+        elif self._verdict.mode is Mode.TERMS:
+            self.weight = 1.0
+        elif self._verdict.mode is Mode.MEAN:
+            self.weight = self._verdict.weight
+        else:
+            self.weight = _checked(self.given_weight if self.given_weight is not None else forward_weight)
+
+    def check_unit(self) -> None:
+        """Raise if the microsteps of an accumulation cannot be added up: their weights count different things.
+
+        Called by: the end of a backward that has computed gradients, of an accumulation that is open.
+        """
+        counted_in = _COUNTED_IN.get(self._verdict.mode)
+        if counted_in is None:
+            return
+        earlier = self._accumulation.counted_in or counted_in
+        if earlier != counted_in:
+            raise ConfigurationError(
+                "Two microsteps of an accumulation weigh their losses in different units.",
+                evidence=f"the earlier ones count {earlier}; this one counts {counted_in}",
+                do="compute the same loss in every microstep, and put all of them into rankwise.weight(), or none",
+            )
+        self._accumulation.counted_in = counted_in
+
+    def report(self) -> None:
+        """Send the other ranks what this one's loss is. Called by: every rank, once per step."""
+        if self._channel is None or self._is_reported:
+            return
+        self._is_reported = True
+        report = report_of(self._verdict, self._accumulation.carried + self.weight, self.num_samples, self._rows)
+        self._channel.send(report, None if self.guard is None else self.guard.report(), self._batch)
+
+    def receive(self) -> GlobalLoss | None:
+        """Wait for the reports of all ranks; ``None`` on one alone.
+
+        Raises:
+            CollectiveMismatch: they are at different batches.
+            ConfigurationError: their losses are of different kinds, or over samples of different lengths.
+        """
+        if self._channel is not None and self._group is not None and self._is_reported and self._combined is None:
+            reports = self._channel.receive()
+            are_all_ranks = self._num_ranks == self._group.detector.world_size
+            check_same_batch(reports.batches, self._model_name, are_all_ranks=are_all_ranks)
+            if self.guard is not None:
+                self.guard.take(*reports.guards)
+            self._combined = combine(reports.losses)
+            if not self._combined.is_alike:
+                raise self._unlike()
+            self._readings.check(self._combined, self._place)
+            if self._combined.elements is not None:
+                raise unequal_lengths(self._rows, self._combined.elements, words(self._place or user_call_site()))
+        return self._combined
+
+    def counted(self, total: float) -> float:
+        """Return what the gradients count among servers or islands: samples, where their weight counts nothing.
+
+        Args:
+            total: their weight, on all ranks together.
+        """
+        combined = self._combined
+        mode = self._verdict.mode if combined is None else combined.mode
+        if mode not in (Mode.SUM, Mode.TERMS):
+            return total
+        return (self.num_samples if combined is None else combined.num_samples) or total
+
+    def end(self) -> None:
+        """Forget the loss of a backward that has ended, or did not come to this model."""
+        if self.is_sum and not self.is_accumulated:
+            self._accumulation.give_back_earlier()
+        self._verdict = _SAMPLES
+        self._batch = 0
+        self._combined = None
+        self._is_reported = False
+
+    def reading(self, number: int) -> TermReading:
+        """Return how a term of the loss under way is read, by this step or by the ones before."""
+        combined = self._combined
+        if combined is None:
+            return "mean"
+        return self._readings.of(combined, number, self._place)
+
+    def _unlike(self) -> ConfigurationError:
+        own = (
+            ", ".join(f"{term.kind} ({term.operation})" for term in self._verdict.terms)
+            or self._verdict.mode.name.lower()
+        )
+        return ConfigurationError(
+            f"The loss of {self._model_name} is not of the same terms on all ranks.",
+            evidence=f"on this rank: {own}",
+            do="calculate every term on every rank, times zero where a rank has nothing of it; or say what the loss is "
+            "a mean over with rankwise.weight(model, amount)",
+        )
+
+
+def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
+    return ConfigurationError(
+        f"A sum in the loss at {words(place)} is divided by {term.divisor:g}, which can be read in two ways.",
+        evidence="if it is this rank's number of samples, the loss is a mean over all ranks' samples; if it is a "
+        "constant, the loss is their sum over that constant",
+        do="write a mean with .mean() or reduction='mean'; or pass what the loss is a mean over to "
+        "rankwise.weight(model, amount)",
+    )
+
+
+def _checked(weight: float | None) -> float:
+    if weight is None:
+        raise ConfigurationError(
+            "Cannot tell how many samples this loss averages over.",
+            evidence="the replicated model was not called itself, or without a tensor argument",
+            do="put loss.backward() into `with rankwise.weight(model, num_samples):`",
+        )
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ConfigurationError(
+            f"The weight of a backward must be zero or more, not {weight}.",
+            do="pass the number of samples or tokens the loss is the mean of",
+        )
+    return float(weight)

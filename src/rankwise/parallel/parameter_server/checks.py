@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``parameter_server`` was given, checked before anything is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.core.strategy_registry import check_unregistered
+from rankwise.torch_private.dtensor import own_part
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from rankwise.comm.session import Session
+    from rankwise.world.facts import World
+
+MODES = ("sync", "async")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Who does what, and how."""
+
+    servers: list[int]
+    workers: list[int]
+    is_sync: bool
+    max_staleness: int | None
+    folder: Path | None
+    save_every: int
+
+
+def checked(
+    world: World,
+    *,
+    servers: int | Sequence[int],
+    mode: str,
+    max_staleness: int | None,
+    directory: str | Path | None,
+    save_every: int,
+) -> ServerSettings:
+    """Return the arguments of a call.
+
+    Raises:
+        ConfigurationError: one is bad, or two contradict each other.
+    """
+    if mode not in MODES:
+        raise ConfigurationError(f"parameter_server has no mode {mode!r}.", do='pass mode="sync" or mode="async"')
+    if max_staleness is not None and mode == "sync":
+        raise ConfigurationError(
+            'max_staleness is for mode="async": with "sync" nothing is stale.', do='pass mode="async", or leave it out'
+        )
+    _check_count("max_staleness", max_staleness, 0)
+    _check_count("save_every", save_every, 1)
+    size = world.world_size
+    if isinstance(servers, int) and not isinstance(servers, bool):
+        chosen = list(range(size - servers, size)) if 0 < servers < size else []
+    else:
+        chosen = sorted(set(servers)) if not isinstance(servers, bool) else []
+    if size == 1:
+        chosen = []
+    elif not chosen or len(chosen) >= size or not set(chosen) <= set(range(size)):
+        raise ConfigurationError(
+            f"servers={servers!r} does not fit a world of {size} ranks: there must be servers and workers.",
+            where=str(world),
+            do=f"pass servers=1 to servers={size - 1}, or which ranks; or start more: rankwise run -n {size + 1} ...",
+        )
+    return ServerSettings(
+        servers=chosen,
+        workers=[rank for rank in range(size) if rank not in chosen],
+        is_sync=mode == "sync",
+        max_staleness=max_staleness,
+        folder=None if directory is None else Path(directory).absolute(),
+        save_every=save_every,
+    )
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ConfigurationError(f"{name} cannot be {value!r}.", do=f"pass a whole number, at least {least}")
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return the numbers, in the model, of the parameters that the optimizer has, in its order.
+
+    Raises:
+        ConfigurationError: they cannot be kept by servers.
+    """
+    check_unregistered(model, "parameter_server")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"parameter_server was given a {type(optimizer).__name__} for an optimizer.",
+            do="pass the torch.optim.Optimizer of the model's parameters",
+        )
+    number_of = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [parameter for parameter in own if id(parameter) not in number_of]
+    if strange:
+        raise ConfigurationError(
+            f"The optimizer has a parameter that is not the model's: {list(strange[0].shape)}.",
+            do="build the optimizer of model.parameters(), and pass both",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError(
+            "LBFGS evaluates the loss several times in a step, which a parameter server cannot.",
+            do="use another optimizer, or rankwise.replicate(model)",
+        )
+    if any(_has_stepped(state) for state in optimizer.state.values()):
+        raise ConfigurationError(
+            "The optimizer has taken steps already, whose state the servers would not have.",
+            do="call parameter_server() right after the optimizer is built",
+        )
+    spread_over_ranks = [p for p in own if own_part(p) is not p or p.is_meta]
+    if spread_over_ranks:
+        raise ConfigurationError(
+            "A parameter of the model is not a plain tensor of this rank.",
+            evidence=f"it is a {type(spread_over_ranks[0]).__name__} on {spread_over_ranks[0].device}",
+            do="pass a model that is whole on every rank",
+        )
+    return [number_of[id(parameter)] for parameter in own]
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    # Adagrad has a state from the beginning, and counts steps in it.
+    return float(state["step"]) > 0 if "step" in state else bool(state)
+
+
+def check_session(session: Session) -> None:
+    """Raise if ranks or samples were divided otherwise already.
+
+    Raises:
+        ConfigurationError: says what came before.
+    """
+    if session.axes is not None:
+        raise ConfigurationError(
+            f"parameter_server takes all ranks, and these are laid out along axes ({session.axes}).",
+            do="leave rankwise.mesh() out",
+        )
+    if session.loop is not None:
+        raise ConfigurationError(
+            "parameter_server() was called before in this world.", do="train one model with parameter servers"
+        )
+    if session.data_parts is not None and session.world.world_size > 1:
+        raise ConfigurationError(
+            f"parameter_server() came after {session.data_parts}, which took every rank for one with samples.",
+            do="call parameter_server() first, then build the rankwise.DataLoader",
+        )

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's connection to one server: a thread that sends what the main thread hands it and takes the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from rankwise.errors import RankwiseError
+from rankwise.parallel.parameter_server.messages import (
+    PURPOSE,
+    ServerMessage,
+    TensorBuffer,
+    as_sent,
+    create_memory,
+    framed,
+    open_memory,
+    packed,
+    receive_buffers,
+)
+from rankwise.store.wire import NUMBER, open_connection
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from rankwise.parallel.parameter_server.messages import Head, TensorRows
+
+
+class ServerConnection:
+    """The way to one server, from the first message to ``close``.
+
+    Args:
+        rank: of this worker.
+        parameters: what the server keeps.
+        changed: notified when an answer arrives, or the connection breaks.
+        ticket: of the memory in which the server, on the same host, lays out the parameters; empty for none.
+    """
+
+    def __init__(
+        self, rank: int, parameters: Sequence[torch.Tensor], changed: threading.Condition, ticket: str
+    ) -> None:
+        self.outgoing = TensorBuffer(parameters)
+        """What goes to the server; to be written while no request is open."""
+        self.incoming = TensorBuffer(parameters)
+        """What has come from it; to be read while no request is open."""
+        self.is_shared = False
+        """Whether both are memory that the server sees too."""
+        self._parameters = parameters
+        self._ticket = ticket
+        self.error: str | None = None
+        """Why no request is possible any more."""
+        self._is_connected = False
+        self._rank = rank
+        self._changed = changed
+        self._answer: ServerMessage | None = None
+        self._requests: queue.SimpleQueue[tuple[bytes, list[memoryview] | None] | None] = queue.SimpleQueue()
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    def open(self, host: str, port: int, secret: bytes, timeout_seconds: float) -> None:
+        """Begin to connect.
+
+        Args:
+            host: of the server.
+            port: where it listens.
+            secret: of the job.
+            timeout_seconds: how long to try.
+        """
+        arguments = (host, port, secret, timeout_seconds)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="rankwise-to-server", daemon=True)
+        self._thread.start()
+
+    def request(self, head: Head, positions: Sequence[int], rows: Sequence[TensorRows]) -> None:
+        """Send a message, and receive its answer.
+
+        Args:
+            head: of the message.
+            positions: which tensors of ``outgoing`` go with it.
+            rows: of others.
+        """
+        self._requests.put(packed(head, self.outgoing, positions, rows, is_shared=self.is_shared))
+
+    def notify(self, head: Head) -> None:
+        """Send a message that has no answer."""
+        self._requests.put((framed(head), None))
+
+    def has_connected(self) -> bool:
+        """Return whether the server accepts requests."""
+        return self._is_connected
+
+    def has_answer(self) -> bool:
+        """Return whether the answer to the request has arrived."""
+        return self._answer is not None
+
+    def take(self) -> ServerMessage:
+        """Return the answer that is there; the whole tensors it tells of are in ``incoming``."""
+        answer, self._answer = self._answer, None
+        if answer is None:
+            raise RuntimeError("no answer has come")
+        return answer
+
+    def leave(self) -> None:
+        """Announce that no request follows, and close."""
+        self._requests.put(None)
+
+    def close(self) -> None:
+        """Close at once."""
+        sock = self._socket
+        if sock is not None:
+            with contextlib.suppress(OSError):  # It is closed already.
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for the thread to end, once it was told to."""
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self, host: str, port: int, secret: bytes, timeout_seconds: float) -> None:
+        try:
+            with open_connection(host, port, secret, PURPOSE, timeout_seconds) as sock:
+                self._socket = sock
+                self._talk(sock)
+        except (OSError, RankwiseError) as error:
+            self.error = str(error) or type(error).__name__
+        finally:
+            self._socket = None
+            with self._changed:
+                self.error = self.error or "the connection has been closed"
+                self._changed.notify_all()
+
+    def _talk(self, sock: socket.socket) -> None:
+        self._greet(sock)
+        with self._changed:
+            self._is_connected = True
+            self._changed.notify_all()
+        while (request := self._requests.get()) is not None:
+            head, pieces = request
+            for piece in as_sent(head, pieces or []):
+                sock.sendall(piece)
+            if pieces is None:
+                continue
+            answer_head = _head(sock)
+            memory, rows = receive_buffers(answer_head, self.incoming, is_shared=self.is_shared)
+            for piece in memory:
+                _fill(sock, piece)
+            with self._changed:
+                self._answer = ServerMessage(answer_head, rows)
+                self._changed.notify_all()
+        sock.sendall(framed({"kind": "leave"}))
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Send this worker's rank, and share memory with a server that can."""
+        theirs = open_memory(self._ticket, self._parameters)
+        own = None if theirs is None else create_memory(self._parameters)
+        sock.sendall(framed({"worker": self._rank, "memory": "" if own is None else own.ticket}))
+        self.is_shared = bool(_head(sock)["is_shared"])
+        for mapping in (own, theirs):
+            if mapping is not None:
+                mapping.settle()
+        if self.is_shared:
+            self.outgoing, self.incoming = TensorBuffer(self._parameters, own), TensorBuffer(self._parameters, theirs)
+
+
+def _head(sock: socket.socket) -> Head:
+    length = bytearray(NUMBER.size)
+    _fill(sock, memoryview(length))
+    text = bytearray(NUMBER.unpack(length)[0])
+    _fill(sock, memoryview(text))
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def _fill(sock: socket.socket, memory: memoryview) -> None:
+    done = 0
+    while done < memory.nbytes:
+        count = sock.recv_into(memory[done:])
+        if not count:
+            raise ConnectionError("the server ended the connection")
+        done += count

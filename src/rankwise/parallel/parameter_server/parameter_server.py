@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public call: some ranks keep the parameters and update them, the others compute gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rankwise.comm.agreement import same_on_all_ranks
+from rankwise.comm.session import current
+from rankwise.errors import ConfigurationError, RankwiseError, fold_ranks
+from rankwise.health.event_log import post_expendable
+from rankwise.health.preemption import StepSource
+from rankwise.log import log
+from rankwise.parallel.core.same_model import broadcast_model, broadcast_tensors, check_same_model
+from rankwise.parallel.loss.hooks import check_weight_function
+from rankwise.parallel.parameter_server.checks import check_model, check_session, checked
+from rankwise.parallel.parameter_server.optimizer_state import (
+    copy_optimizer_state_from,
+    copy_parameters_from,
+    options_of,
+)
+from rankwise.parallel.parameter_server.setup import RankRole, ServerSetup, open_worker_or_server
+from rankwise.parallel.parameter_server.shard import assign_to_servers
+from rankwise.parallel.parameter_server.worker import left
+from rankwise.parallel.replicate import replicate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+
+class ParameterServer:
+    """What ``parameter_server`` returns: this rank's part in it."""
+
+    def __init__(self, setup: ServerSetup | None, opened: RankRole, model: nn.Module) -> None:
+        self.servers: tuple[int, ...] = () if setup is None else tuple(setup.settings.servers)
+        """The ranks that keep parameters."""
+        self.workers: tuple[int, ...] = (0,) if setup is None else tuple(setup.settings.workers)
+        """The ranks that compute gradients."""
+        self.is_server = opened.server_loop is not None
+        """Whether this rank keeps parameters."""
+        self._setup = setup
+        self._model = model
+        self._worker = opened.worker
+        self._server_loop = opened.server_loop
+        self._loader_state = opened.loader_state
+        self._num_steps_finished = 0
+        self._has_left = False
+        self._unraised: RankwiseError | None = None
+        """What went wrong at the end of a loop that was broken off."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that this worker has taken; none on a server."""
+        return 0 if self._worker is None else self._worker.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that the servers had made, as far as this rank knows; of this server, where it is one."""
+        if self._server_loop is not None:
+            return self._server_loop.num_updates
+        return 0 if self._worker is None else self._worker.num_updates
+
+    def restore(self, loader: Any) -> None:  # noqa: ANN401 - a DataLoader, or another with a state
+        """Move ``loader`` to where the saved state was taken, and have the servers save where it stands from now on.
+
+        Called by: every rank, before the first loop. Nothing was saved: the loader stays where it is. Where workers
+        stood at different places (``mode="async"``), all go on from the first of them.
+
+        Args:
+            loader: of the training loop, with ``state_dict`` and ``load_state_dict``.
+        """
+        if self._loader_state is not None:
+            loader.load_state_dict(self._loader_state)
+        if self._worker is not None:
+            self._worker.loader_state = loader.state_dict
+        if self._setup is not None and self._setup.settings.folder is not None and isinstance(loader, StepSource):
+            # The servers save when the workers have left.
+            session = current()
+            session.preemption.save_with(str(self._setup.settings.folder), loader, _nothing, is_restored=True)
+
+    def serve(self) -> None:
+        """Serve until every worker has come to the end of one more loop in which it took steps.
+
+        Called by: servers, in the place of a loop that is not one over a :class:`rankwise.DataLoader`, which does it by
+        itself. Workers call :meth:`finish` after such a loop. On a worker it does nothing.
+
+        Raises:
+            PeerFailed, PeerMissing: a rank failed that the others cannot go on without, or all workers are gone.
+        """
+        self.serve_loop(0)
+
+    def serve_loop(self, loader: int) -> None:
+        """Serve until every worker has come to the end of one more loop over a loader; the loader calls it.
+
+        Args:
+            loader: its number; 0 for a loop in which steps are taken, over whatever.
+        """
+        if self._server_loop is not None:
+            self._server_loop.serve(loader)
+
+    def finish(self) -> None:
+        """Take the newest parameters, and tell the servers that a loop is over.
+
+        Called by: workers, after a loop that is not one over a :class:`rankwise.DataLoader`, which does it by itself.
+        On a server it does nothing.
+
+        Raises:
+            NotJoined: the world has been left.
+        """
+        self.finish_loop(0, has_stepped=True)
+
+    def finish_loop(self, loader: int, *, has_stepped: bool) -> None:
+        """Notify the servers that a loop over a loader is over; the loader calls it.
+
+        Args:
+            loader: its number.
+            has_stepped: whether steps were taken in it: only then there is something to wait for.
+        """
+        if self._worker is not None:
+            self._worker.end_loop(loader, has_stepped=has_stepped)
+            if has_stepped:
+                self._num_steps_finished = self._worker.num_steps
+
+    def break_loop(self, loader: int, *, has_stepped: bool) -> None:
+        """Do the same where the loop was broken off; the loader calls it, while nothing it raised would be heard.
+
+        Args:
+            loader: its number.
+            has_stepped: whether steps were taken in it.
+        """
+        try:
+            self.finish_loop(loader, has_stepped=has_stepped)
+        except RankwiseError as error:
+            self._unraised = error
+
+    def leave(self) -> None:
+        """Let go of the other ranks: a server serves until all workers have. The end of the world calls it.
+
+        Raises:
+            PeerFailed, PeerMissing: a rank failed or is gone.
+        """
+        if self._unraised is not None:
+            raise self._unraised
+        if self._worker is not None:
+            self._worker.leave()
+        if self._server_loop is not None:
+            self._server_loop.leave()
+        self._has_left = True
+
+    def synchronize(self) -> None:
+        """Give every rank, servers too, the parameters and the optimizer's state that the servers keep.
+
+        Called by: every rank, after a loop: before model and optimizer are saved by other means than ``directory=``, or
+        evaluated in ``mode="async"``, where each worker has what it took at the end of its own loop. Buffers are those
+        of the first worker.
+
+        Raises:
+            ConfigurationError: in the middle of a loop: the servers are busy.
+            NotJoined: the world has been left.
+            PeerFailed, PeerMissing: a rank failed or is gone.
+        """
+        if self._has_left:
+            raise left("server.synchronize()")
+        if self._worker is not None and self._worker.num_steps != self._num_steps_finished:
+            raise ConfigurationError(
+                "synchronize() came in the middle of a loop, where the servers are busy serving.",
+                do="call it after the loop over rankwise.DataLoader, or after finish(); to save within a loop, "
+                "pass parameter_server(..., directory=...)",
+            )
+        setup = self._setup
+        if setup is None:
+            return
+        for server, numbers in zip(self.servers, setup.numbers_of, strict=True):
+            kept = [setup.parameters[number] for number in numbers]
+            copy_parameters_from(kept, server, setup.exchange)
+            copy_optimizer_state_from(setup.optimizer, kept, server, setup.exchange)
+        buffers = [buffer.detach() for buffer in self._model.buffers()]
+        broadcast_tensors(buffers, setup.exchange, what="buffers of the first worker", source=self.workers[0])
+
+
+def _nothing() -> None:
+    pass
+
+
+def parameter_server(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    servers: int | Sequence[int] = 1,
+    mode: str = "sync",
+    max_staleness: int | None = None,
+    weight: Callable[..., float | torch.Tensor] | None = None,
+    directory: str | Path | None = None,
+    save_every: int = 100,
+) -> ParameterServer:
+    """Train with parameter servers: some ranks keep the parameters and update them, the others compute gradients.
+
+    Called by: every rank, with the same arguments, before the :class:`rankwise.DataLoader` is built: only workers get
+    samples. The same script runs on all ranks. A server's loop over the loader yields nothing, and ends when all
+    workers have come to the end of theirs. On a worker ``optimizer.step()`` sends the gradients and takes parameters;
+    the optimizer itself runs on the servers, with the options (learning rate) that the workers' has at each step.
+
+    ``mode="sync"``: every step is one update with the mean over all samples of all workers: exactly the result of
+    data parallel training on the workers, or of one rank. Gradients between ``backward()`` and ``step()`` are the
+    worker's own: clipping them is not clipping their mean. A ``GradScaler`` would skip steps on one worker only.
+
+    ``mode="async"``: each worker's gradients are an update of their own, as they come (Hogwild). A slow worker does not
+    hold up the others, and under ``rankwise run`` one that fails does not end them: they go on, and no collective
+    of all ranks can follow. The parameters that a gradient is computed from may be older than those it is applied to,
+    the result depends on timing, and nothing of rankwise's promise about results holds. Without a bound, a worker
+    begins its next step before the servers have answered to the last one.
+
+    Every whole parameter is kept by one server. Sparse gradients (``nn.Embedding(sparse=True)``) move only
+    the rows they have, and with SGD without momentum, Adagrad and SparseAdam only rows that changed come back.
+    On one rank this is :func:`rankwise.replicate`, and nothing is saved.
+
+    Args:
+        model: on its device; a plain one, no other strategy's.
+        optimizer: of parameters of ``model``, with no state yet. Any that updates each parameter by itself.
+        servers: how many ranks are servers (the last ones), or which.
+        mode: ``"sync"`` or ``"async"``.
+        max_staleness: with ``"async"``: no worker begins a step while it is more than so many steps ahead of the
+            slowest (stale-synchronous). A worker that is gone is not waited for.
+        weight: as for :func:`rankwise.replicate`.
+        directory: where each server saves parameters and optimizer state; a job that starts again goes on from there.
+            Of the same number of servers. A server on a host of its own may have it on its own disk.
+        save_every: after how many updates servers save; they also do at the end of every loop.
+
+    Returns:
+        This rank's part: :class:`ParameterServer`, with ``is_server``, ``restore(loader)`` and ``synchronize()``.
+
+    Raises:
+        NotJoined: before :func:`rankwise.join`.
+        ConfigurationError: bad or contradictory arguments, or arguments that differ between ranks; the loader was built
+            before; the ranks are laid out along axes; there is no worker left.
+        ModelMismatch: the model is not the same on every rank.
+        CheckpointError: ``directory`` is of another model, optimizer or number of servers, lacks the files of one
+            server, or cannot be written to.
+
+    Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014); Recht et al.,
+        "Hogwild!" (arXiv:1106.5730); Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
+        Parameter Server" (NIPS 2013).
+    """
+    session = current()
+    world = session.world
+    settings = checked(
+        world,
+        servers=servers,
+        mode=mode,
+        max_staleness=max_staleness,
+        directory=directory,
+        save_every=save_every,
+    )
+    check_weight_function(weight, "parameter_server")
+    numbers = check_model(model, optimizer)
+    check_session(session)
+    if world.world_size == 1:
+        replicate(model, weight=weight)
+        return ParameterServer(None, RankRole(worker=None, server_loop=None, loader_state=None), model)
+    do = "pass the same arguments on every rank"
+    same_on_all_ranks("parameter_server()", [str(settings), mode], do=do, error=ConfigurationError)
+    same_on_all_ranks(
+        "the optimizer", [type(optimizer).__name__, options_of(optimizer), numbers], do=do, error=ConfigurationError
+    )
+    check_same_model(model)
+    exchange = session.exchange
+    if exchange is None or session.store is None or session.detector is None:
+        raise TypeError(f"a world of {world.world_size} ranks has no exchange")
+    broadcast_model(model, exchange)
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    setup = ServerSetup(
+        world=world,
+        detector=session.detector,
+        store=session.store,
+        exchange=exchange,
+        settings=settings,
+        optimizer=optimizer,
+        names=[name_of[id(parameter)] for parameter in own],
+        parameters=own,
+        numbers_of=assign_to_servers([parameter.nbytes for parameter in own], len(settings.servers)),
+    )
+    opened = open_worker_or_server(setup, model, weight)
+    server = ParameterServer(setup, opened, model)
+    session.data_ranks = settings.workers
+    session.loop = server
+    session.on_leave(server.leave)
+    session.before_save(server.synchronize)
+    if server.is_server:
+        session.preemption.be_passive()
+    if not settings.is_sync:
+        session.preemption.stop_alone()
+        post_expendable(session.store, settings.workers)
+    what = mode if max_staleness is None else f"{mode}, at most {max_staleness} steps apart"
+    log(f"parameter servers: {fold_ranks(settings.servers)}; workers: {fold_ranks(settings.workers)}; {what}")
+    return server

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server's main thread: takes what workers send, updates the parameters it keeps, and answers."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.errors import ConfigurationError, PeerMissing, fold_ranks, fold_values
+from rankwise.health.collective_timeout import SLICE_SECONDS
+from rankwise.health.failure_detector import EXPLANATION_SECONDS
+from rankwise.log import warn
+from rankwise.parallel.parameter_server.optimizer_state import set_options
+from rankwise.parallel.parameter_server.shard import are_sums, checked_weights, weighted_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.parallel.parameter_server.messages import ServerMessage
+    from rankwise.parallel.parameter_server.optimizer_state import Options
+    from rankwise.parallel.parameter_server.shard import ParameterShard
+    from rankwise.parallel.parameter_server.snapshot import ServerSnapshots
+    from rankwise.parallel.parameter_server.staleness import StalenessBound
+    from rankwise.parallel.parameter_server.worker_connections import ReceivedMessage, WorkerConnections
+    from rankwise.world.facts import World
+
+PATIENCE_SECONDS = 1.0
+"""How often a server looks for workers that are gone without their connection saying so."""
+
+
+class ServerLoop:
+    """One server, from ``parameter_server`` to the end of the world.
+
+    Args:
+        shard: the parameters.
+        connections: to the workers.
+        staleness: how far the workers are.
+        is_sync: whether a step is the mean of all workers' gradients, or of each worker's as it comes.
+        snapshots: where the state is saved, if anywhere.
+    """
+
+    def __init__(
+        self,
+        shard: ParameterShard,
+        connections: WorkerConnections,
+        staleness: StalenessBound,
+        *,
+        is_sync: bool,
+        snapshots: ServerSnapshots | None,
+        world: World,
+        detector: FailureDetector,
+    ) -> None:
+        self.loader_states: dict[int, dict[str, Any]] = {}
+        """Where the training loop of each worker stands."""
+        self._shard = shard
+        self._connections = connections
+        self._staleness = staleness
+        self._is_sync = is_sync
+        self._snapshots = snapshots
+        self._world = world
+        self._detector = detector
+        self._workers = sorted(staleness.living)
+        self._num_loops: Counter[int] = Counter()
+        """How many loops have been served, as the pace counts them."""
+        self._seen = dict.fromkeys(self._workers, shard.num_updates)
+        """After which update each worker was answered last."""
+        self._waiting: dict[int, ServerMessage] = {}
+        """Steps that have come and are not answered, in the order in which they came."""
+        self._waiting_since: float | None = None
+        self._last_message_at = dict.fromkeys(self._workers, time.monotonic())
+        """When the last message of each worker arrived."""
+        self._groups: dict[int, list[Options]] = {}
+        """Options of the optimizer, as each worker has sent them."""
+        self._newest_groups: list[Options] = []
+
+    @property
+    def num_updates(self) -> int:
+        """Updates there have been."""
+        return self._shard.num_updates
+
+    def serve(self, loader: int) -> None:
+        """Return when every worker has come to the end of one more loop over a loader, or is gone.
+
+        Args:
+            loader: its number; 0 for any in which steps were taken.
+
+        Raises:
+            PeerFailed: a rank failed that the others cannot go on without.
+            PeerMissing: the same of a rank that is gone without a word; all workers are gone; or one did not take
+                its step within the world's limit.
+        """
+        staleness = self._staleness
+        awaited = self._num_loops[loader] + 1
+        self._run(lambda: not staleness.living or staleness.num_loops(loader) >= awaited)
+        self._num_loops[loader] = awaited
+        # Those over a loader had steps too, which a loop over something else is not to be mistaken for.
+        self._num_loops[0] = max(self._num_loops[0], staleness.num_loops(0))
+        self._save()
+
+    def leave(self) -> None:
+        """Serve until all workers have left, then close."""
+        self._run(lambda: not self._staleness.living)
+        self._save()
+        self._connections.close()
+
+    def _save(self) -> None:
+        if self._snapshots is not None:
+            self._snapshots.save(self._shard.num_updates, self.loader_states)
+
+    def _run(self, is_done: Callable[[], bool]) -> None:
+        connections = self._connections
+        next_check = time.monotonic() + PATIENCE_SECONDS
+        while not is_done():
+            with connections.changed:
+                connections.changed.wait_for(lambda: bool(connections.arrivals), SLICE_SECONDS)
+                arrival = connections.arrivals.popleft() if connections.arrivals else None
+            if arrival is not None:
+                self._take(arrival)
+            elif self._detector.error is not None:
+                raise self._detector.error
+            if time.monotonic() > next_check:
+                next_check = time.monotonic() + PATIENCE_SECONDS
+                self._check_for_missing()
+        preemption = self._detector.preemption
+        if not self._staleness.living and preemption.is_asked and not preemption.has_stopped:
+            self._save()
+            preemption.stop()
+
+    def _take(self, arrival: ReceivedMessage) -> None:
+        worker, message = arrival.worker, arrival.message
+        self._last_message_at[worker] = time.monotonic()
+        if message is None:
+            self._lose(worker, arrival.reason)
+        elif message.head["kind"] == "end_loop":
+            self._staleness.end_loop(worker, message.head["loader"], has_stepped=message.head["has_stepped"])
+            if message.head["has_stepped"]:
+                self._answer(worker)
+        else:
+            self._staleness.step(worker)
+            self._waiting[worker] = message
+            if "groups" in message.head:
+                self._groups[worker] = self._newest_groups = message.head["groups"]
+            if "loader" in message.head:
+                self.loader_states[worker] = message.head["loader"]
+            if not self._is_sync:
+                self._update([worker])
+        self._answer_waiting()
+
+    def _answer_waiting(self) -> None:
+        """Answer those who may go on."""
+        if self._is_sync:
+            if self._waiting and self._staleness.left:
+                raise self._uneven()
+            if self._waiting and self._waiting.keys() >= self._staleness.living:
+                self._update(sorted(self._waiting))
+                for worker in sorted(self._waiting):
+                    self._answer(worker)
+                self._waiting.clear()
+        else:
+            for worker in [worker for worker in self._waiting if self._staleness.may_step(worker)]:
+                del self._waiting[worker]
+                self._answer(worker)
+        self._waiting_since = (self._waiting_since or time.monotonic()) if self._waiting else None
+
+    def _update(self, workers: Sequence[int]) -> None:
+        """Take one step with the gradients that these workers have sent."""
+        messages = [self._waiting[worker] for worker in workers]
+        reported = [message.head["weights"] for message in messages]
+        if are_sums(workers, reported, [message.head["sums"] for message in messages]):
+            weights, total = [float(any(one)) for one in reported], 1.0
+        else:
+            weights = checked_weights(workers, reported)
+            total = sum(weights)
+        if self._is_sync:
+            self._check_groups(workers)
+        # A script that steps its scheduler on all ranks has changed the server's own.
+        set_options(self._shard.optimizer, self._newest_groups)
+        parts = [self._gradients(worker, message) for worker, message in zip(workers, messages, strict=True)]
+        means = [
+            weighted_mean(list(zip(weights, of_parameter, strict=True)), total)
+            for of_parameter in zip(*parts, strict=True)
+        ]
+        if total <= 0 and all(mean is None for mean in means):
+            return
+        self._shard.update(means)
+        if self._snapshots is not None and self._shard.num_updates % self._snapshots.every == 0:
+            self._save()
+
+    def _check_groups(self, workers: Sequence[int]) -> None:
+        reported = {worker: self._groups[worker] for worker in workers}
+        first = reported[workers[0]]
+        if all(groups == first for groups in reported.values()):
+            return
+        differs = {
+            worker: "  ".join(
+                f"{name}={value}"
+                for group, other in zip(groups, zip(*reported.values(), strict=True), strict=True)
+                for name, value in group.items()
+                if any(one.get(name) != value for one in other)
+            )
+            for worker, groups in reported.items()
+        }
+        raise ConfigurationError(
+            "The optimizer's options differ between workers, and there is one update for all.",
+            where=str(self._world),
+            evidence=fold_values(differs),
+            do="let what changes them be the same on every worker: give ReduceLROnPlateau a loss of all ranks",
+        )
+
+    def _gradients(self, worker: int, message: ServerMessage) -> list[torch.Tensor | None]:
+        """Return what a worker has sent, by position."""
+        body = self._connections.bodies[worker]
+        found: list[torch.Tensor | None] = [None] * len(body.views)
+        for position in message.head["whole"]:
+            found[position] = body.views[position]
+        for position in message.head.get("zeros", ()):
+            found[position] = body.views[position].zero_()
+        for rows in message.rows:
+            shape = body.views[rows.position].shape
+            sparse = torch.sparse_coo_tensor(
+                rows.indices[None], rows.values, shape, is_coalesced=True, check_invariants=True
+            )
+            found[rows.position] = sparse
+        return found
+
+    def _answer(self, worker: int) -> None:
+        body, whole, rows = self._shard.since(self._seen[worker])
+        self._seen[worker] = self._shard.num_updates
+        self._connections.answer(worker, {"updates": self._shard.num_updates}, body, whole, rows)
+
+    # -- who is gone -------------------------------------------------------------------------------
+
+    def _lose(self, worker: int, reason: str) -> None:
+        """Go on without a worker, or raise where that cannot be."""
+        if worker not in self._staleness.living:
+            return
+        self._waiting.pop(worker, None)
+        if reason and self._is_sync:
+            raise self._reason(worker, reason)
+        self._staleness.remove(worker, has_failed=bool(reason))
+        if not reason:
+            return
+        # Where it stood is no place to go on from: the others went on.
+        self.loader_states.pop(worker, None)
+        if not self._staleness.living and not self._staleness.left:
+            raise self._reason(worker, reason)
+        warn(f"worker {worker} is gone ({reason}); the others go on without it", all_ranks=True)
+
+    def _reason(self, worker: int, reason: str) -> Exception:
+        """Return what ends the job: what the rank said itself, if it did."""
+        deadline = time.monotonic() + EXPLANATION_SECONDS
+        while self._detector.error is None and time.monotonic() < deadline:
+            with self._connections.changed:
+                self._connections.changed.wait(SLICE_SECONDS)
+        if self._detector.error is not None:
+            return self._detector.error
+        lost = sorted(self._staleness.failed | {worker})
+        return PeerMissing(
+            f"{'A worker' if len(lost) == 1 else 'Every worker'} of the parameter servers is gone: {fold_ranks(lost)}.",
+            ranks=lost,
+            where=str(self._world),
+            evidence=reason,
+            do="look at the output of that rank; start the job with --max-restarts 3, and give parameter_server a "
+            "directory=, for it to go on from the servers' last state",
+        )
+
+    def _uneven(self) -> PeerMissing:
+        left, waiting = sorted(self._staleness.left), sorted(self._waiting)
+        return PeerMissing(
+            f"Workers of the parameter servers take different numbers of steps: {fold_ranks(left)} has left.",
+            ranks=left,
+            where=str(self._world),
+            evidence=f"in optimizer.step(): {fold_ranks(waiting)}",
+            do="let every worker take the same number of steps: iterate over rankwise.DataLoader, as often on each",
+        )
+
+    def _silent_for(self, seconds: float) -> set[int]:
+        now = time.monotonic()
+        return {worker for worker in self._staleness.living if now - self._last_message_at[worker] > seconds}
+
+    def _check_for_missing(self) -> None:
+        """Let go of workers that are known to have failed, and raise where one is waited for too long."""
+        for worker in sorted(self._staleness.living):
+            if self._detector.departed(worker):
+                self._connections.drop(worker)
+        since, limit = self._waiting_since, self._detector.timeout_seconds
+        if not self._is_sync:
+            for worker in self._staleness.only_wait_for(self._silent_for(limit)):
+                warn(f"worker {worker} has said nothing for {limit:.0f} s, and all others are done", all_ranks=True)
+                self._connections.drop(worker)
+        if since is None or time.monotonic() - since < limit:
+            return
+        missing = sorted(self._staleness.living - self._waiting.keys()) if self._is_sync else self._staleness.slowest()
+        raise PeerMissing(
+            f"Workers of the parameter servers have waited {limit:.0f} s in vain. Missing: {fold_ranks(missing)}.",
+            ranks=missing,
+            where=str(self._world),
+            do="let every worker take the same number of steps: iterate over rankwise.DataLoader. Where the wait is "
+            "meant, join(timeout_seconds=...) is the limit",
+        )

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening both ends: servers begin to listen, take up what was saved, and workers connect."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import weakref
+from dataclasses import dataclass
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.comm.collectives import gather_json
+from rankwise.comm.session import current
+from rankwise.errors import CheckpointError, ConfigurationError, PeerMissing, fold_ranks, fold_values
+from rankwise.health.collective_timeout import SLICE_SECONDS
+from rankwise.log import log
+from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
+from rankwise.parallel.core.own_hooks import leave_out_of_copies
+from rankwise.parallel.core.strategy_registry import register
+from rankwise.parallel.loss.hooks import subscribe
+from rankwise.parallel.loss.reports import Mode
+from rankwise.parallel.parameter_server.messages import SECRET_KEY, create_memory, shared_home
+from rankwise.parallel.parameter_server.optimizer_state import copy_parameters_from, options_of, set_options
+from rankwise.parallel.parameter_server.server_loop import ServerLoop
+from rankwise.parallel.parameter_server.shard import ParameterShard
+from rankwise.parallel.parameter_server.snapshot import ServerSnapshots
+from rankwise.parallel.parameter_server.staleness import StalenessBound
+from rankwise.parallel.parameter_server.worker import ServerAddress, Worker, WorkerContext, close_all
+from rankwise.parallel.parameter_server.worker_connections import WorkerConnections
+from rankwise.store import bootstrap
+from rankwise.store.address_and_port import EVERY_INTERFACE
+from rankwise.store.wire import listen
+from rankwise.torch_private.modules import mark_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.parallel.parameter_server.checks import ServerSettings
+    from rankwise.store.values import Store
+    from rankwise.world.facts import World
+
+
+_OF_SEVERAL_TERMS = (
+    "the loss ({where}) has several terms, and workers do not tell one another what each of them is over: its "
+    "gradients are averaged by samples, which differs from what one rank computes where the terms count different "
+    "things; take one mean or one sum, or pass what it is over to rankwise.weight(model, amount)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSetup:
+    """What workers and servers are set up from."""
+
+    world: World
+    detector: FailureDetector
+    store: Store
+    exchange: Exchange
+    settings: ServerSettings
+    optimizer: torch.optim.Optimizer
+    names: Sequence[str]
+    parameters: Sequence[nn.Parameter]
+    """Of the optimizer, in its order."""
+    numbers_of: Sequence[Sequence[int]]
+    """Which of them each server keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRole:
+    """What this rank is: a worker or a server."""
+
+    worker: Worker | None
+    server_loop: ServerLoop | None
+    loader_state: dict[str, Any] | None
+    """Where the workers stood when the state was saved that all go on from."""
+
+
+def open_worker_or_server(
+    setup: ServerSetup, model: nn.Module, weight: Callable[..., float | torch.Tensor] | None
+) -> RankRole:
+    """Open this rank's end.
+
+    Called by: every rank.
+    """
+    setup.store.set_if_absent(SECRET_KEY, secrets.token_hex(32))
+    secret = setup.store.get(SECRET_KEY, setup.detector.timeout_seconds)
+    settings, rank = setup.settings, setup.world.rank
+    index = settings.servers.index(rank) if rank in settings.servers else None
+    shard = connections = snapshots = mapping = None
+    reported: dict[str, Any] = {}
+    home = shared_home(setup.exchange, setup.world)
+    if index is not None:
+        own = [setup.parameters[number] for number in setup.numbers_of[index]]
+        snapshots = _snapshots(setup, index)
+        mapping = create_memory(own) if home else None
+        shard = ParameterShard(own, setup.optimizer, setup.optimizer.step, mapping)
+        host = bootstrap.address_on_job(setup.store, setup.world)
+        connections = WorkerConnections(listen(host, 0), secret, settings.workers, own)
+        reported = {
+            "host": setup.world.hostname if host == EVERY_INTERFACE else host,
+            "port": connections.port,
+            "home": home,
+            "memory": "" if mapping is None else mapping.ticket,
+            "updates": [] if snapshots is None else snapshots.updates(),
+        }
+    of_rank = gather_json(reported, what="parameter_server()")
+    found = {server: of_rank[server]["updates"] for server in settings.servers}
+    updates = _updates_to_load(found, is_sync=settings.is_sync)
+    loader_state = None
+    if updates is not None:
+        loader_states: dict[str, Any] = {}
+        if index is not None and snapshots is not None and shard is not None:
+            loader_states = snapshots.load(updates[index])
+            shard.num_updates = updates[index]
+        loader_state = _load_saved(setup, loader_states)
+        log(f"parameter servers go on from update {min(updates)} in {settings.folder}")
+    if shard is not None and connections is not None:
+        server_loop = ServerLoop(
+            shard,
+            connections,
+            StalenessBound(settings.workers, settings.max_staleness),
+            is_sync=settings.is_sync,
+            snapshots=snapshots,
+            world=setup.world,
+            detector=setup.detector,
+        )
+        _wait_for_workers(connections, setup)
+        if mapping is not None:
+            mapping.settle()
+        _noted(model)
+        _replace_step(setup.optimizer, _refuse_step)
+        return RankRole(worker=None, server_loop=server_loop, loader_state=loader_state)
+    context = WorkerContext(world=setup.world, detector=setup.detector, store=setup.store)
+    # Where staleness has a bound, what a gradient is computed from is as new as can be had.
+    is_ahead = not settings.is_sync and settings.max_staleness is None
+    worker = Worker(setup.parameters, setup.names, context, is_ahead=is_ahead)
+    servers = [
+        _server(rank, of_rank[rank], numbers, home)
+        for rank, numbers in zip(settings.servers, setup.numbers_of, strict=True)
+    ]
+    worker.connect(servers, secret)
+    weakref.finalize(worker, close_all, worker.channels).atexit = False
+    _follow(model, setup.optimizer, worker, weight, num_workers=len(settings.workers))
+    return RankRole(worker=worker, server_loop=None, loader_state=loader_state)
+
+
+def _server(rank: int, reported: Mapping[str, Any], numbers: Sequence[int], home: str) -> ServerAddress:
+    can_share = bool(home) and reported["home"] == home
+    return ServerAddress(
+        rank=rank,
+        host=reported["host"],
+        port=reported["port"],
+        numbers=numbers,
+        ticket=reported["memory"] if can_share else "",
+    )
+
+
+def _snapshots(setup: ServerSetup, index: int) -> ServerSnapshots | None:
+    settings, numbers = setup.settings, setup.numbers_of[index]
+    if settings.folder is None:
+        return None
+    return ServerSnapshots(
+        settings.folder,
+        server=index,
+        num_servers=len(settings.servers),
+        every=settings.save_every,
+        names=[setup.names[number] for number in numbers],
+        parameters=[setup.parameters[number] for number in numbers],
+        optimizer=setup.optimizer,
+    )
+
+
+def _updates_to_load(found: Mapping[int, Sequence[int]], *, is_sync: bool) -> list[int] | None:
+    """Return which update's file each server takes up; ``None`` where nothing has been saved yet.
+
+    Args:
+        found: by server, oldest first.
+        is_sync: whether all have to be of the same update.
+
+    Raises:
+        CheckpointError: servers have files, and there is not one for all.
+    """
+    if is_sync:
+        common = set.intersection(*map(set, found.values()))
+        if common:
+            return [max(common)] * len(found)
+    elif all(found.values()):
+        return [updates[-1] for updates in found.values()]
+    # One that ended while servers saved for the first time is the same as nothing saved.
+    if max(map(len, found.values())) > 1:
+        texts = {server: ", ".join(map(str, updates)) or "none" for server, updates in found.items()}
+        raise CheckpointError(
+            "The parameter servers have no saved state in common to go on from.",
+            evidence=f"whole files, by update:\n{fold_values(texts)}",
+            do="bring back the files that are missing; or begin anew with another directory=",
+        )
+    return None
+
+
+def _load_saved(setup: ServerSetup, loader_states: dict[str, Any]) -> dict[str, Any] | None:
+    """Give all ranks what the servers have loaded; return where all workers go on.
+
+    Called by: every rank.
+    """
+    reported = {"workers": loader_states, "groups": options_of(setup.optimizer)}
+    of_rank = gather_json(reported, what="parameter_server()")
+    set_options(setup.optimizer, of_rank[setup.settings.servers[0]]["groups"])
+    for server, numbers in zip(setup.settings.servers, setup.numbers_of, strict=True):
+        copy_parameters_from([setup.parameters[number] for number in numbers], server, setup.exchange)
+    states = [state for one in of_rank for state in one["workers"].values()]
+    return min(states, key=lambda state: (state.get("epoch", 0), state.get("position", 0)), default=None)
+
+
+def _wait_for_workers(connections: WorkerConnections, setup: ServerSetup) -> None:
+    deadline = time.monotonic() + setup.detector.timeout_seconds
+    workers = set(setup.settings.workers)
+    with connections.changed:
+        while not connections.connected >= workers:
+            connections.changed.wait(SLICE_SECONDS)
+            if setup.detector.error is not None:
+                raise setup.detector.error
+            if time.monotonic() > deadline:
+                missing = sorted(workers - connections.connected)
+                raise PeerMissing(
+                    f"parameter_server() waited {setup.detector.timeout_seconds:.0f} s in vain for workers to connect. "
+                    f"Missing: {fold_ranks(missing)}.",
+                    ranks=missing,
+                    where=str(setup.world),
+                    do="look at the output of that rank",
+                )
+
+
+def _follow(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    worker: Worker,
+    weight: Callable[..., float | torch.Tensor] | None,
+    *,
+    num_workers: int,
+) -> None:
+    """Have steps of the optimizer go to the servers, with what their gradients are the mean or the sum over."""
+    weights: list[float] = []
+    sums: list[bool] = []
+    num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    sync = _noted(model)
+    sync.loss.is_averaged_elsewhere = True
+    sync.loss.is_given_by_forward = weight is not None
+    if num_workers > 1:
+        sync.loss.cautions[Mode.TERMS] = _OF_SEVERAL_TERMS
+    subscribe(sync.loss, current())
+
+    def note(weight: float) -> None:
+        weights.append(weight)
+        sums.append(sync.loss.is_sum)
+
+    sync.on_mean = note
+    model.register_forward_hook(SyncAfterForward(sync, weight), with_kwargs=True)
+    leave_out_of_copies(model)
+
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the loss
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if sum(len(group["params"]) for group in self.param_groups) != num_parameters:
+            raise ConfigurationError(
+                "The optimizer got parameters after parameter_server(), which no server keeps.",
+                do="build the whole optimizer first; a layer that is unfrozen later may be in it from the beginning",
+            )
+        worker.step(weights, sums, options_of(self))
+        weights.clear()
+        sums.clear()
+        return loss
+
+    # What torch puts around every optimizer's step: hooks, and its name in profiles.
+    _replace_step(optimizer, torch.optim.Optimizer.profile_hook_step(step))
+
+
+def _replace_step(optimizer: torch.optim.Optimizer, step: Any) -> None:  # noqa: ANN401 - a function
+    mark_step(optimizer, step)
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _noted(model: nn.Module) -> GradientSync:
+    """Note that the model trains on several ranks; return what counts the samples of its gradients."""
+    named = list(model.named_parameters())
+    sync = GradientSync([name for name, _ in named], [one for _, one in named], None, type(model).__name__)
+    sync.strategy = "parameter_server"
+    register(model, sync)
+    return sync
+
+
+def _refuse_step(_: torch.optim.Optimizer, *_arguments: object, **_keywords: object) -> None:
+    raise ConfigurationError(
+        "optimizer.step() was called on a parameter server, which takes no steps of its own.",
+        do="iterate over rankwise.DataLoader, which yields nothing on a server; for a loop of another kind: "
+        "`if server.is_server: server.serve()`, and server.finish() after the loop on workers",
+    )

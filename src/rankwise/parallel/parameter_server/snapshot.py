@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one server in a folder: complete files or none, the newest two, checked by a sum of their bytes.
+
+Knows no other rank. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from rankwise.comm.backends.tensor_memory import bytes_of
+from rankwise.errors import CheckpointError
+from rankwise.log import warn
+from rankwise.parallel.parameter_server.optimizer_state import dense, options_of, set_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+FILE = re.compile(r"server-(\d+)-of-(\d+)-update-(\d+)\.safetensors")
+NUM_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotContent:
+    """What a file holds."""
+
+    tensors: dict[str, torch.Tensor]
+    reported: dict[str, Any]
+    """The rest, as JSON."""
+
+
+class ServerSnapshots:
+    """The files of one server.
+
+    Args:
+        folder: of all servers.
+        server: number of this one.
+        num_servers: how many there are.
+        every: after how many updates to save.
+        names: of the parameters that it keeps.
+        parameters: these.
+        optimizer: that updates them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        server: int,
+        num_servers: int,
+        every: int,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.every = every
+        self._folder = folder
+        self._server = server
+        self._num_servers = num_servers
+        self._names = list(names)
+        self._parameters = list(parameters)
+        self._optimizer = optimizer
+        self._newest: int | None = None
+
+    def updates(self) -> list[int]:
+        """Return after which updates there are whole files of this server, oldest first.
+
+        Raises:
+            CheckpointError: the folder is of another number of servers, or nothing can be written there.
+        """
+        self._check_room()
+        found: list[int] = []
+        for path in sorted(self._folder.glob("server-*.safetensors")):
+            name = FILE.fullmatch(path.name)
+            if name is None:
+                continue
+            server, num_servers, update = map(int, name.groups())
+            if num_servers != self._num_servers:
+                raise CheckpointError(
+                    f"{self._folder} was written by {num_servers} parameter servers, and there are "
+                    f"{self._num_servers} now.",
+                    do=f"pass servers={num_servers}, or another directory=",
+                )
+            if server == self._server and self._read(update) is not None:
+                found.append(update)
+        return sorted(found)
+
+    def load(self, update: int) -> dict[str, Any]:
+        """Take parameters and optimizer state from the file of ``update``; return where the workers stood.
+
+        Raises:
+            CheckpointError: the file is of another model or another optimizer.
+        """
+        state = self._read(update)
+        if state is None:
+            raise CheckpointError(
+                f"{self._path(update)} has changed meanwhile.", do="let one job at a time write there"
+            )
+        if state.reported["kinds"] != self._kinds():
+            there, here = (set(map(tuple, kinds)) for kinds in (state.reported["kinds"], self._kinds()))
+            raise CheckpointError(
+                f"{self._path(update)} holds other parameters than this model has.",
+                evidence=f"only there: {_parameters_text(there - here)}\nonly here: {_parameters_text(here - there)}",
+                do="pass another directory=, or the model it was written for",
+            )
+        optimizer = type(self._optimizer).__name__
+        if (state.reported["optimizer"], len(state.reported["groups"])) != (
+            optimizer,
+            len(self._optimizer.param_groups),
+        ):
+            raise CheckpointError(
+                f"{self._path(update)} is of another optimizer: {state.reported['optimizer']} with "
+                f"{len(state.reported['groups'])} groups of parameters, and this is {optimizer} with "
+                f"{len(self._optimizer.param_groups)}.",
+                do="pass another directory=, or the optimizer it was written for",
+            )
+        with torch.no_grad():
+            for name, parameter in zip(self._names, self._parameters, strict=True):
+                parameter.copy_(state.tensors[f"parameter/{name}"])
+        set_options(self._optimizer, state.reported["groups"])
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            own: dict[str, Any] = dict(state.reported["values"].get(name, {}))
+            for key in state.reported["tensors"].get(name, ()):
+                value = state.tensors[f"optimizer/{name}/{key}"]
+                own[key] = value if value.ndim == 0 else value.to(parameter.device)
+            if own:
+                self._optimizer.state[parameter] = own
+        self._newest = update
+        return dict(state.reported["workers"])
+
+    def save(self, update: int, workers: Mapping[int, Any]) -> None:
+        """Write the state after ``update``, unless there is a file of it.
+
+        Args:
+            update: how many there have been.
+            workers: where each of them stands.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if update == self._newest:
+            return
+        tensors = {
+            f"parameter/{name}": parameter.detach().cpu().contiguous()
+            for name, parameter in zip(self._names, self._parameters, strict=True)
+        }
+        of_optimizer: dict[str, list[str]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"optimizer/{name}/{key}"] = dense(value).detach().cpu().contiguous().clone()
+                    of_optimizer.setdefault(name, []).append(key)
+                else:
+                    values.setdefault(name, {})[key] = value
+        # The format knows no complex numbers of this precision.
+        complex_ones = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+        tensors |= {name: torch.view_as_real(tensors[name]) for name in complex_ones}
+        reported = {
+            "complex": complex_ones,
+            "kinds": self._kinds(),
+            "optimizer": type(self._optimizer).__name__,
+            "groups": options_of(self._optimizer),
+            "tensors": of_optimizer,
+            "values": values,
+            "workers": {str(worker): state for worker, state in workers.items()},
+            "sum": _sum_of(tensors),
+        }
+        path = self._path(update)
+        staged = path.with_name(f".{path.name}.new")
+        try:
+            save_file(tensors, staged, {"rankwise": json.dumps(reported)})
+            with staged.open("rb") as written:
+                os.fsync(written.fileno())
+            staged.rename(path)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                staged.unlink(missing_ok=True)
+            raise self._no_room(error) from error
+        self._newest = update
+        self._delete_old()
+
+    def _delete_old(self) -> None:
+        own = {}
+        for path in self._folder.glob(f"server-{self._server}-of-{self._num_servers}-update-*.safetensors"):
+            name = FILE.fullmatch(path.name)
+            if name is not None:
+                own[int(name.group(3))] = path
+        # A newer one was not whole, or not on every server, when this one went on from an older one.
+        newest = sorted(update for update in own if self._newest is None or update <= self._newest)[-NUM_KEPT:]
+        for update in own.keys() - set(newest):
+            own[update].unlink(missing_ok=True)
+
+    def _check_room(self) -> None:
+        """Raise if nothing can be written to the folder, and delete what a write that was cut off has left."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            probe = self._folder / f".server-{self._server}-of-{self._num_servers}.new"
+            probe.touch()
+            for path in (probe, *self._folder.glob(f".server-{self._server}-of-{self._num_servers}-update-*.new")):
+                path.unlink()
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def _no_room(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"The state of parameter server {self._server} cannot be written to {self._folder}: {error}",
+            do="make room there, or pass another directory=",
+        )
+
+    def _kinds(self) -> list[list[Any]]:
+        """Return name, shape and dtype of every parameter, as JSON has them."""
+        named = zip(self._names, self._parameters, strict=True)
+        return [[name, *parameter.shape, str(parameter.dtype)] for name, parameter in named]
+
+    def _path(self, update: int) -> Path:
+        return self._folder / f"server-{self._server}-of-{self._num_servers}-update-{update:012d}.safetensors"
+
+    def _read(self, update: int) -> SnapshotContent | None:
+        """Return what a file holds; ``None``, said aloud, where it is damaged."""
+        path = self._path(update)
+        try:
+            with safe_open(path, framework="pt") as opened:  # type: ignore[no-untyped-call]
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no dict
+                reported = json.loads(opened.metadata()["rankwise"])
+            if reported["sum"] == _sum_of(tensors):
+                tensors |= {name: torch.view_as_complex(tensors[name]) for name in reported["complex"]}
+                return SnapshotContent(tensors, reported)
+            reason = "its bytes are not those that were written"
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            reason = str(error)
+        warn(f"{path} is damaged and passed over: {reason}", all_ranks=True)
+        return None
+
+
+def _sum_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(name.encode(), total)
+        total = zlib.crc32(bytes_of(tensors[name].contiguous()).numpy().data, total)
+    return total
+
+
+def _parameters_text(kinds: Iterable[tuple[Any, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, *shape, _ in sorted(kinds)) or "nothing"

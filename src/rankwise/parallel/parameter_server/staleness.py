@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the workers are, and which of them may take another step. Values only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class StalenessBound:
+    """The steps of all workers.
+
+    Args:
+        workers: their ranks.
+        max_staleness: by how many steps a worker may be ahead of the slowest when it begins one; ``None`` for any.
+    """
+
+    def __init__(self, workers: Iterable[int], max_staleness: int | None) -> None:
+        self._max_staleness = max_staleness
+        self._steps = dict.fromkeys(workers, 0)
+        self._loops: dict[int, Counter[int]] = {worker: Counter() for worker in self._steps}
+        """How many loops each has come to the end of: by loader, and under 0 those in which it took steps."""
+        self._resting: set[int] = set()
+        self.failed: set[int] = set()
+        """Workers whose connection ended without a message that they leave."""
+        self.left: set[int] = set()
+        """Workers that sent a message that they leave."""
+
+    @property
+    def living(self) -> set[int]:
+        """The workers that are still there."""
+        return set(self._steps)
+
+    def step(self, worker: int) -> None:
+        """Note that a worker has taken a step."""
+        if worker in self._steps:
+            self._steps[worker] += 1
+            self._resting.discard(worker)
+
+    def end_loop(self, worker: int, loader: int, *, has_stepped: bool) -> None:
+        """Note that a worker has come to the end of a loop. If it took steps in it, nobody waits for it until the next.
+
+        Args:
+            worker: its rank.
+            loader: number of the loader, 0 for none of ours.
+            has_stepped: whether it took steps in the loop.
+        """
+        if worker in self._steps:
+            self._loops[worker].update({loader} if not has_stepped else {loader, 0})
+            if has_stepped:
+                self._resting.add(worker)
+
+    def remove(self, worker: int, *, has_failed: bool) -> None:
+        """Note that a worker is not there any more."""
+        if self._steps.pop(worker, None) is None:
+            return
+        self._resting.discard(worker)
+        if has_failed:
+            self.failed.add(worker)
+        else:
+            self.left.add(worker)
+
+    def may_step(self, worker: int) -> bool:
+        """Return whether a worker may begin another step."""
+        if self._max_staleness is None or worker not in self._steps:
+            return True
+        others = [steps for other, steps in self._steps.items() if other not in self._resting]
+        return self._steps[worker] - min(others, default=self._steps[worker]) <= self._max_staleness
+
+    def slowest(self) -> list[int]:
+        """Return the workers that the others wait for."""
+        others = {worker: steps for worker, steps in self._steps.items() if worker not in self._resting}
+        return sorted(worker for worker, steps in others.items() if steps == min(others.values()))
+
+    def only_wait_for(self, silent: set[int]) -> set[int]:
+        """Return those of the silent workers that have not come to the end, where some have and all others."""
+        amid = self.living - self._resting
+        is_anyone_done = bool(self._resting or self.left)
+        return amid if is_anyone_done and amid <= silent else set()
+
+    def num_loops(self, loader: int) -> int:
+        """Return to the end of how many loops over a loader every worker that is still there has come."""
+        return min((self._loops[worker][loader] for worker in self._steps), default=0)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's steps: gradients go to the servers, parameters come back."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.comm.point_to_point.waiting import PeerWait, wait
+from rankwise.errors import ConfigurationError, NotJoined
+from rankwise.parallel.parameter_server.client import ServerConnection
+from rankwise.parallel.parameter_server.messages import TensorRows
+from rankwise.torch_private import foreach
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.parallel.parameter_server.messages import Head, ServerMessage
+    from rankwise.store.values import Store
+    from rankwise.world.facts import World
+
+SPARE_SECONDS = 10.0
+"""How much longer than the servers a worker waits: they know whom all wait for, and say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """Who this worker is, and what its waits can see."""
+
+    world: World
+    detector: FailureDetector
+    store: Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAddress:
+    """One server, as its workers know it."""
+
+    rank: int
+    host: str
+    port: int
+    numbers: Sequence[int]
+    """Of the parameters that it keeps."""
+    ticket: str
+    """Of memory that it shares with workers of its host; empty for none that this worker can see."""
+
+
+class Worker:
+    """One worker's end of all servers, from ``parameter_server`` to the end of the world.
+
+    Args:
+        parameters: of the optimizer, by number.
+        names: of them.
+        is_ahead: whether a step begins before the servers have answered to the one before.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], names: Sequence[str], context: WorkerContext, *, is_ahead: bool
+    ) -> None:
+        self.num_steps = 0
+        self.num_updates = 0
+        """How many the servers had made when they answered last."""
+        self.loader_state: Callable[[], Mapping[str, Any]] | None = None
+        """Says where the training loop stands."""
+        self._parameters = list(parameters)
+        self._names = list(names)
+        self._context = context
+        self._is_ahead = is_ahead
+        self._changed = threading.Condition()
+        self.channels: list[ServerConnection] = []
+        """One to each server, until this worker leaves."""
+        self._servers: list[ServerAddress] = []
+        self._awaits_answer = False
+        self._is_broken = False
+        """Whether taking an answer was broken off, as by Ctrl-C: none is waited for any more."""
+        self._sent_groups: list[dict[str, Any]] | None = None
+
+    def connect(self, servers: Sequence[ServerAddress], secret: bytes) -> None:
+        """Connect to every server, and wait for it."""
+        for server in servers:
+            kept = [self._parameters[number] for number in server.numbers]
+            channel = ServerConnection(self._context.world.rank, kept, self._changed, server.ticket)
+            self._servers.append(server)
+            self.channels.append(channel)
+            channel.open(server.host, server.port, secret, self._context.detector.timeout_seconds)
+        for server, channel in self._pairs():
+            self._wait("connecting to a parameter server", server, channel, channel.has_connected)
+
+    def step(self, weights: Sequence[float], sums: Sequence[bool], groups: list[dict[str, Any]]) -> None:
+        """Send the gradients there are, and take the parameters that come back.
+
+        Args:
+            weights: what the gradients of each backward since the last step are a mean or a sum over.
+            sums: whether they are a sum.
+            groups: options of the optimizer's groups.
+
+        Raises:
+            ConfigurationError: there are gradients that no backward has made.
+            NotJoined: this worker has left.
+        """
+        if not self.channels:
+            raise left("optimizer.step()")
+        if not weights and self._have_gradients():
+            raise ConfigurationError(
+                "optimizer.step() found gradients that no backward() since the last step has made.",
+                do="call backward() once before each step; with several microsteps, the last one outside of "
+                "rankwise.no_sync(model)",
+            )
+        if self._is_ahead:
+            self._take()
+        self.num_steps += 1
+        head: Head = {"kind": "step", "weights": list(weights), "sums": list(sums)}
+        if groups != self._sent_groups:
+            head["groups"] = self._sent_groups = groups
+        if self.loader_state is not None:
+            head["loader"] = dict(self.loader_state())
+        for server, channel in self._pairs():
+            positions, rows = self._gradients(server)
+            if not weights or not weights[-1]:
+                # What was used is updated, if only by momentum and the like, and what was not is left alone.
+                channel.request(head | {"zeros": positions}, [], rows)
+            else:
+                self._copy(server, positions, channel)
+                channel.request(head, positions, rows)
+        self._awaits_answer = True
+        if not self._is_ahead:
+            self._take()
+
+    def end_loop(self, loader: int, *, has_stepped: bool) -> None:
+        """Notify the servers that a loop is over, and take the newest parameters if steps were taken in it.
+
+        Without steps nothing is waited for: this worker may be the only one that went through such a loop.
+        """
+        if self._is_broken:
+            return
+        if not self.channels:
+            raise left("server.finish()")
+        head: Head = {"kind": "end_loop", "loader": loader, "has_stepped": has_stepped}
+        if not has_stepped:
+            for channel in self.channels:
+                channel.notify(head | {"whole": [], "rows": []})
+            return
+        self._take()
+        for channel in self.channels:
+            channel.request(head, [], [])
+        self._awaits_answer = True
+        self._take()
+
+    def leave(self) -> None:
+        """Take what is under way, and say goodbye."""
+        if self._is_broken:
+            self.close()
+            return
+        self._take()
+        for channel in self.channels:
+            channel.leave()
+        for channel in self.channels:
+            channel.join(self._context.detector.timeout_seconds)
+        # The optimizer holds this worker, and their memory is as large as the model.
+        self.channels.clear()
+
+    def close(self) -> None:
+        """Close every connection at once."""
+        close_all(self.channels)
+
+    def _pairs(self) -> Iterator[tuple[ServerAddress, ServerConnection]]:
+        return zip(self._servers, self.channels, strict=True)
+
+    def _have_gradients(self) -> bool:
+        """Return whether there is a gradient that is not zero."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        return any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients if g is not None)
+
+    def _gradients(self, server: ServerAddress) -> tuple[list[int], list[TensorRows]]:
+        """Return for which parameters there are gradients that go whole, and the rows of the sparse ones."""
+        whole: list[int] = []
+        rows: list[TensorRows] = []
+        for position, number in enumerate(server.numbers):
+            gradient = self._parameters[number].grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                added = gradient.coalesce()
+                if added.sparse_dim() != 1:
+                    raise ConfigurationError(
+                        f"The gradient of {self._names[number]} is sparse in {added.sparse_dim()} dimensions.",
+                        do="parameter_server takes dense gradients, and sparse ones of rows, as nn.Embedding has them",
+                    )
+                rows.append(TensorRows(position, added.indices()[0].cpu(), added.values().detach().cpu().contiguous()))
+            else:
+                whole.append(position)
+        return whole, rows
+
+    @torch.no_grad()
+    def _copy(self, server: ServerAddress, positions: Sequence[int], channel: ServerConnection) -> None:
+        """Copy gradients into what goes out."""
+        gradients = [self._parameters[server.numbers[position]].grad for position in positions]
+        if gradients:
+            views = [channel.outgoing.views[position] for position in positions]
+            foreach.copy_(views, [one for one in gradients if one is not None])
+
+    def _take(self) -> None:
+        """Wait for the answers to the requests, and put the parameters in place."""
+        if not self._awaits_answer:
+            return
+        try:
+            for server, channel in self._pairs():
+                self._wait("optimizer.step()", server, channel, channel.has_answer)
+                self._put_in_place(server, channel, channel.take())
+        except BaseException:
+            self._is_broken = True
+            raise
+        self._awaits_answer = False
+
+    @torch.no_grad()
+    def _put_in_place(self, server: ServerAddress, channel: ServerConnection, answer: ServerMessage) -> None:
+        own = [self._parameters[number].detach() for number in server.numbers]
+        whole = answer.head["whole"]
+        if whole:
+            foreach.copy_(
+                [own[position] for position in whole], [channel.incoming.views[position] for position in whole]
+            )
+        for rows in answer.rows:
+            parameter = own[rows.position]
+            parameter.index_copy_(0, rows.indices.to(parameter.device), rows.values.to(parameter.device))
+        self.num_updates = answer.head["updates"]
+
+    def _wait(self, what: str, server: ServerAddress, channel: ServerConnection, is_there: Callable[[], bool]) -> None:
+        peer_wait = PeerWait(
+            what=what,
+            peer=server.rank,
+            world=self._context.world,
+            detector=self._context.detector,
+            store=self._context.store,
+            broken=lambda: channel.error,
+            spare_seconds=SPARE_SECONDS,
+            do=f"look at the output of rank {server.rank}, a parameter server, and at that of the slowest worker",
+        )
+        wait(peer_wait, self._changed, is_there)
+
+
+def left(what: str) -> NotJoined:
+    """Return the error of who calls ``what`` when the world of the parameter servers has been left."""
+    return NotJoined(
+        f"{what} came after the world of the parameter servers had been left.",
+        do="call it within the world; to train on alone, load model.state_dict() into a new model, with an optimizer "
+        "of its own",
+    )
+
+
+def close_all(channels: Sequence[ServerConnection]) -> None:
+    """Close connections at once."""
+    for channel in channels:
+        channel.close()

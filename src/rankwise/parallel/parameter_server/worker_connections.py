@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connections of a server to its workers: messages received, and answers sent. Decides nothing.
+
+Lives on the thread of an authenticated server; the main thread takes what has come out of a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.parallel.parameter_server.messages import (
+    PURPOSE,
+    ServerMessage,
+    TensorBuffer,
+    as_sent,
+    framed,
+    open_memory,
+    packed,
+    receive_buffers,
+)
+from rankwise.store.server import AuthenticatedServer
+from rankwise.store.wire import NUMBER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from rankwise.parallel.parameter_server.messages import Head, TensorRows
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedMessage:
+    """What has come from a worker; no message where the worker itself has gone."""
+
+    worker: int
+    message: ServerMessage | None
+    reason: str = ""
+    """Why it is gone; empty where it said so."""
+
+
+class WorkerConnections:
+    """Serves workers, from the first connection to ``close``.
+
+    Args:
+        listener: a socket that listens.
+        secret: that workers must hold.
+        workers: their ranks.
+        parameters: what this server keeps.
+    """
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, workers: Sequence[int], parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self.changed = threading.Condition()
+        """Notified whenever a message has arrived."""
+        self.arrivals: deque[ReceivedMessage] = deque()
+        self.connected: set[int] = set()
+        self.bodies = {worker: TensorBuffer(parameters) for worker in workers}
+        """What each worker has sent; it sends no more before it has an answer."""
+        self._parameters = parameters
+        self._sharing: set[int] = set()
+        """Workers of this host, which lay out what they send in memory that is seen from here, and the other way."""
+        self._sockets: dict[int, socket.socket] = {}
+        self._server = AuthenticatedServer(listener, secret, {}, {PURPOSE: self._serve})
+        self._server.start()
+        self.port = self._server.port
+
+    def answer(
+        self, worker: int, head: Head, body: TensorBuffer, positions: Sequence[int], rows: Sequence[TensorRows]
+    ) -> None:
+        """Send an answer, without waiting for it to go. One that is gone gets none."""
+        sock = self._sockets.get(worker)
+        if sock is not None:
+            first, pieces = packed(head, body, positions, rows, is_shared=worker in self._sharing)
+            asyncio.run_coroutine_threadsafe(_send(sock, first, pieces), self._server.loop)
+
+    def drop(self, worker: int) -> None:
+        """End the connection of a worker that is known to be gone."""
+        sock = self._sockets.get(worker)
+        if sock is not None:
+            self._server.loop.call_soon_threadsafe(_shut, sock)
+
+    def close(self) -> None:
+        """End every connection."""
+        self._server.close()
+
+    # -- on the thread -----------------------------------------------------------------------------
+
+    async def _serve(self, sock: socket.socket) -> None:
+        greeting = await _head(sock)
+        worker = int(greeting["worker"])
+        is_shared = self._share(worker, greeting["memory"])
+        await _send(sock, framed({"is_shared": is_shared}), [])
+        body = self.bodies[worker]
+        self._sockets[worker] = sock
+        with self.changed:
+            self.connected.add(worker)
+            self.changed.notify_all()
+        reason = "its connection has ended"
+        try:
+            while True:
+                head = await _head(sock)
+                if head["kind"] == "leave":
+                    reason = ""
+                    return
+                pieces, rows = receive_buffers(head, body, is_shared=is_shared)
+                for piece in pieces:
+                    await _fill(sock, piece)
+                self._put(ReceivedMessage(worker, ServerMessage(head, rows)))
+        except OSError as error:
+            reason = str(error) or reason
+            raise
+        finally:
+            del self._sockets[worker]
+            self._put(ReceivedMessage(worker, None, reason))
+
+    def _share(self, worker: int, ticket: str) -> bool:
+        """Return whether a worker's memory can be seen from here, and take it for what it sends if so."""
+        mapping = open_memory(ticket, self._parameters)
+        if mapping is None:
+            return False
+        mapping.settle()
+        self.bodies[worker] = TensorBuffer(self._parameters, mapping)
+        self._sharing.add(worker)
+        return True
+
+    def _put(self, arrival: ReceivedMessage) -> None:
+        with self.changed:
+            self.arrivals.append(arrival)
+            self.changed.notify_all()
+
+
+async def _head(sock: socket.socket) -> Head:
+    length = bytearray(NUMBER.size)
+    await _fill(sock, memoryview(length))
+    text = bytearray(NUMBER.unpack(length)[0])
+    await _fill(sock, memoryview(text))
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+async def _fill(sock: socket.socket, memory: memoryview) -> None:
+    loop = asyncio.get_running_loop()
+    done = 0
+    while done < memory.nbytes:
+        count = await loop.sock_recv_into(sock, memory[done:])
+        if not count:
+            raise ConnectionError("its connection has ended")
+        done += count
+
+
+async def _send(sock: socket.socket, head: bytes, pieces: Sequence[memoryview]) -> None:
+    loop = asyncio.get_running_loop()
+    for piece in as_sent(head, pieces):
+        await loop.sock_sendall(sock, piece)
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # It is closed already.
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of a pipeline on this rank: its actions in order, and when each ran.
+
+Used by pipeline. Which actions there are is decided by schedule; a stage is computed by stage_executor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.pipeline import schedule as kinds
+from rankwise.parallel.pipeline.stage_executor import BoundStage, HeldActivations, received_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from rankwise.parallel.pipeline.link import PipelineLink, Transfer
+    from rankwise.parallel.pipeline.schedule import Action
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a rank computed one thing, in seconds since the step began."""
+
+    rank: int
+    kind: str
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """One part of the batch."""
+
+    leaves: list[Any]
+    """Of the model's arguments."""
+    target: Any
+    share: float
+    """What its loss counts of the whole, as far as that is known before it is computed."""
+    num_samples: int
+    stages: dict[int, BoundStage]
+    """Those of this rank, for its number of samples."""
+
+
+@dataclass(eq=False)
+class StepRun:
+    """One step, from its first action to its last."""
+
+    micro_batches: Sequence[MicroBatch]
+    link: PipelineLink
+    rank_of: Callable[[int], int]
+    """The place along the pipeline of each stage."""
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    """Without one there is no backward."""
+    scale_of: Callable[[torch.Tensor, Any, MicroBatch], float] | None = None
+    """Returns what to multiply a micro-batch's loss with, given the loss, the output and the micro-batch; without it,
+    its share."""
+    spans: list[tuple[str, int, int, float, float]] | None = None
+    """Filled with (kind, stage, micro-batch, start, end) when there is a list."""
+    losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    outputs: dict[int, Any] = field(default_factory=dict[int, Any])
+    _arrived: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+    _gradients: dict[tuple[int, int], list[torch.Tensor | None]] = field(default_factory=dict)
+    _works: dict[tuple[str, int, int], list[Transfer | None]] = field(default_factory=lambda: defaultdict(list))
+    _held: dict[tuple[int, int], HeldActivations] = field(default_factory=dict)
+    _leaving: dict[tuple[str, int, int], list[torch.Tensor]] = field(default_factory=dict)
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Do everything this rank does in the step.
+
+        Called by: every rank of the pipeline, with the actions of one schedule.
+        """
+        do: dict[str, Callable[[int, int], None]] = {
+            kinds.FORWARD: self._forward,
+            kinds.BACKWARD: self._backward,
+            kinds.BACKWARD_INPUT: self._backward_input,
+            kinds.BACKWARD_WEIGHT: self._backward_weight,
+            kinds.SEND_FORWARD: self._send_forward,
+            kinds.SEND_BACKWARD: self._send_backward,
+            kinds.RECEIVE_FORWARD: self._receive_forward,
+            kinds.RECEIVE_BACKWARD: self._receive_backward,
+        }
+        for action in actions:
+            try:
+                do[action.kind](action.stage, action.micro_batch)
+            except Exception as error:
+                error.add_note(f"in the {action.kind} of stage {action.stage}, micro-batch {action.micro_batch}")
+                raise
+        self.link.finish()
+
+    # -- computing ---------------------------------------------------------------------------------
+
+    def _forward(self, stage: int, number: int) -> None:
+        micro_batch = self.micro_batches[number]
+        bound = micro_batch.stages[stage]
+        self.link.wait(self._works.pop((kinds.RECEIVE_FORWARD, stage, number), ()))
+        received = self._arrived.pop((stage, number), [])
+        with self._timed(kinds.FORWARD, stage, number):
+            sent, held = bound.forward(micro_batch.leaves, received)
+            if bound.is_last:
+                self._finish_forward(held, micro_batch, number)
+        if self.loss_fn is not None:
+            self._held[stage, number] = held
+        if not bound.is_last:
+            self._hand_on(kinds.SEND_FORWARD, stage, number, sent)
+
+    def _finish_forward(self, held: HeldActivations, micro_batch: MicroBatch, number: int) -> None:
+        if self.loss_fn is None:
+            self.outputs[number] = held.output
+            return
+        loss = self.loss_fn(held.output, micro_batch.target)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ConfigurationError(
+                "loss_fn returned something else than one number.",
+                evidence=f"it returned {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}",
+                do="return a mean or a sum over the micro-batch, as a tensor",
+            )
+        scale = micro_batch.share if self.scale_of is None else self.scale_of(loss, held.output, micro_batch)
+        held.output = None
+        if scale == 0.0:
+            # A mean over nothing is NaN, and so would be all its gradients: without a loss there are none.
+            self.losses.append(loss.detach().new_zeros(()))
+            return
+        held.loss = loss.reshape(()) * scale
+        self.losses.append(held.loss.detach().clone())
+
+    def _backward(self, stage: int, number: int) -> None:
+        gradients = self._arrived_gradients(stage, number)
+        held = self._held.pop((stage, number))
+        with self._timed(kinds.BACKWARD, stage, number):
+            found = self._bound(stage, number).backward(held, gradients)
+        self._return(stage, number, found)
+
+    def _backward_input(self, stage: int, number: int) -> None:
+        gradients = self._arrived_gradients(stage, number)
+        with self._timed(kinds.BACKWARD_INPUT, stage, number):
+            found = self._bound(stage, number).backward_input(self._held[stage, number], gradients)
+        self._return(stage, number, found)
+
+    def _backward_weight(self, stage: int, number: int) -> None:
+        with self._timed(kinds.BACKWARD_WEIGHT, stage, number):
+            self._bound(stage, number).backward_weight(self._held.pop((stage, number)))
+
+    def _arrived_gradients(self, stage: int, number: int) -> list[torch.Tensor | None]:
+        self.link.wait(self._works.pop((kinds.RECEIVE_BACKWARD, stage, number), ()))
+        return self._gradients.pop((stage, number), [])
+
+    def _return(self, stage: int, number: int, found: Sequence[torch.Tensor | None]) -> None:
+        """Have the gradients of what was received go back; zero where backward did not come by."""
+        if stage == 0:
+            return
+        bound = self._bound(stage, number)
+        gradients: list[torch.Tensor] = []
+        for value, gradient in zip(bound.stage.receives, found, strict=True):
+            kind = bound.program.kinds[value]
+            if kind.requires_grad:
+                place = received_like(kind, self.link.device)
+                gradients.append(place.zero_() if gradient is None else _laid_out(gradient.detach(), kind.stride))
+        self._hand_on(kinds.SEND_BACKWARD, stage, number, gradients)
+
+    def _bound(self, stage: int, number: int) -> BoundStage:
+        return self.micro_batches[number].stages[stage]
+
+    # -- travelling --------------------------------------------------------------------------------
+
+    def _hand_on(self, how: str, stage: int, number: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep tensors for the sending that comes next, or give them to a stage of this rank."""
+        neighbour = stage + 1 if how == kinds.SEND_FORWARD else stage - 1
+        bound = self._bound(stage, number)
+        if self.rank_of(neighbour) != self.rank_of(stage):
+            laid_out = list(tensors)
+            if how == kinds.SEND_FORWARD:
+                laid_out = [
+                    _laid_out(tensor.detach(), bound.program.kinds[value].stride)
+                    for value, tensor in zip(bound.stage.sends, tensors, strict=True)
+                ]
+            self._leaving[how, stage, number] = laid_out
+        elif how == kinds.SEND_FORWARD:
+            self._arrived[neighbour, number] = [tensor.detach() for tensor in tensors]
+        else:
+            self._gradients[neighbour, number] = self._with_gaps(neighbour, number, tensors)
+
+    def _with_gaps(self, stage: int, number: int, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return a gradient per value that ``stage`` has sent, ``None`` for those that have none."""
+        bound = self._bound(stage, number)
+        rest = iter(gradients)
+        return [next(rest) if bound.program.kinds[value].requires_grad else None for value in bound.stage.sends]
+
+    def _send_forward(self, stage: int, number: int) -> None:
+        for tensor in self._leaving.pop((kinds.SEND_FORWARD, stage, number)):
+            self.link.send(tensor, self.rank_of(stage + 1))
+
+    def _send_backward(self, stage: int, number: int) -> None:
+        for tensor in self._leaving.pop((kinds.SEND_BACKWARD, stage, number)):
+            self.link.send(tensor, self.rank_of(stage - 1))
+
+    def _receive_forward(self, stage: int, number: int) -> None:
+        bound = self._bound(stage, number)
+        places = [received_like(bound.program.kinds[value], self.link.device) for value in bound.stage.receives]
+        self._arrived[stage, number] = places
+        source = self.rank_of(stage - 1)
+        self._works[kinds.RECEIVE_FORWARD, stage, number] = [self.link.receive(place, source) for place in places]
+
+    def _receive_backward(self, stage: int, number: int) -> None:
+        bound = self._bound(stage, number)
+        needing = [bound.program.kinds[value] for value in bound.stage.sends]
+        places = [received_like(kind, self.link.device) for kind in needing if kind.requires_grad]
+        self._gradients[stage, number] = self._with_gaps(stage, number, places)
+        source = self.rank_of(stage + 1)
+        self._works[kinds.RECEIVE_BACKWARD, stage, number] = [self.link.receive(place, source) for place in places]
+
+    def _timed(self, kind: str, stage: int, number: int) -> _Timed:
+        return _Timed(self.spans, self.link.device, (kind, stage, number))
+
+
+class _Timed:
+    """Notes when a block of code began and ended, where spans are asked for."""
+
+    def __init__(
+        self,
+        spans: list[tuple[str, int, int, float, float]] | None,
+        device: torch.device,
+        what: tuple[str, int, int],
+    ) -> None:
+        self._spans = spans
+        self._device = device
+        self._what = what
+        self._start = 0.0
+
+    def __enter__(self) -> None:
+        if self._spans is not None:
+            self._start = now(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        if self._spans is not None:
+            self._spans.append((*self._what, self._start, now(self._device)))
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds, when the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor, or a copy of it, with these strides: what the receiver takes it to have."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first steps of a pipeline look at: a mistake here would be wrong numbers, and no error. Used by pipeline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.comm.session import current
+from rankwise.errors import ConfigurationError, fold_values
+from rankwise.parallel.core.from_meta import unfilled
+from rankwise.parallel.core.same_inputs import CHECKED_STEPS, digest_of_tensors
+from rankwise.parallel.core.strategy_registry import check_no_optimizer_holds
+from rankwise.parallel.pipeline.stage_tensors import find_unfilled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from weakref import ref
+
+    from torch import nn
+
+    from rankwise.comm.backends.protocol import Exchange
+
+
+class FirstSteps:
+    """Compares the first batches of the ranks, and looks for optimizers and parameters that were left behind."""
+
+    def __init__(
+        self,
+        along: Exchange | None,
+        replaced: Sequence[ref[nn.Parameter]],
+        empty: Sequence[tuple[str, torch.Tensor, int]],
+    ) -> None:
+        """Note what to look at.
+
+        Args:
+            along: the ranks of the pipeline.
+            replaced: parameters that have given way to others.
+            empty: what was on the meta device, with its version.
+        """
+        self._along = along
+        self._replaced = list(replaced)
+        self._empty = list(empty)
+        self._num_left = CHECKED_STEPS
+
+    def __call__(self, model: nn.Module, batch: object) -> None:
+        """Raise if something is wrong. Called by: every rank of the pipeline, at the beginning of each step.
+
+        Raises:
+            ConfigurationError: parameters are not filled yet, an optimizer holds what is trained no more, or the ranks
+                were given different values.
+        """
+        if self._num_left <= 0:
+            return
+        self._num_left -= 1
+        name = find_unfilled(model, self._empty) if self._empty else None
+        if self._along is not None:
+            own = torch.tensor([digest_of_tensors(batch), int(name is not None)])
+            digests, flags = self._along.all_gather(own, what="values of the batch").unbind(1)
+            if name is None and bool(flags.any()):
+                places = [place for place, flag in enumerate(flags.tolist()) if flag]
+                raise _others_empty(places)
+            if name is None:
+                _compare(digests.tolist())
+        if name is not None:
+            raise unfilled("pipeline", name, is_saved=name in model.state_dict())
+        self._empty.clear()
+        check_no_optimizer_holds(self._replaced, "pipeline")
+        self._replaced.clear()
+
+
+def _compare(digests: Sequence[int]) -> None:
+    if len(set(digests)) > 1:
+        raise ConfigurationError(
+            "The ranks of one pipeline were given different batches.",
+            where=f"reported on {current().world}",
+            evidence="checksums of x and target, by rank along pp:\n" + fold_values(dict(enumerate(digests))),
+            do="take batches from rankwise.DataLoader, which gives ranks along pp the same; seed random inputs alike",
+        )
+
+
+def _others_empty(places: Sequence[int]) -> ConfigurationError:
+    return ConfigurationError(
+        f"The stages of pp {', '.join(map(str, places))} were on the meta device, and have not been filled since.",
+        where=f"reported on {current().world}",
+        do="fill the model first: rankwise.load_weights(path, model), or restore a checkpoint",
+    )

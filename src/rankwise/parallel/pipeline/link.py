@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends and receives between the ranks of a pipeline, with waits that end when a peer fails.
+
+A wait of Gloo's that runs out of time closes the connection, and whether it is over cannot be asked: so it is made in
+one piece, and a thread that finds a wait has become long takes it to the failure detector, and breaks it off for a
+reason. Used by executor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import finalize, ref
+
+import torch
+import torch.distributed as dist
+
+from rankwise.errors import fold_ranks
+from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.health.flight_recorder import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A send or a receive under way."""
+
+    work: dist.Work
+    rank: int
+    """The other one, in the world."""
+
+
+class PipelineLink:
+    """This rank's way to the other ranks of its pipeline: torch's sends and receives, watched."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        device: torch.device,
+        detector: FailureDetector | None,
+    ) -> None:
+        self.device = device
+        self._group = group
+        self._ranks = list(ranks)
+        self._detector = detector
+        self._exchange_id = 0 if detector is None else detector.recorder.new_exchange_id(ranks)
+        self._ticket: Any = None
+        self._sent: list[tuple[Transfer, torch.Tensor]] = []
+        self._waiter: Waiter | None = None
+
+    def begin(self, what: str) -> None:
+        """Say what is sent from here on, for the error of a wait that does not end."""
+        if self._detector is not None:
+            self._ticket = self._detector.ticket(what, self._exchange_id)
+
+    def send(self, tensor: torch.Tensor, place: int) -> None:
+        """Start sending to the rank at ``place`` along the pipeline."""
+        started = self._start(dist.isend, tensor, place)
+        if started is not None:
+            self._sent.append((started, tensor))
+
+    def receive(self, tensor: torch.Tensor, place: int) -> Transfer | None:
+        """Start receiving into ``tensor``."""
+        return self._start(dist.irecv, tensor, place)
+
+    def _start(self, how: Callable[..., dist.Work | None], tensor: torch.Tensor, place: int) -> Transfer | None:
+        if not tensor.numel():
+            return None
+        try:
+            work = how(_flat(tensor), self._ranks[place], group=self._group)
+        except RuntimeError:
+            if self._detector is not None:
+                # The connection is broken already: what a peer did explains it.
+                with CollectiveWait(self._detector, self._ticket):
+                    raise
+            raise
+        return None if work is None else Transfer(work, self._ranks[place])
+
+    def wait(self, started: Iterable[Transfer | None]) -> None:
+        """Return when what was started is there; raise what the failure detector found out if it will not come."""
+        under_way = [one for one in started if one is not None]
+        if not under_way:
+            return
+        if self._detector is None or self.device.type != "cpu":
+            # On a GPU the stream waits, not this thread.
+            for one in under_way:
+                one.work.wait()
+            return
+        ranks = sorted({one.rank for one in under_way})
+        if self._waiter is None:
+            self._waiter = Waiter(self._detector)
+        try:
+            self._waiter.wait([one.work for one in under_way], self._ticket, partial(self._disconnect, ranks))
+        except Exception as error:
+            error.add_note(f"waiting for {fold_ranks(ranks)}")
+            raise
+
+    def _disconnect(self, ranks: Sequence[int]) -> None:
+        # A wait of Gloo's that runs out of time closes the connection, and so ends every other wait for it.
+        for rank in ranks:
+            with contextlib.suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), rank, group=self._group)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+
+    def finish(self) -> None:
+        """Return when everything sent has left."""
+        self.wait([started for started, _ in self._sent])
+        self._sent.clear()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor without holes that is contiguous, as sends need it."""
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+LONG_SECONDS = 0.5
+"""After how long a wait is looked at."""
+LONGER_SECONDS = 60.0
+"""By which Gloo waits longer than the failure detector, which knows more to say."""
+
+
+class Waiter:
+    """The waits of one rank, one at a time, and the thread that looks at them."""
+
+    def __init__(self, detector: FailureDetector) -> None:
+        self._detector = detector
+        self._limit = timedelta(seconds=detector.timeout_seconds + LONGER_SECONDS)
+        self._wait: _Wait | None = None
+        self._has_ended: threading.Event | None = None
+
+    def wait(self, works: Sequence[dist.Work], ticket: Ticket, disconnect: Callable[[], None]) -> None:
+        """Return when all of ``works`` are over.
+
+        Args:
+            works: sends and receives under way.
+            ticket: of what they belong to.
+            disconnect: has a wait for them end with an error. Called from another thread.
+
+        Raises:
+            PeerFailed, PeerMissing: as :class:`rankwise.health.collective_timeout.CollectiveWait`.
+        """
+        if self._has_ended is None:
+            self._has_ended = threading.Event()
+            poller = threading.Thread(
+                target=_poll, args=(ref(self), self._has_ended), name="rankwise-pipeline", daemon=True
+            )
+            poller.start()
+            finalize(self, _end, self._has_ended, poller)
+        own = self._wait = _Wait(ticket, disconnect)
+        try:
+            for work in works:
+                work.wait(self._limit)
+        except RuntimeError:
+            own.is_over.set()
+            with own.breaking:
+                reason = own.reason
+            if reason is not None:
+                raise reason from None
+            with CollectiveWait(self._detector, ticket):
+                raise
+        finally:
+            own.is_over.set()
+            self._wait = None
+
+    def check(self) -> None:
+        """Take a wait that has become long to the failure detector, until it is over. Called by: the thread."""
+        own = self._wait
+        if own is None or time.monotonic() - own.since < LONG_SECONDS:
+            return
+        try:
+            with CollectiveWait(self._detector, own.ticket) as wait:
+                while not own.is_over.wait(SLICE_SECONDS):
+                    wait.check()
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+            with own.breaking:
+                if not own.is_over.is_set():
+                    own.reason = error
+                    own.disconnect()
+
+
+class _Wait:
+    def __init__(self, ticket: Ticket, disconnect: Callable[[], None]) -> None:
+        self.ticket = ticket
+        self.disconnect = disconnect
+        self.since = time.monotonic()
+        self.is_over = threading.Event()
+        self.breaking = threading.Lock()
+        self.reason: Exception | None = None
+
+
+def _poll(waiter_reference: ref[Waiter], has_ended: threading.Event) -> None:
+    while not has_ended.wait(LONG_SECONDS):
+        waiter = waiter_reference()
+        if waiter is None:
+            return
+        waiter.check()
+        del waiter
+
+
+def _end(has_ended: threading.Event, poller: threading.Thread) -> None:
+    has_ended.set()
+    if poller is not threading.current_thread():
+        poller.join(LONG_SECONDS)

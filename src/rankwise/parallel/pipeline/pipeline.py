@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model in stages on different ranks, through which a batch goes in micro-batches.
+
+Works in place: the model keeps its class, its modules and its keys; what other ranks hold is on the meta device here.
+Holds the public call; the model is cut by plan, and a step is run by step_api.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
+
+import torch
+
+from rankwise.comm.agreement import all_ranks_succeed, same_on_all_ranks
+from rankwise.comm.collectives import gather_json
+from rankwise.comm.session import current
+from rankwise.errors import ConfigurationError
+from rankwise.log import log
+from rankwise.parallel.core.device_mesh import axes_for, exchange_along
+from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.core.self_check import check_torch, gradients
+from rankwise.parallel.core.self_check import loss_fn as trial_loss
+from rankwise.parallel.core.strategy_registry import check_unregistered, register
+from rankwise.parallel.pipeline import micro_batches as parts
+from rankwise.parallel.pipeline.argument_checks import check_axes, check_functions, checked_count, checked_split
+from rankwise.parallel.pipeline.first_step_checks import FirstSteps
+from rankwise.parallel.pipeline.plan import StagedModel, plan_of
+from rankwise.parallel.pipeline.schedule import schedule_of
+from rankwise.parallel.pipeline.stage_tensors import hold_own_stages
+from rankwise.parallel.pipeline.step_api import Pipeline
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.dtensor import own_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from torch import nn
+
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.parallel.core.self_check import Bench, Compared
+
+
+def pipeline(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    *,
+    example: object,
+    micro_batches: int | None = None,
+    schedule: str = "1f1b",
+    split: str | Sequence[str] | None = None,
+    weight: Callable[[Any], float | torch.Tensor] | None = None,
+) -> Pipeline:
+    """Put stages of ``model`` on different ranks, in place; return the step that trains it.
+
+    Called by: every rank, with the same model, before the optimizer is built.
+
+    ``loss = step(x, target)`` stands for ``loss = loss_fn(model(x), target); loss.backward()``: afterwards every rank
+    has, in the parameters of its stages, the gradients one device would have, for every batch size and number of
+    micro-batches. Every rank starts from rank zero's parameters and keeps those of its stages; the others become
+    meta tensors, without memory, so that names, order and ``state_dict`` keys stay, and an optimizer built afterwards
+    numbers parameters alike on every rank. The ranks lie along ``pp``; where :func:`rankwise.mesh` has
+    ``dp_replicate`` too, gradients are those of all pipelines' batches together.
+
+    The model is cut between blocks: layers, and what repeats (a residual block, a decoder layer) as a whole. What
+    ``forward`` does between blocks may be anything whose shapes follow from the shapes of the inputs; values that skip
+    stages travel through those in between, and what depends on the inputs alone is computed by every stage.
+
+    BatchNorm in training mode takes its statistics per micro-batch, so that the result depends on their number;
+    dropout is drawn per stage. This rank has the gradients of its own stages only: clip them with
+    :meth:`Pipeline.clip_grad_norm_`. Hooks on ``model`` itself do not run; those on its blocks do.
+
+    Args:
+        model: whole on every rank, on its device already; or on the CPU or the meta device, of which each rank then
+            takes its own stages to its device. What was on meta is filled with NaN there, and to be loaded with
+            :func:`rankwise.load_weights` or a checkpoint before the first step. Change layers and dtype before.
+        loss_fn: called with the model's output and the target of a micro-batch; returns a mean or a sum over what is in
+            it: samples, tokens, what a mask leaves. Its graph shows which; what is neither is warned of.
+        example: a batch as ``model`` would be called with: a tensor, a tuple of arguments or a dict of them by name.
+            Of any size; the closer to the training's, the better the balance.
+        micro_batches: how many parts a batch is run in. Default: the number of stages.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"`` or
+            ``"zbv_zero_bubble"``; the last three have two stages per rank.
+        split: names of the modules that each stage but the first begins with. Default: so that the measured forward
+            and backward of the most expensive stage is shortest; by numbers of parameters where the model is not on
+            its device yet.
+        weight: called with the target of a micro-batch; returns what its loss is a mean over, at least zero. The loss
+            is not read then.
+
+    Raises:
+        NotJoined: before :func:`rankwise.join`.
+        ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
+        ConfigurationError: the model cannot be cut so, or ranks were given different things; on every rank, and
+            nothing has changed.
+        WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
+
+    Source: torch.distributed.pipelining, whose schedules order a step.
+    """
+    session = current()
+    axes = axes_for("pipeline", "pp")
+    with all_ranks_succeed("rankwise.pipeline()"):
+        check_unregistered(model, "pipeline")
+        check_axes(axes, model)
+        check_functions(loss_fn, weight)
+        chosen = schedule_of(schedule)
+        num_micro_batches = checked_count(micro_batches, chosen, axes.pp)
+        names = checked_split(split)
+        plan = plan_of(model, chosen, axes.pp, session.world.device)
+
+    def small(model: nn.Module, example: object, split: Sequence[str]) -> Pipeline:
+        return pipeline(model, trial_loss, example=example, schedule=schedule, split=split or None)
+
+    check_torch("pipeline", partial(_trial, small, plan.num_stages), variant=chosen.name)
+    same_on_all_ranks(
+        "what pipeline() was given",
+        {
+            "schedule": chosen.name,
+            "micro_batches": num_micro_batches,
+            "split": names,
+            "weight": weight is not None,
+            "tensors on meta": sum(own_part(tensor).is_meta for tensor in (*model.parameters(), *model.buffers())),
+        },
+        do="pass the same on every rank, with a model built the same way",
+        error=ConfigurationError,
+    )
+    with all_ranks_succeed("rankwise.pipeline()"):
+        args, kwargs = parts.first_part(example, num_micro_batches)
+        if not plan.can_run:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(plan.device), (args, kwargs))
+        program = plan.trace(args, kwargs)
+    costs: dict[str, float] | None = None
+    if names is None and plan.num_stages > 1:
+        with all_ranks_succeed("measuring the blocks of the model"):
+            # Ranks along tp compute together.
+            if session.world.rank == 0 or axes.tp > 1:
+                costs = plan.measure(program, args, kwargs)
+        costs = gather_json(costs, what="rankwise.pipeline()")[0]
+    with all_ranks_succeed("rankwise.pipeline()"):
+        plan.settle(program, names, costs)
+    if session.exchange is not None:
+        check_same_model(model)
+        for axis in ("pp", "dp_replicate"):
+            along = exchange_along(axis)
+            if along is not None:
+                _start_equal(model, along)
+    place = axes.coordinate(session.world.rank, "pp")
+    before = [ref(parameter) for parameter in model.parameters()]
+    empty = hold_own_stages(plan, place)
+    kept = {id(parameter) for parameter in model.parameters()}
+    replaced = [one for one in before if id(one()) not in kept]
+    piped = StagedModel(plan.own_parameters(place))
+    register(model, cast("Any", piped))
+    first = FirstSteps(exchange_along("pp"), replaced, empty)
+    step = Pipeline(plan, loss_fn, num_micro_batches, weight, place=place, first=first, piped=piped)
+    log(f"pipeline: {type(model).__name__} in {plan.num_stages} stages, {chosen.name}\n{step}")
+    return step
+
+
+def _start_equal(model: nn.Module, along: Exchange) -> None:
+    """Give every rank the parameters and buffers of the first of ``along``."""
+    own = [own_part(tensor).detach() for tensor in (*model.parameters(), *model.buffers())]
+    with torch.no_grad():
+        broadcast_tensors([part for part in own if not part.is_meta], along, what="parameters of rank 0")
+
+
+def _trial(
+    pipeline: Callable[[nn.Module, torch.Tensor, Sequence[str]], Pipeline], num_stages: int, bench: Bench
+) -> Generator[Compared]:
+    """Train a small model in stages, and yield the gradients of those of this rank: two steps that add up.
+
+    Called by: every rank.
+
+    Args:
+        pipeline: called with a model, an example and the names that the stages begin with.
+        num_stages: of all ranks of a pipeline together.
+        bench: what to train on.
+    """
+    model, plain = bench.net(num_stages), bench.net(num_stages)
+    if bench.tp > 1:
+        from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel  # noqa: PLC0415 - takes long
+
+        tensor_parallel(model)
+    x, _, first, last = bench.batch(0)
+    step = pipeline(model, x[first:last], [str(number) for number in range(1, num_stages)])
+    for number in range(2):
+        x, y, first, last = bench.batch(number)
+        step(x[first:last], y[first:last])
+        trial_loss(plain(x), y).backward()
+    yield from gradients(model, plain)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stage of a pipeline on one micro-batch: forward, and backward in one piece or in two.
+
+Values in, values out: what arrives from the stage before, and what is for the next. Sends nothing. Used by
+pipeline_step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.pipeline.program import Program, Ref, TensorKind
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import is_view
+from rankwise.torch_private.pipelining import backward_of_inputs, backward_of_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+    from torch.autograd.graph import Node
+
+    from rankwise.parallel.pipeline.stages import Stage
+
+
+@dataclass(eq=False)
+class HeldActivations:
+    """What a stage keeps of a micro-batch from forward to backward."""
+
+    leaves: dict[int, torch.Tensor]
+    """Received values that need a gradient."""
+    outputs: dict[int, torch.Tensor]
+    """Values for the next stage that carry a gradient."""
+    output: Any = None
+    """What the model returns, on the last stage."""
+    loss: torch.Tensor | None = None
+    passed: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    """Gradients of values that this stage only passes on."""
+    groups: list[dict[str, Any]] | None = None
+    roots: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    gradients: list[torch.Tensor] | None = None
+
+
+@dataclass(eq=False)
+class BoundStage:
+    """A stage with the model whose blocks it calls."""
+
+    stage: Stage
+    program: Program
+    model: nn.Module
+    blocks: Mapping[str, nn.Module]
+    parameters: list[nn.Parameter]
+    is_last: bool
+    splits_backward: bool | None = None
+    """Whether gradients of the inputs can be had without those of the weights; found out at the first backward."""
+    _states: tuple[tuple[int, Callable[[Any], Any]], ...] = ()
+
+    def __post_init__(self) -> None:
+        reads = {number for call in self.stage.calls for number in call.reads} | set(self.program.output_reads())
+        names = self.program.states
+        self._states = tuple((number, attrgetter(names[number])) for number in sorted(reads) if number in names)
+
+    def forward(
+        self, leaves: Sequence[Any], received: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], HeldActivations]:
+        """Return what the next stage is sent, and what backward needs.
+
+        Args:
+            leaves: of the model's arguments for this micro-batch.
+            received: what the stage before sent.
+        """
+        stage, program = self.stage, self.program
+        env: dict[int, Any] = {number: leaves[index] for number, index in program.inputs.items()}
+        env |= program.constants
+        env |= {number: get(self.model) for number, get in self._states}
+        needing: dict[int, torch.Tensor] = {}
+        for number, value in zip(stage.receives, received, strict=True):
+            if program.kinds[number].requires_grad and torch.is_grad_enabled():
+                needing[number] = value.requires_grad_()
+            # What is changed in place must not be a leaf, nor memory that the stage before on this rank still needs.
+            env[number] = value.clone() if number in stage.changed else value
+        for call, drops in zip(stage.calls, stage.drops, strict=True):
+            args, kwargs = call.arguments(env)
+            run = self.blocks[call.target] if isinstance(call.target, str) else call.target
+            if call.in_grad_mode:
+                result = run(*args, **kwargs)
+            else:
+                with torch.no_grad():
+                    result = run(*args, **kwargs)
+            if call.is_whole:
+                env[call.results[0][1]] = result
+            elif call.results:
+                parts = pytree.tree_leaves(result)
+                env.update((number, parts[index]) for index, number in call.results)
+            for number in drops:
+                del env[number]
+        sent = [self._checked(number, env[number]) for number in stage.sends]
+        held = HeldActivations(needing, {n: v for n, v in zip(stage.sends, sent, strict=True) if v.requires_grad})
+        if self.is_last and program.output_spec is not None:
+            values = [env[leaf.number] if type(leaf) is Ref else leaf for leaf in program.output]
+            held.output = pytree.tree_unflatten(values, program.output_spec)
+        return sent, held
+
+    def _checked(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        """Raise unless a value is what the next stage has made room for."""
+        kind = self.program.kinds[number]
+        if tuple(value.shape) != kind.shape or value.dtype != kind.dtype:
+            raise ConfigurationError(
+                f"Stage {self.stage.number} made a tensor of another shape or dtype than the next one expects.",
+                evidence=f"it is {value.dtype}{list(value.shape)}, expected was {kind.dtype}{list(kind.shape)}",
+                do="let the shapes between blocks follow from the shapes of the inputs alone",
+            )
+        if value.requires_grad != (kind.requires_grad and torch.is_grad_enabled()):
+            raise ConfigurationError(
+                f"Whether a tensor that stage {self.stage.number} sends needs a gradient has changed.",
+                do="decide before the step what is trained: parameter.requires_grad_()",
+            )
+        return value
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def backward(self, held: HeldActivations, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Add to the gradients of the parameters; return those of what was received.
+
+        Args:
+            held: of the forward.
+            gradients: of what was sent, in its order.
+        """
+        self._gather_roots(held, gradients)
+        return self._whole_backward(held)
+
+    def backward_input(
+        self, held: HeldActivations, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of what was received; those of the parameters may wait for :meth:`backward_weight`."""
+        self._gather_roots(held, gradients)
+        if not held.leaves:
+            return [None] * len(self.stage.receives)
+        if held.roots and self.splits_backward is None:
+            self.splits_backward = all(
+                _reaches(root, held.leaves.values()) for root in held.roots
+            ) and not _uses_one_twice(held.roots, self.parameters)
+        if held.roots and not self.splits_backward:
+            return self._whole_backward(held)
+        leaves = list(held.leaves.values())
+        if held.roots:
+            # torch detaches them in place, which a view does not allow.
+            roots = [root.clone() if is_view(root) else root for root in held.roots]
+            found, held.groups = backward_of_inputs(roots, held.gradients, leaves, iter(self.parameters))
+        else:
+            found, held.groups = (None,) * len(leaves), []
+        held.roots, held.gradients = [], None
+        return self._of_received(held, dict(zip(held.leaves, found, strict=True)))
+
+    def backward_weight(self, held: HeldActivations) -> None:
+        """Add to the gradients of the parameters what :meth:`backward_input` has left."""
+        if held.groups is not None:
+            backward_of_weights(iter(self.parameters), held.groups)
+        elif not held.leaves:
+            self._whole_backward(held)
+
+    def _gather_roots(self, held: HeldActivations, gradients: Sequence[torch.Tensor | None]) -> None:
+        if held.loss is not None:
+            held.roots, held.gradients = [held.loss], None
+            return
+        held.gradients = []
+        for number, gradient in zip(self.stage.sends, gradients, strict=True):
+            output = held.outputs.get(number)
+            if output is None or gradient is None:
+                continue
+            if held.leaves.get(number) is output:
+                held.passed[number] = gradient
+            else:
+                held.roots.append(output)
+                held.gradients.append(gradient)
+
+    def _whole_backward(self, held: HeldActivations) -> list[torch.Tensor | None]:
+        if held.roots:
+            torch.autograd.backward(held.roots, held.gradients)
+        held.roots, held.gradients = [], None
+        return self._of_received(held, {number: leaf.grad for number, leaf in held.leaves.items()})
+
+    def _of_received(self, held: HeldActivations, found: dict[int, torch.Tensor | None]) -> list[torch.Tensor | None]:
+        for number, gradient in held.passed.items():
+            own = found[number]
+            found[number] = gradient if own is None else own + gradient
+        return [found.get(number) for number in self.stage.receives]
+
+
+def received_like(kind: TensorKind, device: torch.device) -> torch.Tensor:
+    """Return memory for a value of this kind."""
+    return torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=device)
+
+
+def _reaches(root: torch.Tensor, leaves: Any) -> bool:  # noqa: ANN401 - any iterable of tensors
+    """Return whether a tensor was computed from one of ``leaves``.
+
+    torch's backward in two halves finds the parameters by what they share with the way from the inputs to each
+    output; those of an output without an input would be lost.
+    """
+    if any(root is leaf for leaf in leaves):
+        return True
+    targets = {leaf.view_as(leaf).grad_fn.next_functions[0][0] for leaf in leaves}
+    seen: set[Node] = set()
+    waiting = [root.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in targets:
+            return True
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _uses_one_twice(roots: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether a parameter comes into what was computed in two places, of which torch's halves see one."""
+    made = [parameter.view_as(parameter).grad_fn for parameter in parameters]
+    targets = {node.next_functions[0][0]: 0 for node in made if node is not None}
+    seen: set[Node] = set()
+    waiting = [root.grad_fn for root in roots]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            if following in targets:
+                targets[following] += 1
+            waiting.append(following)
+    return any(count > 1 for count in targets.values())

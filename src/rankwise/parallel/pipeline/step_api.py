@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step that pipeline() returns: a batch through the stages of all ranks, and what else can be done with them."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from rankwise.comm.session import current
+from rankwise.errors import ConfigurationError
+from rankwise.health.event_log import post_failure
+from rankwise.log import warn
+from rankwise.parallel.core.buffers import BufferSync
+from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
+from rankwise.parallel.core.gradient_mean import clip_to_norm
+from rankwise.parallel.core.same_inputs import describe_arguments
+from rankwise.parallel.pipeline import micro_batches as parts
+from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
+from rankwise.parallel.pipeline.link import PipelineLink
+from rankwise.parallel.pipeline.loss_on_stages import LossOnStages
+from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
+from rankwise.parallel.pipeline.picture import Picture, write_picture
+from rankwise.parallel.pipeline.program import Ref
+from rankwise.parallel.pipeline.schedule import Action, predicting_order, training_order
+from rankwise.parallel.pipeline.step_gradients import StepGradients
+from rankwise.parallel.pipeline.step_weight import StepWeight, of_given
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.modules import BatchNorm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.parallel.pipeline.first_step_checks import FirstSteps
+    from rankwise.parallel.pipeline.plan import StagedModel, StagePlan, StageReport
+    from rankwise.parallel.pipeline.program import Program
+    from rankwise.store.values import Store
+
+
+class Pipeline:
+    """The step of a pipeline, from :func:`pipeline` until the world is left. Called like the model with its loss."""
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        num_micro_batches: int,
+        weight: Callable[[Any], float | torch.Tensor] | None,
+        *,
+        place: int,
+        first: FirstSteps,
+        piped: StagedModel,
+    ) -> None:
+        session = current()
+        world = session.world
+        axes = axes_for("pipeline", "pp")
+        self._plan = plan
+        self._loss_fn = loss_fn
+        self._num_micro_batches = num_micro_batches
+        self._weight = weight
+        self._place = place
+        self._first = first
+        self._piped = piped
+        self._last_place = plan.schedule.rank_of(plan.num_stages - 1, plan.num_ranks)
+        self._along: Exchange | None = exchange_along("pp")
+        group = submesh("pp").get_group() if axes.pp > 1 else None
+        self._link = PipelineLink(group, axes.ranks_along(world.rank, "pp"), plan.device, session.detector)
+        copies = exchange_along("dp_replicate")
+        own = plan.own_parameters(place)
+        self._gradients = StepGradients(own, copies, f"gradients of {type(plan.model).__name__}")
+        self._has_copies = copies is not None
+        losses = MicroBatchLosses(own)
+        self._losses = losses if weight is None and place == self._last_place else None
+        """Reads them, on the last stage."""
+        self._loss = LossOnStages(
+            self._losses,
+            self._along,
+            copies,
+            last_place=self._last_place,
+            cautions=piped.cautions,
+            device=plan.device,
+        )
+        self._buffers = None if copies is None else BufferSync(plan.own_buffers(place), copies)
+        self._spans: list[tuple[str, int, int, float, float]] | None = None
+        self._picture: Picture | None = None
+        self._has_warned = False
+        self._looked_at: Program | None = None
+        self._num_begun = 0
+        self._broken: str | None = None
+
+    def __call__(self, x: object, target: object) -> torch.Tensor:
+        """Compute the loss of a batch, and add its gradients to those of the parameters.
+
+        Called by: every rank; ranks of one pipeline with the same batch. :class:`rankwise.DataLoader` gives it so.
+
+        A batch is split into micro-batches of sizes as even as they go; each counts by what its loss is a mean or a sum
+        over, or by ``weight``, so that the split does not show in the result. One with fewer samples than micro-batches
+        runs in fewer. With several pipelines one may have no samples. Calls without ``zero_grad`` between them add up,
+        as backward does.
+
+        Args:
+            x: what the model is called with; tensors are [samples, ...].
+            target: a tensor, or a tree of them, [samples, ...].
+
+        Returns:
+            The loss of this pipeline's batch, without a graph; the same on every rank of this pipeline.
+
+        Raises:
+            ConfigurationError: ``x`` and ``target`` do not go together, the ranks of the pipeline were given different
+                values (in the first steps), or an earlier step broke off.
+            CollectiveMismatch: the ranks of the pipeline were given batches of different shapes; nothing was sent.
+            PeerFailed: another rank failed.
+        """
+        samples = parts.common_samples(x, target)
+        if samples == 0 and not self._has_copies:
+            raise ConfigurationError("The batch has no samples.", do="skip it, on every rank")
+        arguments = parts.arguments(x)
+        self._begin("step", arguments, target)
+        # What can be refused is, before anything changes.
+        prepared = self._prepared_step(arguments, target, samples) if samples else None
+        is_read = self._is_read(prepared)
+        self._gradients.begin(has_factor=is_read)
+        try:
+            if self._buffers is not None and self._plan.model.training:
+                self._buffers.before_forward()
+            loss, step = self._train(prepared, samples, is_read=is_read)
+        except BaseException:
+            self._gradients.give_up()
+            raise
+        self._piped.note_weight(self._gradients.finish(step))
+        return loss
+
+    def predict(self, x: object) -> Any:  # noqa: ANN401 - whatever the model returns
+        """Return the model's output for a batch, on every rank of the pipeline, without gradients.
+
+        Called by: every rank of the pipeline, with the same batch. The model runs as ``model.train()`` or
+        ``model.eval()`` have set it.
+
+        Raises:
+            ConfigurationError: the output has a tensor without a row per sample, or as for a step.
+            CollectiveMismatch: the ranks were given batches of different shapes.
+        """
+        args, kwargs = parts.arguments(x)
+        samples = parts.num_samples((args, kwargs), "x")
+        sizes = parts.sizes_of(samples, min(self._num_micro_batches, max(samples, 1)))
+        self._begin("predict", (args, kwargs), ())
+        with torch.no_grad():
+            run, programs = self._prepared((args, kwargs), sizes, None, [0.0] * len(sizes))
+            parts.check_rows([program.output_shapes() for program in programs], sizes)
+            with self._telling_others():
+                run.run(predicting_order(self._plan.schedule.name, self._plan.num_ranks, len(sizes))[self._place])
+            outputs = [pytree.tree_leaves(run.outputs[number]) for number in sorted(run.outputs)]
+            return self._shared(programs[0], outputs, samples)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to a norm of at most ``max_norm`` over the whole model; return what it was.
+
+        Called by: every rank of the pipeline, after a step. torch's own sees the stages of one rank only.
+
+        Raises:
+            ConfigurationError: ``max_norm`` is negative.
+
+        Source: torch.nn.utils.clip_grad_norm_, the 2-norm.
+        """
+        if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0:
+            raise ConfigurationError(
+                f"max_norm must be a number of at least zero, not {max_norm!r}.", do="pass clip_grad_norm_(1.0)"
+            )
+        parameters = self._plan.own_parameters(self._place)
+        return clip_to_norm(parameters, max_norm, self._along, self._plan.device)
+
+    @contextmanager
+    def measure(self) -> Generator[None]:
+        """Note when each rank computes what, in the steps inside the block; the last one is drawn by :meth:`draw`.
+
+        Called by: every rank of the pipeline. On a GPU a step is slower meanwhile: each part is waited for.
+        """
+        self._spans = []
+        try:
+            yield
+        finally:
+            self._spans = None
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the last measured step: what each rank did when, and how long it waited.
+
+        Called by: any ranks; the one of the world's rank zero writes, and the others do nothing.
+
+        Args:
+            path: ends in ``.svg``, or in ``.png``, which needs matplotlib.
+
+        Raises:
+            ConfigurationError: no step was measured, the file's ending is another, or there is no such folder.
+        """
+        if self._picture is None:
+            raise ConfigurationError(
+                "There is no measured step to draw.", do="run one: with step.measure(): step(x, target)"
+            )
+        if current().world.rank == 0:
+            write_picture(self._picture, Path(path))
+
+    @property
+    def bubble(self) -> float | None:
+        """The share of the last measured step in which ranks waited; ``None`` where none was measured."""
+        return None if self._picture is None else self._picture.bubble
+
+    @property
+    def stages(self) -> list[StageReport]:
+        """What each stage is: its rank, its blocks, its share of the cost."""
+        return self._plan.reports()
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for stage in self.stages:
+            names = stage.blocks[0] if len(stage.blocks) == 1 else f"{stage.blocks[0]} to {stage.blocks[-1]}"
+            share = "" if stage.cost_share is None else f", {stage.cost_share:.0%} of the cost"
+            lines.append(f"  stage {stage.number} on pp {stage.rank}: {names} ({len(stage.blocks)} blocks{share})")
+        return "\n".join(lines)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def _begin(self, what: str, arguments: tuple[tuple[Any, ...], dict[str, Any]], target: object) -> None:
+        """Find out whether every rank of the pipeline does the same, before anything is sent: Gloo would abort."""
+        if self._broken is not None:
+            raise ConfigurationError(
+                "An earlier step of this pipeline broke off, and other ranks wait in the middle of it.",
+                evidence=self._broken,
+                do="let the first error end the program, and resume from a checkpoint",
+            )
+        self._num_begun += 1
+        name = type(self._plan.model).__name__
+        mode = "training" if self._plan.model.training else "evaluation"
+        if self._along is not None:
+            inputs = f"x={describe_arguments(*arguments)}, target={describe_arguments([target], {})}"
+            self._along.barrier(f"{what} {self._num_begun} of the pipeline of {name}, in {mode} mode: {inputs}")
+        self._first(self._plan.model, (arguments, target))
+
+    def _prepared_step(
+        self, arguments: tuple[tuple[Any, ...], dict[str, Any]], target: object, samples: int
+    ) -> tuple[StepRun, Sequence[Sequence[Action]], float]:
+        """Return the step with its actions, and what its loss is a mean over."""
+        plan = self._plan
+        count = plan.schedule.most(min(self._num_micro_batches, samples), plan.num_ranks)
+        sizes = parts.sizes_of(samples, count)
+        spec = pytree.tree_flatten(target)[1]
+        targets = [pytree.tree_unflatten(leaves, spec) for leaves in parts.split(target, sizes)]
+        weights = [self._weight_of(one, size) for one, size in zip(targets, sizes, strict=True)]
+        total = sum(weights)
+        shares = [weight / total if total else 0.0 for weight in weights]
+        with torch.enable_grad():
+            run, programs = self._prepared(arguments, sizes, targets, shares)
+        if count > 1 and programs[0] is not self._looked_at and not self._has_warned:
+            self._looked_at = programs[0]
+            self._warn_of_states(programs[0])
+        return run, training_order(plan.schedule.name, plan.num_ranks, count), total
+
+    def _is_read(self, prepared: tuple[StepRun, Sequence[Sequence[Action]], float] | None) -> bool:
+        """Return whether the losses of a step say what its gradients count. The same on every rank."""
+        is_elsewhere = self._has_copies or self._piped.on_mean is not None
+        return self._weight is None and (is_elsewhere or prepared is None or len(prepared[0].micro_batches) > 1)
+
+    def _train(
+        self, prepared: tuple[StepRun, Sequence[Sequence[Action]], float] | None, samples: int, *, is_read: bool
+    ) -> tuple[torch.Tensor, StepWeight]:
+        """Run a step; return its loss, and what its gradients count."""
+        run, order, total = prepared or (None, (), 0.0)
+        if self._losses is not None:
+            self._losses.begin(samples)
+        if run is not None:
+            began = self._begin_measuring()
+            run.spans = self._spans
+            run.scale_of = self._losses.scale if self._losses is not None and is_read else None
+            with torch.enable_grad(), self._telling_others():
+                run.run(order[self._place])
+            if self._spans is not None:
+                self._picture = self._gathered(order, began)
+            if self._along is not None:
+                recorder = self._along.detector.recorder
+                recorder.step = max(recorder.step, self._num_begun)
+        losses = [] if run is None else run.losses
+        step, loss = of_given(total), None
+        if is_read:
+            with self._telling_others():
+                step, loss = self._loss.agree(losses)
+        if run is None:
+            return torch.full((), math.nan, device=self._plan.device), step
+        return self._loss.value(losses) if loss is None else loss, step
+
+    @contextmanager
+    def _telling_others(self) -> Generator[None]:
+        """Where a step breaks off inside, tell the ranks that wait for the rest of it."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            session = current()
+            hears_of_it = session.store is not None and session.detector is not None and session.detector.error is None
+            if hears_of_it and isinstance(error, Exception):
+                post_failure(
+                    cast("Store", session.store),
+                    rank=session.world.rank,
+                    error_type=type(error).__name__,
+                    text="".join(traceback.format_exception(error)),
+                    hostname=session.world.hostname,
+                )
+            raise
+
+    def _warn_of_states(self, program: Program) -> None:
+        """Say once what happens per micro-batch instead of once per batch."""
+        model = self._plan.model
+        norms = [n for n, module in model.named_modules() if isinstance(module, BatchNorm) and module.training]
+        others = [name for name in program.changed_states if name.rpartition(".")[0] not in norms]
+        if norms:
+            more = f" and {len(norms) - 1} more BatchNorm layers take their" if len(norms) > 1 else " takes its"
+            warn(
+                f"{norms[0]}{more} statistics per micro-batch; micro_batches=1, or GroupNorm, makes the result that "
+                "of one device"
+            )
+        if others:
+            warn(f"forward changes {', '.join(others)} per micro-batch; on one device it would per batch")
+        self._has_warned = bool(norms or others)
+
+    def _prepared(
+        self,
+        x: tuple[tuple[Any, ...], dict[str, Any]],
+        sizes: Sequence[int],
+        targets: Sequence[Any] | None,
+        shares: Sequence[float],
+    ) -> tuple[StepRun, list[Program]]:
+        plan = self._plan
+        spec = pytree.tree_flatten(x)[1]
+        programs: list[Program] = []
+        found: list[MicroBatch] = []
+        bound: dict[int, Any] = {}
+        for number, (leaves, size) in enumerate(zip(parts.split(x, sizes), sizes, strict=True)):
+            if size not in bound:
+                args, kwargs = pytree.tree_unflatten(leaves, spec)
+                bound[size] = plan.bound(args, kwargs, self._place)
+            program, stages = bound[size]
+            programs.append(program)
+            found.append(MicroBatch(leaves, None if targets is None else targets[number], shares[number], size, stages))
+        self._link.begin(f"a step of the pipeline of {type(plan.model).__name__}")
+        loss_fn = None if targets is None else self._loss_fn
+        rank_of = partial(plan.schedule.rank_of, num_ranks=plan.num_ranks)
+        return StepRun(found, self._link, rank_of, loss_fn), programs
+
+    def _weight_of(self, target: object, size: int) -> float:
+        weight = float(size if self._weight is None else self._weight(target))
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigurationError(
+                f"The weight of a micro-batch must be zero or more, not {weight}.",
+                do="return the number of samples or tokens its loss is the mean of",
+            )
+        return weight
+
+    def _shared(self, program: Program, outputs: Sequence[Sequence[Any]], samples: int) -> Any:  # noqa: ANN401
+        """Return the last stage's output on every rank."""
+        whole: list[Any] = []
+        for index, leaf in enumerate(program.output):
+            kind = program.kinds[leaf.number] if isinstance(leaf, Ref) else None
+            if kind is None:
+                whole.append(leaf)
+                continue
+            if outputs:
+                value = torch.cat([one[index] for one in outputs])
+            else:
+                value = torch.empty((samples, *kind.shape[1:]), dtype=kind.dtype, device=self._plan.device)
+            if self._along is not None:
+                value = self._along.broadcast(value.contiguous(), self._last_place, what="output of the pipeline")
+            whole.append(value)
+        return pytree.tree_unflatten(whole, cast("pytree.TreeSpec", program.output_spec))
+
+    # -- measuring ---------------------------------------------------------------------------------
+
+    def _begin_measuring(self) -> float:
+        if self._spans is None:
+            return 0.0
+        self._spans.clear()
+        # The ranks' clocks need not agree, so each counts from where all have met.
+        if self._along is not None:
+            self._along.barrier("beginning of a measured step")
+        return now(self._plan.device)
+
+    def _gathered(self, order: Sequence[Sequence[Action]], began: float) -> Picture:
+        own = [(start - began, end - began) for *_, start, end in self._spans or ()]
+        rows = max(len(actions) for actions in order)
+        times = torch.full((rows, 2), math.nan, dtype=torch.float64, device=self._plan.device)
+        times[: len(own)] = torch.tensor(own, dtype=torch.float64)
+        all_times = times[None] if self._along is None else self._along.all_gather(times, what="times of a step")
+        spans = [
+            Span(rank, action.kind, action.stage, action.micro_batch, start, end)
+            for rank, (actions, of_rank) in enumerate(zip(order, all_times.tolist(), strict=True))
+            for action, (start, end) in zip([one for one in actions if one.computes], of_rank, strict=False)
+        ]
+        return Picture(self._plan.schedule.name, self._plan.num_stages, tuple(spans))

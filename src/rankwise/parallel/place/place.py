@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model on several devices of one process: each layer at home on one of them, memory and disk among them.
+
+Works in place, for training and inference. Holds the public calls; what is decided, loaded and run is in the modules
+that it imports.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, cast, overload
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.core.blocks import near
+from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
+from rankwise.parallel.core.strategy_registry import (
+    check_unregistered,
+    is_placed,
+    register_placed,
+)
+from rankwise.parallel.place import hooks
+from rankwise.parallel.place.device_memory import default_budgets, device_name, free_disk_bytes
+from rankwise.parallel.place.int8 import bytes_of_quantised, quantisable
+from rankwise.parallel.place.offload_files import OffloadFiles
+from rankwise.parallel.place.plan import (
+    OFFLOADED,
+    PartDevice,
+    PartSize,
+    PlacedPart,
+    Placement,
+    PlacementPlan,
+    by_hand,
+    by_policy,
+    bytes_text,
+    executing,
+    key_of,
+    parse_bytes,
+)
+from rankwise.parallel.place.units import joined, sizes_of, units_of
+from rankwise.parallel.place.weights import TensorDevices, WeightSource, commit, in_short, prepare
+from rankwise.tensors.files import open_tensor_files
+from rankwise.torch_private.modules import own_buffers, own_parameters
+from rankwise.world.device.accelerator import example
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+
+    from rankwise.parallel.core.blocks import Kept
+    from rankwise.parallel.core.self_check import Bench, Compared
+    from rankwise.parallel.place.units import Slot, Unit
+
+
+M = TypeVar("M", bound="nn.Module")
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """What is kept of a placed model, for as long as it lives."""
+
+    placement: Placement
+    files: OffloadFiles | None
+    """Removed with the model."""
+
+
+_placed: WeakKeyDictionary[nn.Module, _Placed] = WeakKeyDictionary()
+
+
+@overload
+def place(
+    model: M,
+    plan: str | Mapping[str, str] = "auto",
+    *,
+    budgets: Mapping[str, str | int] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    keep_whole: Kept | Iterable[Kept] = (),
+    int8: bool = False,
+) -> M: ...
+
+
+@overload
+def place(
+    model: Callable[[], M],
+    plan: str | Mapping[str, str] = "auto",
+    *,
+    budgets: Mapping[str, str | int] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    keep_whole: Kept | Iterable[Kept] = (),
+    int8: bool = False,
+) -> M: ...
+
+
+def place(
+    model: M | Callable[[], M],
+    plan: str | Mapping[str, str] = "auto",
+    *,
+    budgets: Mapping[str, str | int] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    keep_whole: Kept | Iterable[Kept] = (),
+    int8: bool = False,
+) -> M:
+    """Spread the layers of ``model`` over the devices of this process, in place.
+
+    Needs no world and communicates with nobody. In a joined world it comes first, and ``replicate(place(model))``
+    trains it data parallel, each rank with devices of its own.
+
+    The model keeps its class, its ``state_dict`` keys and its ``Parameter`` objects, so an optimizer may be built
+    before or after. A layer's inputs are moved to its device; what it returns, and so what the model returns, stays
+    where it was calculated. What does not fit on the GPUs waits in the CPU's memory, what does not fit there on disk,
+    and is fetched while it runs, the next layer ahead of time, forward and backward; no more than two layers are in
+    memory so. Gradients arrive in ``parameter.grad`` at home, and optimizers change the weights there: on disk, that
+    is, in the mapped file. Gradients and optimizer state are in memory always. The result is that of one device.
+
+    Devices are ``"cuda:0"`` and the like, ``"cpu"``, ``"disk"``, and, for what is on the meta device already,
+    ``"meta"``, which holds shapes only. What is on ``"cpu"`` or ``"disk"`` runs on the first GPU of the plan or the
+    budgets, where there is one.
+
+    Args:
+        model: with its weights, or built on the meta device (``with torch.device("meta"):``) and loaded from
+            ``checkpoint``. In the dtype that it must have. With ``checkpoint``, a function without arguments (or the
+            class) that builds it will do: it is called with the meta device.
+        plan: ``"auto"`` or ``"balanced"`` (GPUs get equal shares), ``"balanced_low_0"`` (the first GPU as little as
+            possible), ``"sequential"`` (one GPU after the other is filled); or a mapping of module names to devices, of
+            which the longest that fits wins, ``""`` stands for everything else.
+        budgets: bytes for weights per device (``{"cuda:0": "10GiB", "cpu": "30GiB"}``). Room for activations,
+            gradients and optimizer state is not in it. By default what is free, less a tenth.
+        checkpoint: a safetensors file, or a folder of them, read tensor by tensor to where each one goes.
+        offload_folder: a folder for files of weights on disk. Of our own: they are removed with the model.
+        keep_whole: classes or names of modules not to be split, in addition to what :func:`blocks` finds.
+        int8: weights of linear layers in 8 bits, by torchao. For inference only, and not exact: every parameter gets
+            ``requires_grad=False``.
+
+    Returns:
+        ``model`` itself, or what was built. ``print(rankwise.placement(model))`` shows what went where, and why.
+
+    Raises:
+        ConfigurationError: something in the plan or the budgets is not there, or splits a block, or there is no
+            room. The model is then as before.
+        CheckpointError: the files are damaged, or of another model. The model is then as before.
+        WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
+    """
+    _check_paths(checkpoint=checkpoint, offload_folder=offload_folder)
+    model = _built(model) if checkpoint is not None else cast("M", model)
+    _check_model(model)
+    check_torch("place", _trial)
+    units = units_of(model, keep_whole)
+    to_int8 = quantisable(model) if int8 else set[int]()
+    sizes = sizes_of(units, lambda slot: _bytes_at_home(slot, to_int8))
+    chosen = _planned(model, plan, units, sizes, _budgets(model, plan, budgets, offload_folder))
+    on_disk = any(choice.device == "disk" for choice in chosen.choices.values())
+    if on_disk and offload_folder is None:
+        raise ConfigurationError(
+            "Weights shall be on disk, and no folder is given for them.", do="pass offload_folder="
+        )
+    runs_on = {unit: torch.device(chosen.runs_on(unit.name)) for unit in units}
+    home_of: dict[int, str] = {}
+    for unit in units:
+        for parameter in unit.parameters:
+            home_of.setdefault(id(parameter), chosen.choices[unit.name].device)
+    homes = TensorDevices(home_of, runs_on, to_int8)
+    _check_kept(units, homes)
+    parts = [_part(unit, size, chosen, homes) for unit, size in zip(units, sizes, strict=True)]
+    with ExitStack() as on_error, ExitStack() as always:
+        opened = None if checkpoint is None else always.enter_context(open_tensor_files(checkpoint))
+        with_values = [slot for unit in units for slot in unit.slots if homes.of(unit, slot) != "meta"]
+        weights = WeightSource(model, with_values, opened)
+        files = None
+        if on_disk and offload_folder is not None:
+            files = OffloadFiles(offload_folder)
+            on_error.callback(files.remove)
+        new = prepare(units, homes, weights, files)
+        away = {unit for unit in units if any(home_of[id(p)] != str(runs_on[unit]) for p in unit.parameters)}
+        commit(units, new, to_int8)
+        on_error.pop_all()
+    hooks.install(model, runs_on, away, is_ahead=chosen.has_room_ahead)
+    if to_int8:
+        hooks.refuse_training(model, "8-bit")
+        model.requires_grad_(requires_grad=False)
+    _placed[model] = _Placed(Placement(tuple(parts), chosen.has_room_ahead), files)
+    register_placed(model)
+    return model
+
+
+def placement(model: nn.Module) -> Placement:
+    """Return where the parts of a placed model are, and why; as text, a table.
+
+    Raises:
+        ConfigurationError: the model is not placed.
+    """
+    placed = _placed.get(model)
+    if placed is None:
+        raise ConfigurationError(
+            f"placement() was given a {type(model).__name__} that is not placed.",
+            do="pass the model that rankwise.place() was called with",
+        )
+    return placed.placement
+
+
+def _built(model: M | Callable[[], M]) -> M:
+    """Return the model; where a function is given that builds it, what that builds on the meta device."""
+    if isinstance(model, nn.Module) or not callable(model):
+        return cast("M", model)
+    with torch.device("meta"):
+        return model()
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        do = "pass a torch.nn.Module; with checkpoint=, a function that builds one"
+        raise ConfigurationError(f"place() was given {what}, which is no model.", do=do)
+    if is_placed(model):
+        raise ConfigurationError(
+            "This model, or a part of it, is placed already.", do="call place() once, for the whole model"
+        )
+    check_unregistered(model, "place")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConfigurationError(f"{name} has no shape yet.", do="call the model with one batch before place()")
+        if hasattr(tensor, "placements"):
+            raise ConfigurationError(
+                f"{name} is divided among ranks already.",
+                do="place() is for whole models: leave out shard() or place()",
+            )
+
+
+def _check_paths(**paths: object) -> None:
+    for name, path in paths.items():
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise ConfigurationError(f"{name}={path!r} is no path.", do=f'pass one: {name}="/scratch/llama"')
+
+
+def _check_kept(units: Sequence[Unit], homes: TensorDevices) -> None:
+    """Raise if the plan would throw values away."""
+    lost = [slot.name for unit in units for slot in unit.slots
+            if homes.of(unit, slot) == "meta" and not slot.tensor.is_meta]  # fmt: skip
+    if lost:
+        raise ConfigurationError(
+            f"The plan would throw away the values of {len(lost)} tensors: 'meta' holds shapes only.",
+            evidence=in_short(lost),
+            do="give them a device that holds numbers; or, to keep only shapes, build the model on meta first",
+        )
+
+
+def _budgets(
+    model: nn.Module,
+    plan: str | Mapping[str, str],
+    budgets: Mapping[str, str | int] | None,
+    offload_folder: str | os.PathLike[str] | None,
+) -> dict[str, int] | None:
+    """Return the budgets in bytes, accelerators first, or ``None`` where there are none to hold to."""
+    if budgets is None:
+        if not isinstance(plan, str):
+            return None
+        already: dict[str, int] = {}
+        for tensor in {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values():
+            already[str(tensor.device)] = already.get(str(tensor.device), 0) + tensor.nbytes
+        return default_budgets(already, offload_folder)
+    if not isinstance(budgets, Mapping):
+        raise ConfigurationError(
+            f"budgets= is a {type(budgets).__name__}.", do=f'budgets={{"{example()}": "10GiB", "cpu": "30GiB"}}'
+        )
+    given = {device_name(device): parse_bytes(amount) for device, amount in budgets.items()}
+    if offload_folder is not None and "disk" not in given:
+        given["disk"] = free_disk_bytes(offload_folder)
+    first = sorted(given, key=lambda device: OFFLOADED.index(device) if device in OFFLOADED else -1)
+    return {device: given[device] for device in first}
+
+
+def _bytes_at_home(slot: Slot, to_int8: set[int]) -> int:
+    tensor = slot.tensor
+    return bytes_of_quantised(tensor) if id(tensor) in to_int8 else tensor.numel() * tensor.element_size()
+
+
+def _planned(
+    model: nn.Module,
+    plan: str | Mapping[str, str],
+    units: Sequence[Unit],
+    sizes: Sequence[PartSize],
+    budgets: dict[str, int] | None,
+) -> PlacementPlan:
+    if isinstance(plan, str):
+        return by_policy(plan, sizes, budgets or {})
+    if not isinstance(plan, Mapping):
+        raise ConfigurationError(
+            f"plan= is a {type(plan).__name__}.",
+            do=f'plan="auto", or a mapping: {{"layers.0": "{example()}", "": "cpu"}}',
+        )
+    given = {name: device_name(device) for name, device in plan.items()}
+    first_of = _first_names(model)
+    for name in given:
+        if name not in first_of:
+            raise ConfigurationError(
+                f"The plan names {name!r}, and {type(model).__name__} has no such module.",
+                evidence=near(str(name), first_of),
+                do='correct the name; "" stands for everything else',
+            )
+        if first_of[name] != name:
+            raise ConfigurationError(
+                f"The plan names {name!r}, which is another name of {first_of[name]!r}.",
+                do=f"name it {first_of[name]!r}: it has one device",
+            )
+    inside = {unit.name: [slot.name for slot in unit.slots] for unit in units}
+    device_of = by_hand(given, inside, {unit.name: unit.why_whole for unit in units})
+    choices = {
+        name: PartDevice(device, f"plan[{key_of(given, inside[name][0])!r}]") for name, device in device_of.items()
+    }
+    planned = PlacementPlan(choices, executing([*(budgets or {}), *given.values()]))
+    _check_budgets(planned, sizes, budgets)
+    return planned
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return every name of a module, parameter or buffer, and the first name that its module has."""
+    first = {module: name for name, module in model.named_modules()}
+    found: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found[name] = first[module]
+        for inner in (*own_parameters(module), *own_buffers(module)):
+            found[joined(name, inner)] = joined(first[module], inner)
+    return found
+
+
+def _check_budgets(plan: PlacementPlan, sizes: Sequence[PartSize], budgets: dict[str, int] | None) -> None:
+    """Hold a plan by hand to the budgets that came with it."""
+    if budgets is None:
+        return
+    used: dict[str, int] = {}
+    for size in sizes:
+        device = plan.choices[size.name].device
+        used[device] = used.get(device, 0) + size.num_bytes
+    over = [device for device, amount in used.items() if amount > budgets.get(device, amount)]
+    if over:
+        raise ConfigurationError(
+            f"The plan puts more on {', '.join(over)} than the budget allows.",
+            evidence="\n".join(f"{name}: {bytes_text(used[name])} of {bytes_text(budgets[name])}" for name in over),
+            do="move layers to another device in the plan, or raise the budget",
+        )
+
+
+def _part(unit: Unit, size: PartSize, plan: PlacementPlan, where: TensorDevices) -> PlacedPart:
+    choice = plan.choices[unit.name]
+    homes = {where.of_parameter[id(parameter)] for parameter in unit.parameters}
+    why = choice.why
+    if size.tied_to is not None and homes != {choice.device}:
+        why += f"; weights shared with {size.tied_to} are on {', '.join(sorted(homes - {choice.device}))}"
+    device = choice.device if unit.parameters or choice.device != "disk" else plan.runs_on(unit.name)
+    return PlacedPart(
+        unit.name, device, size.num_bytes, _dtypes(unit, where.to_int8), runs_on=plan.runs_on(unit.name), why=why
+    )
+
+
+def _dtypes(unit: Unit, to_int8: set[int]) -> tuple[str, ...]:
+    """Return in which kinds of numbers a part is kept, that of the most bytes first."""
+    num_bytes: dict[str, int] = {}
+    for slot in {id(slot.tensor): slot for slot in unit.slots}.values():
+        name = "int8" if id(slot.tensor) in to_int8 else str(slot.tensor.dtype).removeprefix("torch.")
+        num_bytes[name] = num_bytes.get(name, 0) + _bytes_at_home(slot, to_int8)
+    return tuple(sorted(num_bytes, key=num_bytes.__getitem__, reverse=True))
+
+
+def _trial(bench: Bench) -> Generator[Compared]:
+    """Train a small placed model, and yield its gradients: a layer fetched from disk, two backwards that add up."""
+    model, plain = bench.net(2), bench.net(2)
+    with tempfile.TemporaryDirectory(prefix="rankwise-place-") as folder:
+        place(model, {"0": str(bench.device), "1": "disk"}, offload_folder=folder)
+        for number in range(2):
+            x, y, first, last = bench.batch(number)
+            loss_fn(model(x[first:last]), y[first:last]).backward()
+            loss_fn(plain(x[first:last]), y[first:last]).backward()
+        yield from gradients(model, plain)

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Following the samples through a forward pass: which dim of each tensor holds them, operation by operation.
+
+A guess by size would be wrong where the length of a sequence, or the number of heads, is that of the batch. So the
+first forward pass of a kind runs under a mode that sees each operation and asks torch's meta kernels, which compute
+shapes only, what would become of one sample more: the dim of the result that grows holds the samples. Later passes draw
+as that one did, and pay nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.health.call_site import user_call_site, words
+from rankwise.parallel.randomness.sample_layout import SampleLayout, expanded, layout_of, layouts_of, viewed
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.kernels import DispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from rankwise.parallel.randomness.scope import DrawScope
+    from rankwise.torch_private.kernels import Operator
+
+    Identity = tuple[int, object, tuple[int, ...], tuple[int, ...]]
+
+_VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
+_SIZED = {"empty", "zeros", "ones", "full", "arange", "new_empty", "new_zeros", "new_ones", "new_full", "empty_strided"}
+_SLICES = {"select", "slice", "narrow"}
+_FILLING = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
+
+
+@dataclass(slots=True, eq=False)
+class Guess:
+    """What is assumed of a tensor whose shape was given in numbers, until it meets a tensor that is followed."""
+
+    layouts: list[SampleLayout | None]
+    """What it can be, the assumed one first."""
+    place: str = ""
+    """Where it was drawn; empty if it is not random."""
+    number: int = 0
+    """Which draw it was."""
+    redraw: Callable[[SampleLayout | None], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLayout:
+    """What is known of a tensor."""
+
+    layout: SampleLayout | None
+    guess: Guess | None = None
+    """What it rests on."""
+    is_direct: bool = False
+    """Whether it is the tensor itself of which the guess was made, nothing computed from it."""
+
+
+class TracedCall:
+    """One operation, and what it is called with."""
+
+    def __init__(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        self.func = func
+        self.args = args
+        self.given = given
+        self.name: str = func.overloadpacket.__name__
+        self.tensors = [one for one in pytree.tree_leaves((args, given)) if type(one) in _FOLLOWED]
+        self.is_pointwise = torch.Tag.pointwise in func.tags
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags or self.name in _FILLING
+
+    def sizes(self) -> Sequence[int]:
+        """Return the sizes that it is given in numbers."""
+        lists = (one for one in (*self.args, *self.given.values()) if isinstance(one, list | tuple))
+        return next((one for one in lists if all(isinstance(size, int) for size in one)), ())
+
+    def dim(self, tensor: torch.Tensor) -> int:
+        """Return the dim that a slice is along."""
+        dim = self.args[1] if len(self.args) > 1 else self.given.get("dim", 0)
+        return int(dim) % max(tensor.dim(), 1)
+
+
+class BatchTracer(DispatchMode):
+    """Notes where the samples are in each tensor, and tells the scope of each draw."""
+
+    def __init__(
+        self, scope: DrawScope, num_samples: int, inputs: Iterable[tuple[torch.Tensor, list[SampleLayout]]]
+    ) -> None:
+        """Start with the inputs of the model.
+
+        Args:
+            scope: of the forward pass.
+            num_samples: of this rank.
+            inputs: tensors, and how samples can lie in each; of the first one that is certain.
+        """
+        super().__init__()
+        self._scope = scope
+        self._num = num_samples
+        self._facts: dict[Identity, KnownLayout] = {}
+        is_first = True
+        for tensor, layouts in inputs:
+            if layouts:
+                guess = None if is_first else Guess([*layouts, None])
+                self._facts[_identity(tensor)] = KnownLayout(layouts[0], guess, is_direct=True)
+                is_first = False
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - whatever the operation returns
+        """See one operation. Called by torch."""
+        call = TracedCall(func, args, dict(kwargs or {}))
+        found = [(one, fact) for one in call.tensors if (fact := self._facts.get(_identity(one))) is not None]
+        if call.is_random:
+            return self._draw(call, found)
+        if not found:
+            out = func(*args, **call.given)
+            self._note_new(call, out)
+            return out
+        layouts = self._settle(call, found)
+        out = func(*args, **call.given)
+        self._note(call, layouts, out)
+        return out
+
+    # -- draws -------------------------------------------------------------------------------------
+
+    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]]) -> Any:  # noqa: ANN401 - as torch
+        scope = self._scope
+        guess = None
+        if found:
+            fact = max(found, key=lambda one: one[0].dim())[1]
+            layout, guess = fact.layout, fact.guess
+            if guess is not None and not guess.place:
+                guess = Guess([*(one for one in guess.layouts if one is not None), None])
+                layout = guess.layouts[0]
+        elif call.tensors:
+            layout = None
+        else:
+            guess = Guess([*layouts_of(call.sizes(), self._num), None])
+            layout = guess.layouts[0]
+        before = len(scope.made)
+        scope.traced_layouts.append(layout)
+        try:
+            out = call.func(*call.args, **call.given)
+        finally:
+            scope.traced_layouts.pop()
+        if guess is not None and len(guess.layouts) > 1 and len(scope.made) > before:
+            guess.place, guess.number, guess.redraw = words(user_call_site()), before, scope.redraw
+        else:
+            guess = None
+        for one in _outputs(out):
+            is_of_batch = layout is not None and layout.dim < one.dim()
+            self._set(one, KnownLayout(layout, guess, is_direct=True) if is_of_batch or guess is not None else None)
+        scope.redraw = None
+        return out
+
+    # -- what was given in numbers -----------------------------------------------------------------
+
+    def _note_new(self, call: TracedCall, out: object) -> None:
+        """Note what an operation on nothing that is followed gave: the same on every rank, unless it was sized so."""
+        for one in _outputs(out):
+            layouts = layouts_of(one.shape, self._num) if call.name in _SIZED else []
+            self._set(one, KnownLayout(None, Guess([None, *layouts]), is_direct=True) if layouts else None)
+
+    def _settle(
+        self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]]
+    ) -> dict[Identity, SampleLayout | None]:
+        """Return the layouts of an operation's inputs, after deciding those that were assumed."""
+        facts = {_identity(one): fact for one, fact in found}
+        layouts = {key: fact.layout for key, fact in facts.items()}
+        certain = [(one, fact.layout) for one, fact in found if fact.guess is None and fact.layout is not None]
+        alike = [one for one in call.tensors if type(one) is torch.nn.Parameter]
+        for tensor, fact in found:
+            key, guess = _identity(tensor), fact.guess
+            if guess is None or not (certain or (alike and call.is_pointwise)):
+                continue
+            for option in guess.layouts if fact.is_direct else [fact.layout]:
+                if call.is_pointwise:
+                    agrees = _is_aligned(tensor, option, certain, alike)
+                else:
+                    agrees = self._takes_more(call, layouts | {key: option})
+                if agrees:
+                    self._decide(guess, option if fact.is_direct else guess.layouts[0])
+                    layouts[key] = option
+                    self._facts[key] = KnownLayout(option)
+                    break
+            else:
+                if guess.place:
+                    raise _contradicts(guess, tensor)
+                layouts[key] = None
+        return layouts
+
+    def _takes_more(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None]) -> bool:
+        """Return whether an operation can take one sample more, and grows in one dim by it at most."""
+        now, grown = self._grown(call, {}), self._grown(call, layouts)
+        if now is None or grown is None or len(now) != len(grown):
+            return False
+        return all(sum(a != b for a, b in zip(old, new, strict=True)) <= 1 for old, new in zip(now, grown, strict=True))
+
+    def _decide(self, guess: Guess, layout: SampleLayout | None) -> None:
+        if guess.place and layout != guess.layouts[0] and guess.redraw is not None:
+            planned = self._scope.made[guess.number]
+            self._scope.made[guess.number] = replace(planned, layout=layout)
+            guess.redraw(layout)
+        guess.layouts = [layout]
+        guess.redraw = None
+
+    # -- operations --------------------------------------------------------------------------------
+
+    def _note(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None], out: object) -> None:
+        """Note where samples are in what an operation gave."""
+        outputs = [
+            one for one in _outputs(out) if _identity(one) not in layouts
+        ]  # others were changed in place at most
+        known = [(one, at) for one in call.tensors if (at := layouts.get(_identity(one))) is not None]
+        facts = [fact for key in layouts if (fact := self._facts.get(key)) is not None]
+        guess = next((fact.guess for fact in facts if fact.guess is not None), None)
+        if any(self._is_certain(one) for one, _ in known):
+            guess = None
+        found = self._found(call, layouts, known, outputs) if known else [None] * len(outputs)
+        for one, layout in zip(outputs, found, strict=True):
+            self._set(one, KnownLayout(layout, guess) if layout is not None or guess is not None else None)
+
+    def _found(
+        self,
+        call: TracedCall,
+        layouts: dict[Identity, SampleLayout | None],
+        known: list[tuple[torch.Tensor, SampleLayout]],
+        outputs: list[torch.Tensor],
+    ) -> list[SampleLayout | None]:
+        """Return where samples are in the outputs of an operation, from where they are in its inputs."""
+        first, layout = known[0]
+        if call.name in _VIEWS:
+            return [viewed(layout, first.shape, one.shape, self._num) for one in outputs]
+        if call.name == "expand" or call.is_pointwise:
+            return [_broadcast(known, one) for one in outputs]
+        if call.name in _SLICES and call.dim(first) == layout.dim:
+            return [layout if one.shape == first.shape else None for one in outputs]
+        if call.name in _SIZED:
+            return [layout_of(one.shape, self._num) for one in outputs]
+        grown = self._grown(call, layouts)
+        if grown is None or len(grown) != len(outputs):
+            return [None] * len(outputs)
+        return [_growing(one.shape, more, known, call.name) for one, more in zip(outputs, grown, strict=True)]
+
+    def _is_certain(self, tensor: torch.Tensor) -> bool:
+        fact = self._facts.get(_identity(tensor))
+        return fact is not None and fact.guess is None
+
+    def _grown(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None]) -> list[torch.Size] | None:
+        """Return the shapes that an operation would give of one sample more; ``None`` where it could not take it."""
+
+        def as_meta(one: Any) -> Any:  # noqa: ANN401 - any argument
+            if not isinstance(one, torch.Tensor):
+                return one
+            layout = layouts.get(_identity(one))
+            shape = one.shape if layout is None else layout.resized(one.shape, self._num + 1)
+            order = sorted(range(one.dim()), key=lambda dim: -one.stride(dim))
+            meta = torch.empty([shape[dim] for dim in order], dtype=one.dtype, device="meta")
+            return meta.permute([order.index(dim) for dim in range(one.dim())])
+
+        try:
+            args, given = pytree.tree_map(as_meta, (call.args, call.given))
+            if "device" in given:
+                given["device"] = torch.device("meta")
+            return [one.shape for one in _outputs(call.func(*args, **given))]
+        except Exception:  # noqa: BLE001 - it cannot take one sample more, or has no meta kernel
+            return None
+
+    def _set(self, tensor: torch.Tensor, fact: KnownLayout | None) -> None:
+        key = _identity(tensor)
+        if fact is not None:
+            self._facts[key] = fact
+        else:
+            self._facts.pop(key, None)
+
+
+def _is_aligned(
+    tensor: torch.Tensor,
+    option: SampleLayout | None,
+    certain: Sequence[tuple[torch.Tensor, SampleLayout]],
+    alike: Sequence[torch.Tensor],
+) -> bool:
+    """Return whether a tensor can be laid out in some way beside the others of an operation on each element."""
+    for one in alike:
+        dim = -1 if option is None else option.dim - tensor.dim() + one.dim()
+        if option is not None and dim >= 0 and one.shape[dim] == tensor.shape[option.dim] > 1:
+            return False
+    for known, layout in certain[:1]:
+        dim = layout.dim - known.dim() + tensor.dim()
+        has_samples = 0 <= dim < tensor.dim() and tensor.shape[dim] == known.shape[layout.dim]
+        expected = SampleLayout(dim, layout.outer, layout.inner) if has_samples else None
+        if option != expected:
+            return False
+    return True
+
+
+_FOLLOWED = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+
+def _identity(tensor: torch.Tensor) -> Identity:
+    # The object is another one after autograd has made a view of it; and memory is used again only after the fact
+    # about it was replaced.
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _outputs(out: object) -> list[torch.Tensor]:
+    if type(out) in _FOLLOWED:
+        return [out]  # type: ignore[list-item]
+    return [one for one in pytree.tree_leaves(out) if type(one) in _FOLLOWED]
+
+
+def _broadcast(known: list[tuple[torch.Tensor, SampleLayout]], out: torch.Tensor) -> SampleLayout | None:
+    found = (expanded(layout, tensor.shape, out.shape) for tensor, layout in known)
+    return next((one for one in found if one is not None), None)
+
+
+def _growing(
+    now: torch.Size, grown: torch.Size, known: list[tuple[torch.Tensor, SampleLayout]], name: str
+) -> SampleLayout | None:
+    """Return the dim that grows with one sample more, if it is one."""
+    if len(now) != len(grown):
+        return None
+    dims = [dim for dim, (size, more) in enumerate(zip(now, grown, strict=True)) if size != more]
+    if len(dims) != 1:
+        return None
+    dim = dims[0]
+    growth = grown[dim] - now[dim]
+    for _, layout in known:
+        if layout.outer * layout.inner == growth:
+            return SampleLayout(dim, layout.outer, layout.inner)
+    first = known[0][1]
+    per_part = first.outer * first.inner
+    if name in {"cat", "repeat", "concat"} and growth % per_part == 0:
+        return SampleLayout(dim, first.outer * growth // per_part, first.inner)
+    return None
+
+
+def _contradicts(guess: Guess, tensor: torch.Tensor) -> ConfigurationError:
+    return ConfigurationError(
+        f"Cannot tell whether the random numbers drawn at {guess.place} belong to the samples of the batch.",
+        evidence=f"they are used with shape {list(tensor.shape)} where another dim holds the samples, or none",
+        do="draw them like a tensor of the batch (torch.randn_like, torch.rand_like), so that they are followed; or "
+        "before the loop, if they are the same for all samples",
+    )

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings of random numbers that each rank draws for itself.
+
+In a training loop outside of ``as_one_rank()``, one row at a time, and by dropout where rankwise cannot see it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from rankwise.comm.session import current_or_none
+from rankwise.errors import ConfigurationError
+from rankwise.health.call_site import user_call_site, words
+from rankwise.log import warn
+from rankwise.torch_private.compiler import OWN_RANDOMNESS_OFF
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import CodeType
+
+    from rankwise.comm.session import CurrentBatch
+
+
+_noticed: set[str] = set()
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class _OneByOne:
+    """How often each line has drawn a single row, since the loop took its batch."""
+
+    def __init__(self) -> None:
+        self._batch: CurrentBatch | None = None
+        self._counts: Counter[str] = Counter()
+
+    def count(self, batch: CurrentBatch, place: str) -> None:
+        """Count a draw; warn of the batch before, if a line has drawn once for each of its samples."""
+        before = self._batch
+        if batch is not before:
+            if before is not None and 1 < before.num < before.num_global:
+                for line, times in self._counts.items():
+                    if times == before.num:
+                        _warn_of_single_rows(line, times)
+            self._batch = batch
+            self._counts.clear()
+        self._counts[place] += 1
+
+    def forget(self) -> None:
+        """Count from here."""
+        self._batch = None
+        self._counts.clear()
+
+
+_one_by_one = _OneByOne()
+
+
+def notice(operation: str, shape: Sequence[int]) -> None:
+    """Warn once per line where numbers have as many rows as this rank has samples: one rank would draw other ones.
+
+    Args:
+        operation: that draws.
+        shape: of what it draws.
+    """
+    session = current_or_none()
+    if session is None or session.batch is None:
+        return
+    if math.prod(shape) == 1:
+        _one_by_one.count(session.batch, words(user_call_site()))
+        return
+    rows = next((one for one in session.batches.values() if one.num == shape[0] and 1 < one.num < one.num_global), None)
+    if rows is None or (place := words(user_call_site())) in _noticed:
+        return
+    _noticed.add(place)
+    warn(
+        f"{operation.partition('.')[0].strip('_')} at {place} draws {rows.num} rows, as many as this rank has samples: "
+        "each rank draws its own (the same ones where the seeds are the same), and not its part of what one rank would "
+        "draw; put that line into `with rankwise.as_one_rank():`"
+    )
+
+
+def notice_in_block(numbers_of_one: int, num_samples: int) -> None:
+    """Warn once per line where a block has drawn as many single numbers as there are samples.
+
+    Args:
+        numbers_of_one: how often the block has drawn one number.
+        num_samples: of this rank.
+    """
+    if numbers_of_one == num_samples > 1:
+        _warn_of_single_rows(words(user_call_site()), num_samples)
+
+
+class SinglesInBlock:
+    """How often each call in the code has drawn one number of NumPy's or Python's global generator in a block."""
+
+    def __init__(self) -> None:
+        # By instruction and not by line: two draws for the batch may stand on one.
+        self._counts: dict[tuple[CodeType, int], tuple[int, str]] = {}
+
+    def count(self) -> None:
+        """Count a draw. Called by: the function in the place of one that :func:`replacing` has replaced."""
+        frame = sys._getframe(3)  # noqa: SLF001 - the only way to see one's callers without a traceback
+        key = frame.f_code, frame.f_lasti
+        times, place = self._counts.get(key) or (0, words(user_call_site()))
+        self._counts[key] = times + 1, place
+
+    def notice(self, num_samples: int) -> None:
+        """Warn once per line that has drawn as many numbers as there are samples, one by one."""
+        for times, place in self._counts.values():
+            if times == num_samples > 1:
+                _warn_of_single_rows(place, times)
+
+
+def permutes_a_part(function: str, rows: CurrentBatch) -> ConfigurationError:
+    """Return the error of a function that permutes as many values as this rank has samples."""
+    return ConfigurationError(
+        f"{function} at {words(user_call_site())} permutes this rank's samples among themselves.",
+        evidence=f"this rank has {rows.num} of {rows.num_global} samples; one rank would permute all of them",
+        do="gather the batch (rankwise.all_gather_uneven), permute it, and take this rank's rows",
+    )
+
+
+def _warn_of_single_rows(place: str, times: int) -> None:
+    if place not in _noticed:
+        _noticed.add(place)
+        warn(
+            f"{place} has drawn {times} random numbers one by one, as many as this rank has samples: they are not "
+            "those that one rank would draw for these samples; draw them in one call of torch or numpy.random, with as "
+            "many rows as samples, inside `with rankwise.as_one_rank():`"
+        )
+
+
+def warn_of_rejection(operation: str) -> None:
+    """Warn once per line where ``randomness="torch"`` cannot have torch's numbers."""
+    place = words(user_call_site())
+    if place not in _noticed:
+        _noticed.add(place)
+        warn(
+            f"{operation.strip('_')} at {place} takes as many random numbers as its values need, which no rank knows "
+            "of the others' samples: its numbers are those of the position, not torch's"
+        )
+
+
+def forget_notices() -> None:
+    """Warn again."""
+    _noticed.clear()
+    _one_by_one.forget()
+
+
+def warn_of_dropout(model: nn.Module) -> None:
+    """Say that the result depends on the number of ranks where a layer of ``model`` in training drops something."""
+    names = [name or type(module).__name__ for name, module in model.named_modules() if _drops(module)]
+    if names:
+        draws = "draws its own mask" if len(names) == 1 else f"and {len(names) - 1} more layers draw their own masks"
+        warn(
+            f"{names[0]} {draws} on each rank (dropout) in compiled code or fused kernels, so that a run on "
+            "another number of ranks differs from this one as a run with another seed does; compiled code draws as one "
+            f"rank does with {OWN_RANDOMNESS_OFF} = True"
+        )
+
+
+def _drops(module: nn.Module) -> bool:
+    if not module.training:
+        return False
+    if isinstance(module, _DROPOUTS):
+        return module.p > 0
+    if isinstance(module, nn.MultiheadAttention):
+        return module.dropout > 0
+    return isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NumPy's and Python's global generators inside ``as_one_rank()``: they draw for all ranks and give each its rows.
+
+The numbers are those of one rank without rankwise, whatever ``randomness`` is.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from contextlib import contextmanager
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rankwise.errors import ConfigurationError
+from rankwise.health.call_site import user_call_site, words
+from rankwise.parallel.randomness.draw_warnings import permutes_a_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+    from types import ModuleType
+
+    from rankwise.comm.session import CurrentBatch
+    from rankwise.parallel.randomness.draw_warnings import SinglesInBlock
+
+    Draw = Callable[..., Any]
+
+
+_SIZE_AT = {
+    **dict.fromkeys(("random", "random_sample", "ranf", "sample", "standard_exponential", "standard_normal"), 0),
+    **dict.fromkeys(("chisquare", "choice", "exponential", "geometric", "poisson", "rayleigh", "standard_t"), 1),
+    **dict.fromkeys(("beta", "binomial", "gamma", "gumbel", "laplace", "logistic", "lognormal", "normal"), 2),
+    **dict.fromkeys(("negative_binomial", "randint", "uniform", "vonmises"), 2),
+    "triangular": 3,
+}
+"""Which argument of each function is the size."""
+_BY_DIMS = ("rand", "randn")
+_MIXING = ("permutation", "shuffle")
+_SINGLE = tuple(
+    name
+    for name in (
+        *("random", "uniform", "triangular", "randint", "randrange", "choice", "getrandbits", "gauss"),
+        *("normalvariate", "lognormvariate", "expovariate", "betavariate", "gammavariate", "vonmisesvariate"),
+        *("paretovariate", "weibullvariate", "binomialvariate"),
+    )
+    if hasattr(random, name)  # the last one since Python 3.12
+)
+_OTHERS = ("shuffle", "sample", "choices")
+
+
+@contextmanager
+def drawn_by_row(rows: CurrentBatch, singles: SinglesInBlock) -> Generator[None]:
+    """Have functions of ``numpy.random`` draw the rows of one rank's batch inside the block.
+
+    Args:
+        rows: the samples in hand.
+        singles: counts draws of one number.
+    """
+    if rows.num == rows.num_global:
+        yield
+        return
+    names = (*_SIZE_AT, *_BY_DIMS, *_MIXING)
+    with replacing(np.random, names, lambda name, draw: _replaced(name, draw, rows, singles)):
+        yield
+
+
+def _replaced(name: str, draw: Callable[..., Any], rows: CurrentBatch, singles: SinglesInBlock) -> Callable[..., Any]:
+    def by_dims(*dims: int) -> Any:  # noqa: ANN401 - as NumPy
+        if not dims or dims[0] != rows.num:
+            if math.prod(dims) == 1:
+                singles.count()
+            return draw(*dims)
+        return _own(draw(rows.num_global, *dims[1:]), rows)
+
+    def by_size(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as NumPy
+        at = _SIZE_AT[name]
+        size = args[at] if len(args) > at else kwargs.get("size")
+        dims = (size,) if isinstance(size, int | np.integer) else tuple(size or ())
+        if not dims or dims[0] != rows.num:
+            _check_scalars(name, (*args[:at], *kwargs.values()), rows)
+            if math.prod(dims) == 1:
+                singles.count()
+            return draw(*args, **kwargs)
+        whole = (rows.num_global, *dims[1:])
+        if len(args) > at:
+            return _own(draw(*args[:at], whole, *args[at + 1 :], **kwargs), rows)
+        return _own(draw(*args, **{**kwargs, "size": whole}), rows)
+
+    def mix(values: Any) -> Any:  # noqa: ANN401 - as NumPy
+        if (values if isinstance(values, int | np.integer) else len(values)) == rows.num:
+            raise permutes_a_part(f"numpy.random.{name}", rows)
+        return draw(values)
+
+    return by_dims if name in _BY_DIMS else mix if name in _MIXING else by_size
+
+
+def _own(drawn: np.ndarray[Any, Any], rows: CurrentBatch) -> np.ndarray[Any, Any]:
+    return drawn[rows.start : rows.start + rows.num]
+
+
+def _check_scalars(name: str, args: tuple[Any, ...], rows: CurrentBatch) -> None:
+    if name != "choice" and any(np.ndim(one) and len(one) == rows.num for one in args):
+        raise ConfigurationError(
+            f"numpy.random.{name} at {words(user_call_site())} draws from arrays of this rank's samples.",
+            evidence=f"this rank has {rows.num} of {rows.num_global} samples, and does not know the others' values",
+            do="draw standard numbers (numpy.random.standard_normal, numpy.random.random) and scale them",
+        )
+
+
+@contextmanager
+def drawn_in_python(rows: CurrentBatch, singles: SinglesInBlock) -> Generator[None]:
+    """Have functions of ``random`` draw the rows of one rank's batch inside the block, or count what they draw.
+
+    Args:
+        rows: the samples in hand.
+        singles: counts draws of one number.
+    """
+    if rows.num == rows.num_global:
+        yield
+        return
+
+    def replace(name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
+            singles.count()
+            return draw(*args, **kwargs)
+
+        def choices(*args: Any, k: int = 1, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
+            if k != rows.num:
+                return draw(*args, k=k, **kwargs)
+            return draw(*args, k=rows.num_global, **kwargs)[rows.start : rows.start + rows.num]
+
+        def shuffle(values: Any) -> None:  # noqa: ANN401 - as Python
+            if len(values) == rows.num:
+                raise permutes_a_part("random.shuffle", rows)
+            draw(values)
+
+        def sample(population: Any, k: int, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
+            if len(population) == k == rows.num:
+                raise permutes_a_part("random.sample", rows)
+            return draw(population, k, **kwargs)
+
+        return {"choices": choices, "shuffle": shuffle, "sample": sample}.get(name, count)
+
+    with replacing(random, (*_SINGLE, *_OTHERS), replace):
+        yield
+
+
+@contextmanager
+def replacing(module: ModuleType, names: Iterable[str], replace: Callable[[str, Draw], Draw]) -> Generator[None]:
+    """Replace functions of a module inside the block; other threads, as one that reads ahead, call those from before.
+
+    Args:
+        module: whose functions are public scripts' way to draw.
+        names: of the functions.
+        replace: returns what to call in the place of a function, by its name and itself.
+    """
+    before = {name: getattr(module, name) for name in names}
+    for name, draw in before.items():
+        setattr(module, name, _in_this_thread(draw, replace(name, draw)))
+    try:
+        yield
+    finally:
+        for name, draw in before.items():
+            setattr(module, name, draw)
+
+
+def _in_this_thread(draw: Draw, replaced: Draw) -> Draw:
+    thread = get_ident()
+
+    # Without functools.wraps, which takes longer than the rest.
+    def dispatch(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever it draws
+        return (replaced if get_ident() == thread else draw)(*args, **kwargs)
+
+    return dispatch

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers inside of a replicated model: around each forward pass, and the generators that all ranks share.
+
+Which samples the model is called with, and where they lie in its inputs, decides which numbers a rank draws. Used by
+replicate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.comm.session import current_or_none
+from rankwise.log import warn
+from rankwise.parallel.core.own_hooks import OwnHook
+from rankwise.parallel.randomness.batch_tracer import BatchTracer
+from rankwise.parallel.randomness.draw_warnings import warn_of_dropout
+from rankwise.parallel.randomness.kernels import install
+from rankwise.parallel.randomness.sample_layout import SampleLayout, layouts_of
+from rankwise.parallel.randomness.scope import DrawScope, enter, leave
+from rankwise.parallel.randomness.source import default_generator
+from rankwise.parallel.state_guard.guard import Repair, add_fact
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import in_backward
+from rankwise.torch_private.compiler import is_compiled, uncompiled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.session import Session
+    from rankwise.parallel.randomness.scope import DropoutMask, PlannedDraw, Randomness
+
+    PassKind = tuple[bool, bool, tuple[tuple[int, torch.dtype], ...]]
+    """Forward passes that draw alike: training, with gradients, and the dims and dtypes of the inputs."""
+    from rankwise.comm.session import CurrentBatch
+
+
+MOST_FOLLOWED = 16
+"""How many forward passes of a model are followed: each takes up to three times as long."""
+LARGEST_SEED = 2**32
+"""Seeds given by hand are smaller; those that torch takes from the system are larger, but for one in 4e9."""
+
+
+def draw_as_one_rank(model: nn.Module, session: Session, exchange: Exchange | None, randomness: Randomness) -> None:
+    """Have each forward pass of a model draw its random numbers as one rank would draw them.
+
+    Called by: every rank of ``exchange``.
+
+    Args:
+        model: that is replicated.
+        session: that is open.
+        exchange: the ranks that hold copies; ``None`` for one alone.
+        randomness: how to draw.
+    """
+    if exchange is None and randomness == "torch":
+        return  # torch's own numbers
+    if session.axes is not None and session.axes.tp > 1:
+        return  # ranks along tp have parts of one sample
+    if exchange is not None and randomness != "per_rank":
+        agree_on_generators(exchange, torch.device(session.world.device))
+        compare_generators(exchange, torch.device(session.world.device))
+    draws = DrawsOfModel(session, randomness, type(model).__name__)
+    session.at_end(forget_draws)
+    # Next to forward: what other hooks draw or communicate is not the model's.
+    model.register_forward_pre_hook(DrawsBeforeForward(draws), with_kwargs=True)
+    model.register_forward_hook(DrawsAfterForward(draws), prepend=True, always_call=True)
+
+
+class DrawsOfModel:
+    """How the forward passes of one replicated model draw random numbers."""
+
+    def __init__(self, session: Session, randomness: Randomness, name: str) -> None:
+        """Replace torch's random operations.
+
+        Args:
+            session: that is open.
+            randomness: how to draw.
+            name: of the model.
+        """
+        self._session = session
+        self._randomness: Randomness = randomness
+        self._name = name
+        self._plans: dict[PassKind, tuple[PlannedDraw, ...]] = {}
+        self._masks: dict[PassKind, Sequence[DropoutMask]] = {}
+        self._num_followed = 0
+        self._has_warned = False
+        self._open: list[tuple[PassKind, DrawScope, BatchTracer | None]] = []
+        install(session)
+
+    def before(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Draw as one rank would from here on."""
+        if not in_backward():
+            self._abandon()
+        leaves = [one for one in pytree.tree_leaves((tuple(args), kwargs)) if type(one) is torch.Tensor and one.dim()]
+        kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
+        rows = rows_in_hand(list(self._session.batches.values()), leaves)
+        scope = DrawScope(
+            rows,
+            self._randomness,
+            self._session.world.rank,
+            self._plans.get(kind, ()),
+            self._masks.get(kind, ()),
+            is_model=True,
+            has_graph=torch.is_grad_enabled(),
+        )
+        if rows is None and self._randomness != "per_rank" and not self._has_warned:
+            scope.on_first_draw = self._warn_of_own_draws
+        follower = None
+        if rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
+            self._num_followed += 1
+            follower = BatchTracer(scope, rows.num, [(one, input_layouts(one, rows)) for one in leaves])
+        self._open.append((kind, scope, follower))
+        enter(scope)
+        if follower is not None:
+            follower.__enter__()
+
+    def after(self, module: nn.Module) -> None:
+        """Draw as before the forward pass."""
+        if not self._open:
+            return
+        kind, scope, follower = self._open.pop()
+        if scope.made:
+            note_draw()
+            self._masks[kind] = scope.masks
+        if not (self._has_warned or scope.made or scope.is_per_rank) and module.training:
+            # Nothing passed by here: if layers drop, they draw in compiled code or in fused kernels.
+            self._has_warned = True
+            if self._session.world.world_size > 1:
+                warn_of_dropout(module)
+        if follower is not None:
+            follower.__exit__(None, None, None)
+        if follower is None and scope.is_off_plan and self._can_follow(module):
+            # Other draws than in the pass that was followed: follow the next one.
+            self._plans.pop(kind, None)
+        elif follower is not None or scope.is_off_plan:
+            self._plans[kind] = tuple(scope.made)
+        leave()
+
+    def _abandon(self) -> None:
+        """Leave a forward pass whose end was not reached: Ctrl-C calls no hook."""
+        while self._open:
+            _, _, follower = self._open.pop()
+            if follower is not None:
+                follower.__exit__(None, None, None)
+            leave()
+
+    def _can_follow(self, module: nn.Module) -> bool:
+        return self._randomness != "per_rank" and self._num_followed < MOST_FOLLOWED and not is_compiled(module)
+
+    def _warn_of_own_draws(self) -> None:
+        self._has_warned = True
+        if self._session.world.world_size > 1:
+            warn(
+                f"{self._name} draws random numbers (dropout, noise) on each rank by itself, because its samples do "
+                "not come from rankwise.DataLoader: a run on another number of ranks differs from this one as a run "
+                "with another seed does"
+            )
+
+
+class DrawsBeforeForward(OwnHook):
+    """Begins the draws of a forward pass."""
+
+    def __init__(self, draws: DrawsOfModel) -> None:
+        self._draws = draws
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin. Called by torch."""
+        self._draws.before(module, args, kwargs)
+
+
+class DrawsAfterForward(OwnHook):
+    """Ends the draws of a forward pass, also of one that raised."""
+
+    def __init__(self, draws: DrawsOfModel) -> None:
+        self._draws = draws
+
+    @uncompiled
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        """End. Called by torch."""
+        self._draws.after(module)
+
+
+def rows_in_hand(known: Sequence[CurrentBatch], leaves: Sequence[torch.Tensor]) -> CurrentBatch | None:
+    """Return the samples that a model is called with: of the loader that gave them, or gave as many, or gave last."""
+    if len(known) > 1:
+        for is_it in (_is_of_batch, _is_as_long):
+            for rows in reversed(known):
+                if any(is_it(leaf, rows) for leaf in leaves):
+                    return rows
+    return known[-1] if known else None
+
+
+def _is_of_batch(leaf: torch.Tensor, rows: CurrentBatch) -> bool:
+    return _dim_in_batch(leaf, rows) is not None
+
+
+def _is_as_long(leaf: torch.Tensor, rows: CurrentBatch) -> bool:
+    return leaf.shape[0] == rows.num
+
+
+def _dim_in_batch(leaf: torch.Tensor, rows: CurrentBatch) -> int | None:
+    """Return the dim of a view of what the loader gave that is the first one there."""
+    for given in pytree.tree_leaves(rows.values):
+        is_same = isinstance(given, torch.Tensor) and given.dim() > 0 and given.data_ptr() == leaf.data_ptr() != 0
+        if is_same and given.shape[0] == rows.num:
+            dims = [
+                dim for dim in range(leaf.dim()) if leaf.stride(dim) == given.stride(0) and leaf.shape[dim] == rows.num
+            ]
+            return dims[0] if len(dims) == 1 else None
+    return None
+
+
+def input_layouts(leaf: torch.Tensor, rows: CurrentBatch) -> list[SampleLayout]:
+    """Return how samples can lie in an input of a model, the likeliest first."""
+    dim = _dim_in_batch(leaf, rows)
+    if dim is not None:
+        return [SampleLayout(dim)]
+    found = [one for one in layouts_of(leaf.shape, rows.num) if one.inner == 1]
+    if rows.num > 0 and not found and leaf.shape[0] % rows.num == 0 and leaf.shape[0]:
+        # Batches one after the other, as of real and generated samples.
+        found.append(SampleLayout(0, outer=leaf.shape[0] // rows.num))
+    return found
+
+
+def agree_on_generators(exchange: Exchange, device: torch.device) -> None:
+    """Give every rank the state of rank zero's generators where they differ.
+
+    Called by: every rank of ``exchange``.
+
+    Args:
+        exchange: the ranks.
+        device: that models are on; its generator and the CPU's are compared.
+    """
+    for generator in _generators(device):
+        kind, state = generator.device.type, generator.get_state()
+        facts = torch.tensor([_digest(state), int(generator.initial_seed() < LARGEST_SEED)])
+        on_ranks = exchange.all_gather(facts, what=f"state of torch's {kind} generator").view(-1, 2)
+        if len(set(on_ranks[:, 0].tolist())) == 1:
+            continue
+        if bool(on_ranks[:, 1].any()):
+            warn(
+                f"torch's {kind} generator was seeded differently on the ranks, and now has the state of rank 0's on "
+                "all of them, so that what a replicated model draws belongs to one batch; pass the same seed to "
+                'torch.manual_seed() on every rank, or randomness="per_rank" to replicate() for independent numbers'
+            )
+        generator.set_state(exchange.broadcast(state, 0, what=f"state of torch's {kind} generator"))
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    found = [default_generator(one) for one in dict.fromkeys((torch.device("cpu"), device))]
+    return [one for one in found if one is not None]
+
+
+class _Since:
+    """What has happened since the world was joined."""
+
+    has_drawn = False
+    has_warned = False
+
+
+_since = _Since()
+
+
+def compare_generators(exchange: Exchange, device: torch.device) -> None:
+    """Have ranks compare torch's generator while they train, from a model's first draw on.
+
+    Called by: every rank of ``exchange``.
+
+    Args:
+        exchange: the ranks that hold copies of the model.
+        device: of the model.
+    """
+
+    def read() -> int | None:
+        return _digest(torch.get_rng_state()) if _since.has_drawn and not is_short() else None
+
+    def is_short() -> bool:
+        """Return whether there are ranks without samples: dropout of nothing draws nothing."""
+        session = current_or_none()
+        return session is not None and session.batch is not None and session.batch.num_global < exchange.world_size
+
+    def put_right(ranks: Exchange, *, is_expected: bool) -> None:
+        copy_generators_of_rank_zero(ranks, device)
+        if not (is_expected or _since.has_warned):
+            _since.has_warned = True
+            warn(
+                "torch's random number generator stood elsewhere on some ranks than on rank 0, whose state all have "
+                "now: since they were last compared, models have drawn numbers on these ranks that do not belong to "
+                "one batch; draw on all ranks or on none, along the batch inside `with rankwise.as_one_rank():`"
+            )
+
+    add_fact("The state of torch's random number generator", read, Repair(put_right, is_short))
+
+
+def note_draw() -> None:
+    """Note that a model has drawn."""
+    _since.has_drawn = True
+
+
+def forget_draws() -> None:
+    """Note that none has. Called when the world is left."""
+    _since.has_drawn = _since.has_warned = False
+
+
+def _digest(state: torch.Tensor) -> int:
+    # Python's own hash is another one in each process.
+    return int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest())
+
+
+def copy_generators_of_rank_zero(exchange: Exchange, device: torch.device) -> None:
+    """Give every rank the state of rank zero's generators. Called by: every rank of ``exchange``."""
+    for generator in _generators(device):
+        what = f"state of torch's {generator.device.type} generator"
+        generator.set_state(exchange.broadcast(generator.get_state(), 0, what=what))

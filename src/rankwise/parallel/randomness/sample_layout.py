@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the samples of a batch lie in a tensor, and how views move them. Values only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLayout:
+    """The dim that holds the samples, of size ``outer * num_samples * inner``: ``outer`` times all samples in order.
+
+    ``[batch * heads, ...]`` has ``inner=heads``; two batches one after the other have ``outer=2``.
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    def fits(self, shape: Sequence[int], num_samples: int) -> bool:
+        """Return whether a tensor of that shape can hold so many samples in this way."""
+        return self.dim < len(shape) and shape[self.dim] == self.outer * num_samples * self.inner
+
+    def resized(self, shape: Sequence[int], num_samples: int) -> list[int]:
+        """Return a shape with another number of samples."""
+        sizes = list(shape)
+        sizes[self.dim] = self.outer * num_samples * self.inner
+        return sizes
+
+    def by_sample(self, shape: Sequence[int], num_samples: int) -> list[int]:
+        """Return the shape ``[num_samples, outer, inner, *other dims]``, in which each sample is one block."""
+        return [num_samples, self.outer, self.inner, *shape[: self.dim], *shape[self.dim + 1 :]]
+
+    def from_samples(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in this layout from one laid out by sample."""
+        return blocks.transpose(0, 1).flatten(0, 2).movedim(0, self.dim)
+
+    def parts(self, whole: torch.Tensor, num_global: int, start: int, num: int) -> torch.Tensor:
+        """Return a view of the samples from ``start`` on of a tensor that holds all, with ``dim`` as three dims."""
+        unfolded = whole.unflatten(self.dim, (self.outer, num_global, self.inner))
+        return unfolded.narrow(self.dim + 1, start, num)
+
+    def part(self, whole: torch.Tensor, num_global: int, start: int, num: int) -> torch.Tensor:
+        """Return the samples from ``start`` on of a tensor that holds all."""
+        return self.parts(whole, num_global, start, num).flatten(self.dim, self.dim + 2)
+
+
+def layout_of(shape: Sequence[int], num_samples: int) -> SampleLayout | None:
+    """Return the layout of a tensor of which only the shape is known: batch first if it can be."""
+    return next(iter(layouts_of(shape, num_samples)), None)
+
+
+def layouts_of(shape: Sequence[int], num_samples: int) -> list[SampleLayout]:
+    """Return each layout that a tensor of which only the shape is known can have, the likeliest first."""
+    found = [SampleLayout(dim) for dim, size in enumerate(shape) if size == num_samples]
+    if shape and num_samples > 1 and shape[0] > num_samples and shape[0] % num_samples == 0:
+        found.append(SampleLayout(0, inner=shape[0] // num_samples))
+    return found
+
+
+def viewed(layout: SampleLayout, old: Sequence[int], new: Sequence[int], num_samples: int) -> SampleLayout | None:
+    """Return where samples lie after a view with other sizes; ``None`` where no dim holds them whole."""
+    inner = layout.inner * math.prod(old[layout.dim + 1 :])
+    found = []
+    for dim, size in enumerate(new):
+        below = math.prod(new[dim + 1 :])
+        if below and inner % below == 0 and (size * below) % (num_samples * inner) == 0:
+            found.append(SampleLayout(dim, size * below // (num_samples * inner), inner // below))
+    # Of one sample it is not known which of the dims of size one it is.
+    return next(
+        (one for one in found if (one.outer, one.inner) == (layout.outer, layout.inner)), next(iter(found), None)
+    )
+
+
+def expanded(layout: SampleLayout, old: Sequence[int], new: Sequence[int]) -> SampleLayout | None:
+    """Return where samples lie after ``expand``, or in the result of an operation on each element."""
+    dim = layout.dim + len(new) - len(old)
+    return replace(layout, dim=dim) if dim >= 0 and new[dim] == old[layout.dim] else None

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharding: each rank keeps a part of every parameter, and ranks gather a block's parameters while it runs.
+
+Works in place, on torch's fully_shard (FSDP2). Holds the public call: which blocks, in what precision, checked on
+all ranks before anything changes. The gradients are made exact by sharded_gradients.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakMethod, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rankwise.comm.agreement import all_ranks_succeed, same_on_all_ranks
+from rankwise.comm.backends.torch_group import TorchGroup
+from rankwise.comm.session import current
+from rankwise.errors import ConfigurationError
+from rankwise.log import log, warn
+from rankwise.parallel.core.batchnorm import take_their, unsynchronised_batchnorms
+from rankwise.parallel.core.buffers import BufferSync
+from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
+from rankwise.parallel.core.diverged_buffers import DivergedBuffers
+from rankwise.parallel.core.from_meta import FromMeta, check_same_meta
+from rankwise.parallel.core.same_inputs import SameForward
+from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
+from rankwise.parallel.core.strategy_registry import (
+    check_no_optimizer_holds,
+    check_split,
+    check_unregistered,
+    register,
+)
+from rankwise.parallel.loss.hooks import check_weight_function, subscribe
+from rankwise.parallel.no_sync_and_weight import no_sync
+from rankwise.parallel.randomness.kernels import install
+from rankwise.parallel.shard.activation_checkpointing import recompute_block
+from rankwise.parallel.shard.blocks import Blocks, block_names, grouped
+from rankwise.parallel.shard.sharded_gradients import AfterShardedForward, BeforeShardedForward, ShardSync
+from rankwise.parallel.shard.watched_collectives import WatchedAllGather, WatchedReduceScatter
+from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import is_view
+from rankwise.world import torch_versions
+from rankwise.world.device.kinds import is_accelerator
+from rankwise.world.mesh import NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.session import Session
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.parallel.core.self_check import Bench, Compared
+    from rankwise.world.mesh import Axes
+
+
+M = TypeVar("M", bound=nn.Module)
+
+_WEIGHTS = ("weights of sharded models",)
+_WITHIN_GROUP = tuple(name for name in NAMES if name != "islands")
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shard(
+    model: M,
+    *,
+    blocks: Blocks = None,
+    mixed_precision: str | MixedPrecisionPolicy | None = None,
+    cpu_offload: bool = False,
+    recompute: bool | Blocks = False,
+    reshard_after_forward: bool = True,
+    weight: Callable[..., float | torch.Tensor] | None = None,
+) -> M:
+    """Train ``model`` with its parameters, gradients and optimizer state spread over the ranks, in place.
+
+    Called by: every rank, with the same model, before the optimizer is built.
+
+    Every rank starts from rank zero's parameters and buffers and keeps its part of each. A block's parameters are
+    gathered when it runs, and let go afterwards; its gradients are reduced while backward goes on. Each
+    ``backward()`` returns with this rank's part of the exact mean over all samples of all ranks, also when ranks
+    have unequal numbers of samples, or none. What no rank used keeps ``grad=None``.
+
+    The ranks lie along ``dp_shard``; where :func:`rankwise.mesh` has ``dp_replicate`` too, each group along
+    ``dp_shard`` holds a whole copy. Parameters become :class:`torch.distributed.tensor.DTensor`, so that an optimizer
+    built before holds tensors that are no longer trained. The model keeps its ``state_dict`` keys and is still an
+    instance of its class, though torch names the class anew: ``FSDPNet``, a subclass of ``Net``. torch can neither
+    deepcopy nor pickle it: save it with :func:`rankwise.save`.
+
+    What a loss is a mean or a sum over is read from its graph, as for :func:`rankwise.replicate`. Every rank runs the
+    same blocks in the same order, and backward equally often, without samples too; within a block ranks may use
+    different parameters. A model on the meta device is sharded without ever being whole: it comes back filled with
+    NaN, to be loaded with :func:`rankwise.load` before it is called.
+
+    Args:
+        model: on its device already, or on the meta device.
+        blocks: what is gathered together: names of modules, with ``*`` for any number; classes; a size in bytes,
+            or as text (``"100MiB"``), that each block has at least; by default the layers that repeat. What is
+            in no block is gathered with the whole model.
+        mixed_precision: ``"bf16"`` or ``"fp16"`` to compute in it and reduce gradients in float32; the model's output
+            keeps the parameters' dtype. Or torch's policy. fp16 needs a ``torch.amp.GradScaler``.
+        cpu_offload: keep parameters, gradients and optimizer state in the memory of the CPU.
+        recompute: whether blocks forget their activations and compute them again in backward; or which modules do,
+            as for ``blocks``.
+        reshard_after_forward: whether a block lets go of its parameters between forward and backward.
+        weight: called with the arguments of each forward call; returns what the loss is a mean over:
+            the number of samples or tokens of this rank. At least zero. The loss is not read then.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        NotJoined: before :func:`rankwise.join`.
+        ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
+        ConfigurationError: the model is sharded or replicated already, has nothing to train, has no such blocks, or
+            the mesh has axes that sharding does not use.
+        TorchTooOld: this version of torch has no way to reduce what only some ranks used.
+        WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
+
+    Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (VLDB 2023); the exact mean is
+        sum_r w_r g_r / sum_r w_r.
+    """
+    session = current()
+    for call in ("set_reduce_scatter_unused_params", "reset_iter_state"):
+        if not hasattr(FSDPModule, call):
+            raise torch_versions.lacks(f"FSDPModule.{call}()", (2, 13), "rankwise.shard()")
+    axes = axes_for("shard", "dp_shard")
+    with all_ranks_succeed("rankwise.shard()"):
+        _check_axes(axes)
+        check_unregistered(model, "shard")
+        check_split(model, axes, "shard")
+        check_weight_function(weight, "shard")
+        _check_flags(cpu_offload=cpu_offload, reshard_after_forward=reshard_after_forward)
+        _check_trainable(model)
+        policy = _precision(model, mixed_precision)
+        names = block_names(model, blocks, "blocks")
+        recomputed = _recomputed(model, names, recompute)
+        groups = grouped(model, names)
+        _check_dtypes(model, groups)
+    check_torch("shard", _trial)
+    if session.exchange is not None:
+        same_on_all_ranks(
+            "what shard() was given",
+            {
+                "blocks": groups,
+                "recompute": recomputed,
+                "mixed_precision": str(policy),
+                "cpu_offload": cpu_offload,
+                "reshard_after_forward": reshard_after_forward,
+            },
+            do="pass the same on every rank",
+            error=ConfigurationError,
+        )
+        check_same_model(model)
+        check_same_meta(model, "shard")
+        _start_equal(model, session.exchange)
+    before = [ref(parameter) for parameter in model.parameters()]
+    name = type(model).__name__  # before torch names it anew
+    _split(
+        model,
+        groups,
+        policy,
+        axes,
+        offloads=_offloads(cpu_offload, session.world.device),
+        reshards=reshard_after_forward,
+    )
+    for block in recomputed:
+        recompute_block(model.get_submodule(block))
+    if session.exchange is not None and not is_accelerator(session.world.device):
+        _watch_waits(model, session.exchange.detector, axes.ranks_along(session.world.rank, "dp_shard"))
+    was_meta = FromMeta("shard", model, session.world.device)
+    own = None if session.exchange is None else _own_group(session, session.exchange, axes)
+    sync = ShardSync(model, name, own, session)
+    sync.loss.is_given_by_forward = weight is not None
+    subscribe(sync.loss, session)
+    install(session)
+    register(model, ref(sync))
+    session.preemption.unless(WeakMethod(sync.is_mid_step))
+    along = exchange_along("dp_shard")
+    buffers = None
+    if session.exchange is not None:
+        if norms := unsynchronised_batchnorms(model):
+            warn(f"{take_their(norms)} statistics per rank, so that the result depends on the number of ranks")
+        within_group = exchange_along(*_WITHIN_GROUP)
+        buffers = (
+            None
+            if within_group is None
+            else BufferSync(model, within_group, DivergedBuffers(model, within_group, name))
+        )
+    # Before torch's own, which gathers the parameters: a broken backward is cleared away first.
+    model.register_forward_pre_hook(
+        BeforeShardedForward(sync, SameForward(along, f"sharded {name}"), weight, _Prepare(buffers, before, was_meta)),
+        with_kwargs=True,
+        prepend=True,
+    )
+    model.register_forward_hook(AfterShardedForward(sync, buffers))
+    log(f"shard: {name} in {len(groups)} blocks over {axes}")
+    return model
+
+
+class _Prepare:
+    """What happens before each forward; some of it once."""
+
+    def __init__(self, buffers: BufferSync | None, before: Sequence[ref[nn.Parameter]], was_meta: FromMeta) -> None:
+        self._buffers = buffers
+        self._before = list(before)
+        self._was_meta = was_meta
+
+    def __call__(self, model: nn.Module, inputs: object) -> None:
+        self._was_meta.check(model)
+        if not torch.is_grad_enabled():
+            return
+        if self._before:
+            check_no_optimizer_holds(self._before, "shard")
+            self._before.clear()
+        if self._buffers is not None and model.training:
+            self._buffers.before_forward(inputs)
+
+
+def _check_axes(axes: Axes) -> None:
+    tp = f", tp={axes.tp}" if axes.tp > 1 else ""
+    islands = f"islands={axes.islands}, " if axes.islands > 1 else ""
+    if axes.pp > 1:
+        raise ConfigurationError(
+            f"shard() does not go with pp={axes.pp}.",
+            evidence=f"the ranks are laid out as {axes}",
+            do=f"call rankwise.mesh({islands}dp_shard={axes.data_ranks_per_island * axes.pp}{tp}) and shard(), or "
+            f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.data_ranks_per_island}{tp}) and pipeline()",
+        )
+    if axes.dp_shard == 1 and axes.dp_replicate > 1:
+        raise ConfigurationError(
+            "shard() has no rank to share parameters with: the axis dp_shard has one.",
+            evidence=f"the ranks are laid out as {axes}",
+            do=f"call rankwise.replicate(model), or rankwise.mesh({islands}dp_shard={axes.dp_replicate}{tp})",
+        )
+
+
+def _check_trainable(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigurationError(
+            "The model has no parameter that needs a gradient.",
+            do="shard the model you train; a frozen one needs no gradients to be exact",
+        )
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise ConfigurationError(
+                f"Parameter {name}.weight has a sparse gradient.", do="build the layer with sparse=False"
+            )
+
+
+def _check_flags(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"shard() was given {name}={value!r}.", do=f"pass {name}=True or {name}=False")
+
+
+def _precision(model: nn.Module, wanted: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    if wanted is None:
+        return MixedPrecisionPolicy()
+    if isinstance(wanted, MixedPrecisionPolicy):
+        return wanted
+    if not isinstance(wanted, str) or wanted not in _PRECISIONS:
+        raise ConfigurationError(
+            f"shard() knows no mixed_precision={wanted!r}.",
+            do=f"use one of {', '.join(map(repr, _PRECISIONS))}, or a torch.distributed.fsdp.MixedPrecisionPolicy",
+        )
+    output = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return MixedPrecisionPolicy(param_dtype=_PRECISIONS[wanted], reduce_dtype=torch.float32, output_dtype=output)
+
+
+def _recomputed(model: nn.Module, names: list[str], wanted: bool | Blocks) -> list[str]:  # noqa: FBT001 - as given
+    """Return the names of the modules that compute their activations again."""
+    if wanted is False:
+        return []
+    if wanted is None:
+        raise ConfigurationError("recompute=None says nothing.", do="pass True, False, or which modules")
+    if wanted is not True:
+        return block_names(model, wanted, "recompute")
+    # A single layer keeps little but what comes in, which is kept anyway.
+    composed = [name for name in names if list(model.get_submodule(name).children())]
+    if not composed:
+        raise ConfigurationError(
+            "recompute=True finds nothing to recompute: every block of the model is a single layer.",
+            do='say which modules forget their activations: recompute=["layers.*"]',
+        )
+    return composed
+
+
+def _check_dtypes(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Raise unless the trained parameters that are gathered together have one dtype: they are reduced as one tensor."""
+    seen: set[int] = set()
+    # Inner blocks take theirs first, and what is in none belongs to the model.
+    for group in [*groups, [""]]:
+        dtypes: dict[torch.dtype, str] = {}
+        for name in group:
+            for inner, parameter in model.get_submodule(name).named_parameters(prefix=name):
+                if id(parameter) not in seen and parameter.requires_grad:
+                    seen.add(id(parameter))
+                    dtypes.setdefault(parameter.dtype, inner)
+        if len(dtypes) > 1:
+            raise ConfigurationError(
+                f"The block {' with '.join(group) or type(model).__name__} holds parameters of {len(dtypes)} dtypes.",
+                evidence="\n".join(f"{where} is {dtype}" for dtype, where in dtypes.items()),
+                do="bring the model to one dtype (model.float()), and use mixed_precision= to compute in another",
+            )
+
+
+def _start_equal(model: nn.Module, exchange: Exchange) -> None:
+    """Give every rank the parameters and buffers of rank zero; parts of layers, those of its data rank zero."""
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    plain = [t for t in tensors if not isinstance(t, DTensor)]
+    parts = [t.to_local() for t in tensors if isinstance(t, DTensor)]
+    with torch.no_grad():
+        broadcast_tensors(plain, exchange, what="parameters of rank 0")
+        along = exchange_along("dp_replicate", "dp_shard")
+        if parts and along is not None:
+            broadcast_tensors(parts, along, what="parts of parameters of data rank 0")
+
+
+def _own_group(session: Session, exchange: Exchange, axes: Axes) -> TorchGroup:
+    """Return a group of torch's of the ranks of this island, for all sharded models. Called by: every rank."""
+    known = session.parts.get(_WEIGHTS)
+    if isinstance(known, TorchGroup):
+        return known
+    group = dist.new_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"torch.distributed.new_group() gave {group!r} for a group of all ranks")
+    detector = exchange.detector
+    own = TorchGroup(detector, exchange.rank, exchange.world_size, group, detector.recorder.new_exchange_id())
+    if axes.islands > 1:
+        own = own.split(axes.groups_along(*_WITHIN_GROUP))
+    session.parts[_WEIGHTS] = own
+    return own
+
+
+def _offloads(wanted: bool, device: str) -> OffloadPolicy:  # noqa: FBT001 - the caller's own argument
+    if not wanted:
+        return OffloadPolicy()
+    if is_accelerator(device):
+        return CPUOffloadPolicy()
+    log("shard: the parameters are in the CPU's memory already; cpu_offload changes nothing here")
+    return OffloadPolicy()
+
+
+def _split(
+    model: nn.Module,
+    groups: Sequence[Sequence[str]],
+    policy: MixedPrecisionPolicy,
+    axes: Axes,
+    *,
+    offloads: OffloadPolicy,
+    reshards: bool,
+) -> None:
+    mesh = submesh("dp_replicate", "dp_shard") if axes.dp_replicate > 1 else submesh("dp_shard")
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()  # torch shards no others
+    inner = MixedPrecisionPolicy(
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype,
+        cast_forward_inputs=policy.cast_forward_inputs,
+    )
+    for name in {name for group in groups for name in group} | {""}:
+        model.get_submodule(name).register_forward_hook(_without_views)
+    for group in groups:
+        for block in fully_shard(
+            [model.get_submodule(name) for name in group],
+            mesh=mesh,
+            mp_policy=inner,
+            offload_policy=offloads,
+            reshard_after_forward=reshards,
+        ):
+            block.set_reduce_scatter_unused_params(True)
+    # None: torch keeps the outermost parameters between forward and backward, which needs them first.
+    root = fully_shard(
+        model, mesh=mesh, mp_policy=policy, offload_policy=offloads, reshard_after_forward=None if reshards else False
+    )
+    root.set_reduce_scatter_unused_params(True)
+
+
+def _without_views(_: nn.Module, __: object, output: object) -> object:
+    """Return an output that may be changed in place: torch's hooks are lost where a view of another tensor is."""
+    if not any(_is_followed_view(leaf) for leaf in pytree.tree_leaves(output)):
+        return None
+    return pytree.tree_map(lambda leaf: leaf.clone() if _is_followed_view(leaf) else leaf, output)
+
+
+def _is_followed_view(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and is_view(value)
+
+
+def _watch_waits(model: nn.Module, detector: FailureDetector, ranks: Sequence[int]) -> None:
+    """Have the waits of every block end with a name when a peer fails. Called by: every rank."""
+    exchange_id = detector.recorder.new_exchange_id(ranks)
+    name = type(model).__name__
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(WatchedAllGather(detector, exchange_id, f"parameters of {name}"))
+            module.set_custom_reduce_scatter(WatchedReduceScatter(detector, exchange_id, f"gradients of {name}"))
+
+
+_TRIAL_STEPS = ((0, 1), (2,))
+"""The batches of each step; all but a step's last are accumulated."""
+
+
+def _trial(bench: Bench) -> Generator[Compared]:
+    """Train a small sharded model, and yield its gradients: unequal shares, an accumulation, a step without zero_grad.
+
+    Called by: every rank.
+    """
+    model, plain = bench.net(2), bench.net(2)
+    if bench.tp > 1:
+        tensor_parallel(model)
+    shard(model)
+    for step in _TRIAL_STEPS:
+        xs, ys = [], []
+        for number in step:
+            x, y, first, last = bench.batch(number)
+            xs.append(x)
+            ys.append(y)
+            with nullcontext() if number == step[-1] else no_sync(model):
+                loss_fn(model(x[first:last]), y[first:last]).backward()
+        loss_fn(plain(torch.cat(xs)), torch.cat(ys)).backward()
+    yield from gradients(model, plain)

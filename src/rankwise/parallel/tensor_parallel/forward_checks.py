@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks along ``tp`` must have alike when they call a model: a difference would be wrong results, and no error.
+
+Every forward is met by all of them before anything is mixed; the first ones compare inputs and random numbers too.
+Used by tensor_parallel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.comm.session import current
+from rankwise.errors import ConfigurationError, fold_values
+from rankwise.parallel.core.same_inputs import SameForward, digest_of_tensors
+from rankwise.parallel.core.strategy_registry import check_no_optimizer_holds, is_registered
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import in_backward
+from rankwise.torch_private.compiler import uncompiled
+from rankwise.world.device.accelerator import random_state
+from rankwise.world.device.kinds import is_accelerator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from weakref import ref
+
+    from torch import nn
+
+    from rankwise.comm.backends.protocol import Exchange
+
+CHECKED_FORWARDS = 3
+"""How many of the first forwards in training, and of the others, compare values."""
+
+
+class ForwardChecks:
+    """The checks of one model, around each forward."""
+
+    def __init__(
+        self,
+        name: str,
+        before: Sequence[ref[nn.Parameter]],
+        exchange: Exchange | None,
+        prepare: Callable[[nn.Module], None],
+    ) -> None:
+        self._before = list(before)
+        self._exchange = exchange
+        self._same = SameForward(exchange, f"tensor parallel {name}")
+        self._prepare = prepare
+        self._num_left = {True: CHECKED_FORWARDS, False: CHECKED_FORWARDS}
+        self._differing: list[tuple[int, list[int]]] = []
+        """Random states that differ between ranks: number, and checksums by rank."""
+        self._own: list[int] = []
+        self._is_averaged = False
+
+    def follow(self, model: nn.Module) -> None:
+        """Have every forward of ``model`` checked."""
+        model.register_forward_pre_hook(_BeforeSplitForward(self), with_kwargs=True, prepend=True)
+        model.register_forward_hook(_AfterSplitForward(self))
+
+    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Meet the other ranks. Called by: every rank along ``tp``."""
+        self._differing = []
+        if in_backward():
+            return
+        self._same.meet(model, (args, kwargs))
+        self._prepare(model)
+        if self._before:
+            check_no_optimizer_holds(self._before, "tensor_parallel")
+            self._before.clear()
+        if not self._is_averaged and model.training and torch.is_grad_enabled():
+            _check_averaged(model)
+            self._is_averaged = True
+        if self._exchange is not None and self._num_left[model.training]:
+            self._num_left[model.training] -= 1
+            self._compare((args, kwargs), self._exchange)
+
+    def after_forward(self) -> None:
+        """Raise if the forward drew random numbers that differ between ranks."""
+        differing, self._differing = self._differing, []
+        if not differing:
+            return
+        now = _random_states()
+        for number, states in differing:
+            if now[number] != self._own[number]:
+                raise ConfigurationError(
+                    "The ranks that share layers drew different random numbers, as for dropout masks.",
+                    where=f"reported on {current().world}",
+                    evidence="checksums of the random states before, by rank along tp:\n"
+                    + fold_values(dict(enumerate(states))),
+                    do="call torch.manual_seed() with the same seed on ranks that differ along tp only",
+                )
+
+    def _compare(self, values: object, exchange: Exchange) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+        self._own = _random_states()
+        own = torch.tensor([digest_of_tensors(tensors), *self._own])
+        inputs, *states = exchange.all_gather(own, what="inputs of a tensor parallel model").unbind(1)
+        if len(set(inputs.tolist())) > 1:
+            raise ConfigurationError(
+                "The ranks that share layers were given different inputs.",
+                where=f"reported on {current().world}",
+                evidence="checksums of the inputs, by rank along tp:\n" + fold_values(dict(enumerate(inputs.tolist()))),
+                do="take batches from rankwise.DataLoader, which gives ranks along tp the same; seed random inputs "
+                "alike",
+            )
+        # Who draws nothing may seed ranks as they like: it shows when forward has run.
+        self._differing = [(number, found) for number, one in enumerate(states) if len(set(found := one.tolist())) > 1]
+
+
+class _SplitModelHook:
+    """A hook of a split model. A copy of the model is split too, and keeps it; to pickle one is refused."""
+
+    def __init__(self, alike: ForwardChecks) -> None:
+        self._alike = alike
+
+    def __deepcopy__(self, memo: object) -> _SplitModelHook:
+        return type(self)(self._alike)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ConfigurationError(
+            "A model that went through tensor_parallel() cannot be pickled: its layers are shared by ranks.",
+            do="save it with rankwise.save() or rankwise.save_weights()",
+        )
+
+
+class _BeforeSplitForward(_SplitModelHook):
+    @uncompiled
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._alike.before_forward(model, args, kwargs)
+
+
+class _AfterSplitForward(_SplitModelHook):
+    @uncompiled
+    def __call__(self, _: nn.Module, __: object, ___: object) -> None:
+        self._alike.after_forward()
+
+
+def _random_states() -> list[int]:
+    """Return checksums of what random numbers are drawn from: the CPU's, and this rank's GPU's."""
+    device = current().world.device
+    states = [torch.get_rng_state()]
+    if is_accelerator(device):
+        states.append(random_state(device))
+    return [digest_of_tensors([state]) for state in states]
+
+
+def _check_averaged(model: nn.Module) -> None:
+    """Raise if copies of the model see samples of their own, and nobody averages their gradients."""
+    axes = current().axes
+    if axes is not None and axes.data_world_size > 1 and not is_registered(model):
+        strategy = "shard" if axes.dp_shard > 1 else "replicate"
+        raise ConfigurationError(
+            "This model is split along tp, and nobody averages the gradients of its copies.",
+            evidence=f"the ranks are laid out as {axes}",
+            do=f"call rankwise.{strategy}(model) after tensor_parallel(), before the optimizer is built",
+        )

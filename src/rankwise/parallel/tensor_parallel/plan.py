@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the layers of a model are split for tensor parallelism: found by looking at it, or given by hand. Pure.
+
+A pair of linear layers is split so that what lies between stays on its rank: the first by its outputs ("column"),
+the second by its inputs ("row"). Only what is clear is split. Used by tensor_parallel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.core.blocks import has_forward, matching, near
+from rankwise.parallel.tensor_parallel.attention_code import HeadsUse, forward_source, heads_use
+from rankwise.parallel.tensor_parallel.mlp_code import is_elementwise, is_linear, why_not_elementwise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+Style = str | ParallelStyle
+
+STYLES = {
+    "column": "a Linear split by its outputs; each rank keeps its part of the output",
+    "row": "a Linear split by its inputs, which are parts; the output is whole",
+    "head": "a Linear split by its outputs, which are then gathered whole",
+    "vocab": "an Embedding split by its words; the output is whole",
+    "replicate": "whole on every rank",
+}
+
+_MLPS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("gate", "up"), "down"),
+    (("up",), "down"),
+    (("w1", "w3"), "w2"),
+    (("wi_0", "wi_1"), "wo"),
+    (("wi",), "wo"),
+    (("fc1",), "fc2"),
+    (("c_fc",), "c_proj"),
+    (("fc_in",), "fc_out"),
+    (("linear1",), "linear2"),
+    (("lin1",), "lin2"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+)
+_ATTENTIONS = (
+    (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense")),
+    (("wq", "wk", "wv"), ("wo",)),
+    (("to_q", "to_k", "to_v"), ("to_out",)),
+    (("query", "key", "value"), ("out", "output", "proj", "dense", "out_proj")),
+    (("q", "k", "v"), ("o", "out", "proj")),
+)
+_HEADS = {"lm_head", "head", "output", "embed_out", "unembed", "decoder", "out", "to_logits"}
+
+
+@dataclass
+class TensorPlan:
+    """Which layer is split how."""
+
+    styles: dict[str, Style] = field(default_factory=dict)
+    """By name of the module."""
+    heads: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Attributes of modules that count heads, and what they count on one rank."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """What was looked at and left whole, and why."""
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {style}" for name, style in self.styles.items()]
+        lines += [f"{name}: {', '.join(f'{a}={n}' for a, n in counts.items())}" for name, counts in self.heads.items()]
+        return "\n".join(lines + [f"{name}: whole, {why}" for name, why in self.whole.items()])
+
+
+def find_plan(model: nn.Module, tp: int) -> TensorPlan:
+    """Return the plan that can be read off the model.
+
+    Args:
+        model: any module, also on the meta device.
+        tp: how many ranks share a layer.
+
+    Raises:
+        ConfigurationError: attention heads cannot be shared by so many ranks, or there is nothing to split.
+    """
+    plan = TensorPlan()
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{whole}.") for whole in plan.whole):
+            continue
+        if isinstance(module, nn.MultiheadAttention):
+            plan.whole[name] = "nn.MultiheadAttention packs its three projections into one"
+        elif isinstance(module, nn.Sequential):
+            _add_sequential(plan, name, module, tp)
+        else:
+            _add_attention(plan, name, module, tp)
+            _add_mlp(plan, model, name, module, tp)
+    _leave_siblings_whole(plan, model)
+    _add_vocabulary(plan, model, tp)
+    if not any(isinstance(style, ParallelStyle) or style != "replicate" for style in plan.styles.values()):
+        raise ConfigurationError(
+            f"tensor_parallel() recognises no layer of {type(model).__name__} that it can split.",
+            evidence="\n".join(f"{name}: {why}" for name, why in plan.whole.items()) or None,
+            do='say which are: plan={"layers.*.up": "column", "layers.*.down": "row"}',
+        )
+    return plan
+
+
+def given_plan(model: nn.Module, given: Mapping[str, Style], tp: int) -> TensorPlan:
+    """Return the plan that the user wrote.
+
+    Args:
+        model: any module.
+        given: styles by name of the module, with ``*`` for any part of a name; later ones win.
+        tp: how many ranks share a layer.
+
+    Raises:
+        ConfigurationError: a name that no module has, an unknown style, a style that a module cannot have, or a size
+            that the ranks cannot share evenly.
+    """
+    if not given:
+        raise ConfigurationError(
+            "tensor_parallel() was given a plan that splits nothing.",
+            do='say which layers are split: plan={"layers.*.up": "column", "layers.*.down": "row"}',
+        )
+    modules = dict(model.named_modules())
+    styles: dict[str, Style] = {}
+    for pattern, style in given.items():
+        found = matching(pattern, modules) if isinstance(pattern, str) else []
+        if not found:
+            raise ConfigurationError(
+                f"The plan names {pattern!r}, and {type(model).__name__} has no such module.",
+                evidence=near(str(pattern), modules),
+                do="pass names as model.named_modules() gives them, with * for a part: layers.*.up",
+            )
+        for name in found:
+            _check_style(name, modules[name], style, tp)
+            styles[name] = style
+    return TensorPlan({name: style for name, style in styles.items() if style != "replicate"})
+
+
+def tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places of each parameter that has several."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def check_tied(model: nn.Module, plan: TensorPlan) -> None:
+    """Raise unless every place of a tied parameter is split the same way.
+
+    Raises:
+        ConfigurationError: one is split and another is not, or otherwise.
+    """
+    name_of = {module: name for name, module in model.named_modules()}
+    dims = {"column": 0, "head": 0, "vocab": 0, "row": 1}
+    for places in tied(model):
+        names = [name_of[module] for module, _ in places]
+        styles = [plan.styles.get(name, "replicate") for name in names]
+        if len({dims.get(style) if isinstance(style, str) else style for style in styles}) > 1:
+            raise ConfigurationError(
+                f"{names[0]} and {names[1]} share a parameter, and the plan splits them differently.",
+                evidence="\n".join(f"{name}: {style}" for name, style in zip(names, styles, strict=True)),
+                do='give both the same kind of style, as "vocab" and "head", or leave both out',
+            )
+
+
+def _check_style(name: str, module: nn.Module, style: object, tp: int) -> None:
+    if isinstance(style, ParallelStyle):
+        return
+    if not isinstance(style, str) or style not in STYLES:
+        raise ConfigurationError(
+            f"The plan has {name} as {style!r}, which is no style.",
+            evidence="\n".join(f'"{known}": {means}' for known, means in STYLES.items()),
+            do="use one of these, or a style of torch.distributed.tensor.parallel",
+        )
+    if style == "replicate":
+        return
+    wanted = nn.Embedding if style == "vocab" else nn.Linear
+    if not isinstance(module, wanted):
+        raise ConfigurationError(
+            f'The plan has {name} as "{style}", and it is a {type(module).__name__}, not a {wanted.__name__}.',
+            do="pass a style of torch.distributed.tensor.parallel for other layers",
+        )
+    size, what = 0, ""
+    if isinstance(module, nn.Linear) and style in {"column", "row"}:
+        size, what = (module.out_features, "outputs") if style == "column" else (module.in_features, "inputs")
+    if size % tp:
+        raise ConfigurationError(
+            f"{name} has {size} {what}, which {tp} ranks cannot share evenly.",
+            do=f"use {_divisors(size, tp)} ranks along tp, or leave it out of the plan",
+        )
+
+
+def _add_mlp(plan: TensorPlan, model: nn.Module, name: str, module: nn.Module, tp: int) -> None:
+    children = dict(module.named_children())
+    for firsts, last in _MLPS:
+        column = [children[one] for one in firsts if one in children]
+        row = children.get(last)
+        if len(column) < len(firsts) or not isinstance(row, nn.Linear) or _join(name, last) in plan.styles:
+            continue
+        linear = [one for one in column if isinstance(one, nn.Linear)]
+        if len(linear) < len(column) or any(one.out_features != row.in_features for one in linear):
+            continue
+        why = _why_no_mlp(model, name, firsts, last)
+        if why is not None:
+            plan.whole.setdefault(name, why)
+        elif row.in_features % tp:
+            plan.whole.setdefault(_join(name, last), f"{row.in_features} inputs cannot be shared by {tp} ranks evenly")
+        else:
+            plan.styles |= {_join(name, one): "column" for one in firsts} | {_join(name, last): "row"}
+        return
+
+
+def _why_no_mlp(model: nn.Module, name: str, firsts: tuple[str, ...], last: str) -> str | None:
+    module = model.get_submodule(name)
+    if not all(is_linear(module.get_submodule(one)) for one in (*firsts, last)):
+        return "its layers do more than nn.Linear"
+    if has_forward(module):
+        return why_not_elementwise(module, [f"self.{one}" for one in firsts], f"self.{last}")
+    # A ModuleDict: whoever holds it calls its layers.
+    above, _, own = name.rpartition(".")
+    if not name or not own.isidentifier():
+        return "no code of its own calls its layers"
+    return why_not_elementwise(
+        model.get_submodule(above), [f"self.{own}['{one}']" for one in firsts], f"self.{own}['{last}']"
+    )
+
+
+def _add_sequential(plan: TensorPlan, name: str, module: nn.Sequential, tp: int) -> None:
+    if type(module).forward is not nn.Sequential.forward:
+        return
+    first: tuple[str, nn.Linear] | None = None
+    for child, layer in module.named_children():
+        if isinstance(layer, nn.Linear) and is_linear(layer):
+            if first is not None and first[1].out_features == layer.in_features and layer.in_features % tp == 0:
+                plan.styles |= {_join(name, first[0]): "column", _join(name, child): "row"}
+                first = None
+            else:
+                if first is not None:
+                    plan.whole[_join(name, first[0])] = f"{first[1].out_features} outputs over {tp} ranks"
+                first = (child, layer)
+        elif not is_elementwise(layer):
+            first = None
+
+
+def _add_attention(plan: TensorPlan, name: str, module: nn.Module, tp: int) -> None:
+    children = dict(module.named_children())
+    for projections, outs in _ATTENTIONS:
+        out = next((one for one in outs if isinstance(children.get(one), nn.Linear)), None)
+        if out is None or not all(isinstance(children.get(one), nn.Linear) for one in projections):
+            continue
+        q, k, v, o = (children[one] for one in (*projections, out))
+        if not all(is_linear(one) for one in (q, k, v, o)):
+            plan.whole[name] = "its layers do more than nn.Linear"
+            return
+        trained = [n for n, _ in module.named_parameters(recurse=False)]
+        trained += [
+            n for n, m in children.items() if n not in {*projections, out} and any(True for _ in m.parameters())
+        ]
+        if trained:
+            plan.whole[name] = f"its {trained[0]} may work on heads, of which each rank would have a part"
+            return
+        use = heads_use(module, int(q.out_features), int(k.out_features), int(o.in_features))  # type: ignore[arg-type]
+        if isinstance(use, str):
+            plan.whole[name] = use
+            return
+        _check_heads(name, module, use, tp)
+        plan.styles |= {_join(name, one): "column" for one in projections} | {_join(name, out): "row"}
+        if use.counts:
+            plan.heads[name] = {attribute: count // tp for attribute, count in use.counts.items()}
+        return
+
+
+def _leave_siblings_whole(plan: TensorPlan, model: nn.Module) -> None:
+    """Leave an attention whole where another of its class is: they may hand one another what is of heads."""
+    classes = {type(model.get_submodule(name)): name for name in plan.whole}
+    for name, module in model.named_modules():
+        split = [_join(name, child) for child, _ in module.named_children() if _join(name, child) in plan.styles]
+        other = classes.get(type(module))
+        if other is not None and name not in plan.whole and _is_attention(module) and split:
+            plan.whole[name] = f"{other} of the same class is whole"
+            plan.heads.pop(name, None)
+            for one in split:
+                del plan.styles[one]
+
+
+def _is_attention(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    return any(all(one in children for one in projections) for projections, _ in _ATTENTIONS)
+
+
+def _check_heads(name: str, module: nn.Module, use: HeadsUse, tp: int) -> None:
+    for what, count in (("heads", use.num_heads), ("heads of keys and values", use.num_kv_heads)):
+        if count % tp:
+            raise ConfigurationError(
+                f"{name} ({type(module).__name__}) has {count} {what}, which {tp} ranks cannot share evenly.",
+                do=f"use {_divisors(use.num_kv_heads, tp)} ranks along tp, or pass a plan without it: "
+                "plan={...}, with names as plan_of() prints them",
+            )
+
+
+def _add_vocabulary(plan: TensorPlan, model: nn.Module, tp: int) -> None:
+    """Split embeddings that have a head of as many outputs, and the heads."""
+    embeddings = {
+        n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and not _is_inside(n, plan.whole)
+    }
+    for name, head in _heads(model):
+        if name in plan.styles or head.out_features < tp:
+            continue
+        partners = [n for n, one in embeddings.items() if one.num_embeddings == head.out_features]
+        if not partners:
+            continue
+        why = next((why for one in partners if (why := _why_no_vocabulary(model, one, embeddings[one]))), None)
+        why = why or _why_not_tied(model, {name, *partners})
+        if why is not None:
+            plan.whole[partners[0]] = why
+            continue
+        plan.styles[name] = "head"
+        plan.styles |= dict.fromkeys(partners, "vocab")
+
+
+def _heads(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in _HEADS:
+            yield name, module
+
+
+def _why_no_vocabulary(model: nn.Module, name: str, embedding: nn.Embedding) -> str | None:
+    if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
+        return "an Embedding with max_norm, sparse or scale_grad_by_freq cannot be split"
+    parent, _, last = name.rpartition(".")
+    above = [parent.rsplit(".", cut)[0] if cut else parent for cut in range(parent.count(".") + 1)]
+    for owner in {"", *above}:
+        if f".{last}.weight" in forward_source(model.get_submodule(owner)):
+            return f"the code of {type(model.get_submodule(owner)).__name__} uses its weight itself"
+    return None
+
+
+def _why_not_tied(model: nn.Module, names: set[str]) -> str | None:
+    """Return which parameter of these layers others share, that stay whole."""
+    name_of = {module: name for name, module in model.named_modules()}
+    for places in tied(model):
+        sharing = [name_of[module] for module, _ in places]
+        others = [one for one in sharing if one not in names]
+        if others and len(others) < len(sharing):
+            return f"{others[0] or 'the model itself'} shares a parameter with it"
+    return None
+
+
+def _is_inside(name: str, wholes: Mapping[str, str]) -> bool:
+    return any(name.startswith(f"{whole}.") for whole in wholes)
+
+
+def _join(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child
+
+
+def _divisors(size: int, tp: int) -> str:
+    fitting = [str(n) for n in range(1, max(tp, 2) + 1) if size % n == 0]
+    return " or ".join(fitting)

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: the ranks along ``tp`` share each large layer, and see the same samples.
+
+Works in place, on torch's parallelize_module. Holds the public call, and what it does to a model once the plan is
+there; the plan is found by plan.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from rankwise.comm.agreement import all_ranks_succeed, same_on_all_ranks
+from rankwise.comm.session import current
+from rankwise.errors import ConfigurationError
+from rankwise.log import log
+from rankwise.parallel.core.blocks import has_forward, is_plain_container
+from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
+from rankwise.parallel.core.from_meta import FromMeta, check_same_meta
+from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
+from rankwise.parallel.core.strategy_registry import check_unregistered
+from rankwise.parallel.tensor_parallel.forward_checks import ForwardChecks
+from rankwise.parallel.tensor_parallel.plan import Style, TensorPlan, check_tied, find_plan, given_plan, tied
+from rankwise.torch_private.modules import own_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from rankwise.parallel.core.self_check import Bench, Compared
+
+
+M = TypeVar("M", bound=nn.Module)
+
+_plans: WeakKeyDictionary[nn.Module, TensorPlan] = WeakKeyDictionary()
+
+
+def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
+    """Split the layers of ``model`` over the ranks along ``tp``, in place.
+
+    Called by: every rank, with the same model, before :func:`rankwise.replicate` or :func:`rankwise.shard` and before
+    the optimizer is built.
+
+    Every rank starts from rank zero's parameters. The model is called as before, and gives whole outputs on every
+    rank, so that the loss stays as it is. Ranks along ``tp`` must be given the same samples, as
+    :class:`rankwise.DataLoader` does, and draw the same random numbers (seed them alike). Parameters become
+    :class:`torch.distributed.tensor.DTensor`: parts of what is split, and copies of the rest, so that optimizers and
+    ``clip_grad_norm_`` treat all alike; their gradients are complete. ``state_dict`` has the names and shapes of one
+    device.
+
+    ``"auto"`` splits what it recognises, pairs of linear layers in an MLP (by the usual names, or in a ``Sequential``),
+    attention with separate projections, an embedding and the head of as many words, and says what it leaves whole.
+
+    Args:
+        model: on its device already, or on the meta device.
+        plan: ``"auto"``, or styles by name of the module, with ``*`` for any part of a name:
+            ``{"layers.*.up": "column", "layers.*.down": "row", "embed": "vocab", "head": "head"}``. A style is one of
+            these words, ``"replicate"``, or one of ``torch.distributed.tensor.parallel``.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        NotJoined: before :func:`rankwise.join`.
+        ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
+        ConfigurationError: the plan does not fit the model, sizes cannot be shared evenly, nothing to split was found,
+            or the model went through another strategy before.
+        WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
+
+    Source: torch.distributed.tensor.parallel.parallelize_module; Shoeybi et al., "Megatron-LM" (2019), section 3.
+    """
+    session = current()
+    axes = axes_for("tensor_parallel", "tp")
+    tp = axes.tp
+    with all_ranks_succeed("rankwise.tensor_parallel()"):
+        _check_first(model)
+        chosen = _choose(model, plan, tp)
+    check_torch("tensor_parallel", _trial)
+    if session.exchange is not None:
+        same_on_all_ranks(
+            "the plan of tensor_parallel()",
+            {name: style if isinstance(style, str) else type(style).__name__ for name, style in chosen.styles.items()},
+            do="pass the same plan on every rank",
+            error=ConfigurationError,
+        )
+        check_same_model(model)
+        check_same_meta(model, "tensor_parallel")
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+        with torch.no_grad():
+            broadcast_tensors(tensors, session.exchange, what="parameters of rank 0")
+    before = [ref(parameter) for parameter in model.parameters()]
+    _split(model, chosen, submesh("tp"))
+    _plans[model] = chosen
+    # What shard() cuts further is never whole, and gets its memory there.
+    was_meta = FromMeta("tensor_parallel", model, session.world.device if axes.dp_shard == 1 else None)
+    ForwardChecks(type(model).__name__, before, exchange_along("tp"), was_meta.check).follow(model)
+    log(f"tensor_parallel: {len(chosen.styles)} layers of {type(model).__name__} over {tp} ranks" + _left(chosen))
+    return model
+
+
+def plan_of(model: nn.Module) -> TensorPlan:
+    """Return how ``model`` was split, to be printed or edited.
+
+    Raises:
+        ConfigurationError: it did not go through :func:`rankwise.tensor_parallel`.
+    """
+    plan = _plans.get(model)
+    if plan is None:
+        raise ConfigurationError(
+            f"plan_of() was given a {type(model).__name__} that is not split.",
+            do="pass the model that rankwise.tensor_parallel() was called with",
+        )
+    return plan
+
+
+def _left(plan: TensorPlan) -> str:
+    if not plan.whole:
+        return ""
+    name, why = next(iter(plan.whole.items()))
+    more = f", and {len(plan.whole) - 1} more" if len(plan.whole) > 1 else ""
+    return f"; whole: {name or 'the model itself'} ({why}){more}"
+
+
+def _check_first(model: nn.Module) -> None:
+    check_unregistered(model, "tensor_parallel")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ConfigurationError(
+            "The model has parameters that are spread over ranks already.",
+            do="call tensor_parallel() once, and before shard()",
+        )
+
+
+def _choose(model: nn.Module, plan: object, tp: int) -> TensorPlan:
+    if plan == "auto":
+        chosen = find_plan(model, tp)
+    elif isinstance(plan, dict):
+        chosen = given_plan(model, plan, tp)  # pyright: ignore[reportUnknownArgumentType] - checked there
+    else:
+        raise ConfigurationError(
+            f"tensor_parallel() knows no plan {plan!r}.",
+            do='pass plan="auto", or a dict of styles by name: {"layers.*.up": "column", "layers.*.down": "row"}',
+        )
+    check_tied(model, chosen)
+    return chosen
+
+
+def _split(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    ties = tied(model)
+    styles = {name: _torch_style(style) if isinstance(style, str) else style for name, style in plan.styles.items()}
+    # Every rank has the same values already, and cuts its part out of its own.
+    parallelize_module(model, mesh, styles, src_data_rank=None)
+    for (first, name), *others in ties:
+        for module, other in others:
+            setattr(module, other, getattr(first, name))
+    for name, style in plan.styles.items():
+        layer = model.get_submodule(name)
+        if isinstance(style, str) and style != "column":
+            layer.register_forward_hook(_plain_output)
+        if isinstance(layer, nn.Linear):
+            _EmptyBatches(layer)
+    for name, counts in plan.heads.items():
+        for attribute, count in counts.items():
+            setattr(model.get_submodule(name), attribute, count)
+    _copy_rest(model, mesh)
+    _distribute_copies(model, {model.get_submodule(name) for name in plan.styles})
+
+
+def _copy_rest(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make every parameter that is not split a copy on each rank of the mesh: optimizers take only one kind."""
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not isinstance(parameter, DTensor):
+                if parameter not in copies:
+                    whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
+                    copies[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                setattr(module, name, copies[parameter])
+
+
+def _torch_style(style: str) -> ParallelStyle:
+    if style == "column":
+        return ColwiseParallel()
+    if style == "row":
+        return RowwiseParallel(use_local_output=False)
+    if style == "head":
+        return ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate(), use_local_output=False)
+
+
+def _plain_output(_: nn.Module, __: object, output: object) -> object:
+    return _Local.apply(output) if isinstance(output, DTensor) else output
+
+
+class _Local(torch.autograd.Function):
+    """Whole output as a plain tensor. Unlike ``DTensor.to_local`` no view: ``x += y`` on it is as on one device."""
+
+    @staticmethod
+    def forward(ctx: Any, output: DTensor) -> torch.Tensor:  # noqa: ANN401 - autograd's own
+        """Return this rank's copy."""
+        ctx.layout = (output.device_mesh, output.placements)
+        return output.to_local().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient, which is the same on every rank."""
+        mesh, placements = ctx.layout
+        return DTensor.from_local(gradient, mesh, placements, run_check=False)
+
+
+def _distribute_copies(module: nn.Module, split: set[nn.Module]) -> None:
+    """Have modules that are whole on every rank calculate with plain tensors, as they were written to."""
+    if module in split:
+        return
+    if split.isdisjoint(module.modules()) and has_forward(module) and not is_plain_container(module):
+        _stand_in(module, list(module.modules()))
+        return
+    if has_forward(module):
+        # A ParameterList is read by who holds it.
+        _stand_in(module, [module, *(one for one in module.children() if not has_forward(one))])
+    for child in module.children():
+        _distribute_copies(child, split)
+
+
+def _stand_in(module: nn.Module, owners: list[nn.Module]) -> None:
+    places = [(owner, name) for owner in owners for name, _ in owner.named_parameters(recurse=False)]
+    if places:
+        module.forward = _Plain(module, places)
+
+
+class _EmptyBatches:
+    """Has a split Linear see a batch without samples as one without rows: torch cannot split the other."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        self._shape: torch.Size | None = None
+        linear.register_forward_pre_hook(self._before, prepend=True)
+        linear.register_forward_hook(self._after)
+
+    def _before(self, _: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...] | None:
+        x = inputs[0] if inputs else None
+        self._shape = None
+        if isinstance(x, torch.Tensor) and x.ndim > 2 and not x.numel():  # noqa: PLR2004 - rows and features
+            self._shape = x.shape
+            return (x.reshape(0, x.shape[-1]), *inputs[1:])
+        return None
+
+    def _after(self, _: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor | None:
+        shape, self._shape = self._shape, None
+        return None if shape is None else output.reshape(*shape[:-1], output.shape[-1])
+
+
+class _Plain:
+    """What stands in for the ``forward`` of a module whose parameters are copies: it calculates with plain tensors."""
+
+    def __init__(self, module: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
+        self._forward = module.forward
+        self._places = places
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - whatever the module returns
+        for owner, name in self._places:
+            parameter = own_parameters(owner).get(name)
+            # What shard() has cut is not whole, and stays.
+            if (
+                isinstance(parameter, DTensor)
+                and parameter.device_mesh.ndim == 1
+                and parameter.placements[0].is_replicate()
+            ):
+                # Python looks here first, and the parameter keeps its place among the others.
+                owner.__dict__[name] = parameter.to_local()
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            for owner, name in self._places:
+                owner.__dict__.pop(name, None)
+
+
+def _trial(bench: Bench) -> Generator[Compared]:
+    """Train a small split model, and yield its gradients: two backwards that add up, of batches of two sizes.
+
+    Called by: every rank.
+    """
+    model, plain = tensor_parallel(bench.net(2)), bench.net(2)
+    model.eval()  # In training mode ranks with samples of their own would have to be averaged over.
+    for number in range(2):
+        # The ranks along tp see the same samples.
+        x, y, first, last = bench.batch(number)
+        loss_fn(model(x[first:last]), y[first:last]).backward()
+        loss_fn(plain(x[first:last]), y[first:last]).backward()
+    yield from gradients(model, plain)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of what replicas have in common: the bits of tensors, and the hyperparameters of optimizers.
+
+Of tensors: a few operations for many small ones, one pass over memory. Used by the guards of replicas, for all tensors
+of a model at once, and for each once they differ. Sends nothing.
+"""
+
+from __future__ import annotations
+
+import marshal
+import math
+import struct
+import zlib
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim.optimizer import Optimizer
+
+
+WORD_BYTES = 8
+NUM_COLUMNS = 251
+"""Words are summed per column, and columns are weighted. A prime: rows of a table that change places change columns."""
+SMALL_BYTES = 2**16
+"""Up to this size a tensor is copied together with others: a call per tensor would take longer."""
+PIECE_BYTES = 2**22
+"""How much is copied together at a time."""
+SHORT_BITS = 0xFFFFF
+"""Few enough that sums of squares are exact in float64 for thousands of ranks."""
+NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+"""Keys of a parameter group that say nothing about what a step computes."""
+
+
+class ChecksumOfAll:
+    """One checksum of many tensors, taken again and again while their values change."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[int, torch.Size, torch.dtype]] = []
+        self._pieces: list[list[torch.Tensor]] = []
+
+    @torch.no_grad()
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return the checksum. Waits for the device that the tensors are on.
+
+        Args:
+            tensors: plain, with values, in the same order each time.
+        """
+        places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
+        if places != self._places or not all(tensor.is_contiguous() for tensor in tensors):
+            # The flat views of the time before show other memory now.
+            self._pieces = _pieces([tensor.detach().reshape(-1) for tensor in tensors])
+            self._places = places
+        return combined(
+            _read([_sum_of_bits(piece[0] if len(piece) == 1 else torch.cat(piece)) for piece in self._pieces])
+        )
+
+
+@torch.no_grad()
+def checksums_of_each(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a checksum per tensor. Waits for the device that they are on."""
+    return _read([_sum_of_bits(tensor.detach().reshape(-1)) for tensor in tensors])
+
+
+def combined(numbers: Sequence[int]) -> int:
+    """Return one number of 32 bits for several of up to 64."""
+    return zlib.crc32(struct.pack(f"={len(numbers)}q", *numbers))
+
+
+def short(checksum: int) -> int:
+    """Return a part of a checksum that is small enough for :func:`are_equal`."""
+    return checksum & SHORT_BITS
+
+
+def are_equal(num_ranks: int, sum_of_values: float, sum_of_squares: float) -> bool:
+    """Return whether short checksums are the same on all ranks, by their sum and the sum of their squares."""
+    return abs(num_ranks * sum_of_squares - sum_of_values**2) <= 1e-9 * max(sum_of_values**2, 1e-300)
+
+
+def _pieces(flats: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return tensors in lists, each of which may be one tensor: of one dtype and device, up to a size."""
+    closed: list[list[torch.Tensor]] = []
+    open_of: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for flat in flats:
+        if flat.nbytes > SMALL_BYTES:
+            closed.append([flat])
+            continue
+        piece = open_of.setdefault((flat.dtype, flat.device), [])
+        piece.append(flat)
+        if sum(one.nbytes for one in piece) > PIECE_BYTES:
+            closed.append(open_of.pop((flat.dtype, flat.device)))
+    return closed + list(open_of.values())
+
+
+def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
+    """Return a number of 64 bits, on the device of a tensor of one dimension."""
+    if flat.storage_offset() * flat.itemsize % WORD_BYTES:
+        flat = flat.clone()
+    per_word = max(WORD_BYTES // flat.itemsize, 1)
+    num_even = flat.numel() // per_word * per_word
+    words, rest = flat[:num_even].view(torch.int64), flat[num_even:].view(torch.uint8)
+    weights = _weights(flat.device)
+    num_rows = words.numel() // NUM_COLUMNS
+    last = words[num_rows * NUM_COLUMNS :]
+    # Not torch.dot(), which accelerators do not have for integers.
+    total = (last * weights[: last.numel()]).sum()
+    if num_rows:
+        # Sums of integers are the same in any order, and wrap around.
+        total = total + (words[: num_rows * NUM_COLUMNS].view(num_rows, NUM_COLUMNS).sum(0) * weights).sum()
+    if rest.numel():
+        total = total + (rest.long() * weights[: rest.numel()]).sum()
+    return total
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    # Odd: none of them loses a bit of what it multiplies.
+    numbers = [(0x9E3779B97F4A7C15 * (2 * column + 1)) % 2**63 | 1 for column in range(NUM_COLUMNS)]
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def _read(sums: Sequence[torch.Tensor]) -> list[int]:
+    """Return the numbers, waiting once per device."""
+    of_device: dict[torch.device, list[int]] = {}
+    for index, one in enumerate(sums):
+        of_device.setdefault(one.device, []).append(index)
+    found = [0] * len(sums)
+    for indices in of_device.values():
+        for index, number in zip(indices, torch.stack([sums[index] for index in indices]).tolist(), strict=True):
+            found[index] = number
+    return found
+
+
+def settings_checksum(optimizer: Optimizer) -> int:
+    """Return a checksum of all hyperparameters. Waits for no device: tensors on accelerators are left out."""
+    digest = 0
+    for group in optimizer.param_groups:
+        digest = zlib.crc32(_bytes_of([value for key, value in group.items() if key not in NOT_COMPARED]), digest)
+    return digest
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a parameter group, as JSON can carry them."""
+    return {key: _plain(value, waits=True) for key, value in group.items() if key not in NOT_COMPARED}
+
+
+def is_same_setting(one: object, other: object) -> bool:
+    """Return whether two values of a hyperparameter are the same: also if both are NaN."""
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    return one == other
+
+
+def _bytes_of(values: list[Any]) -> bytes:
+    """Return values as bytes that are the same in every process."""
+    try:
+        # Of the second version: later ones depend on who else holds a value.
+        return marshal.dumps(values, 2)
+    except ValueError:  # a tensor among them
+        return marshal.dumps([_plain(value, waits=False) for value in values], 2)
+
+
+def _plain(value: object, *, waits: bool) -> Any:  # noqa: ANN401 - of any kind
+    """Return what JSON can carry of a hyperparameter.
+
+    Args:
+        value: of a parameter group.
+        waits: read a tensor on an accelerator, which takes until the device has come to it.
+    """
+    if isinstance(value, torch.Tensor):
+        is_read = value.numel() == 1 and not value.is_meta and (waits or value.device.type == "cpu")
+        return value.item() if is_read else None
+    if isinstance(value, list | tuple):
+        return [_plain(one, waits=waits) for one in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The accelerator of this machine, as torch finds it: how many devices, their memory and random numbers.
+
+Asking for the first time may initialize the driver: the launcher asks only after it has forked its server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.world.device.kinds import EXAMPLE, DeviceKind, is_accelerator, kind_named
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+
+def found_kind() -> DeviceKind | None:
+    """Return the type of the accelerator here, or ``None`` where torch can use none.
+
+    Source: torch.accelerator.current_accelerator.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else kind_named(device.type)
+
+
+def shown_kind() -> DeviceKind:
+    """Return the type that examples and errors name: of the accelerator here, else NVIDIA's."""
+    return found_kind() or EXAMPLE
+
+
+def count() -> int:
+    """Return how many devices of the accelerator this process sees; 0 where there is none."""
+    return 0 if found_kind() is None else torch.accelerator.device_count()
+
+
+def count_of(name: str) -> int:
+    """Return how many devices of a type this process sees; 0 where torch does not know the type."""
+    found = found_kind()
+    return count() if found is not None and found.name == name else 0
+
+
+def example(index: int = 0) -> str:
+    """Return a device as an example names it: ``cuda:0``."""
+    return f"{shown_kind().name}:{index}"
+
+
+def example_list() -> str:
+    """Return two devices as an example lists them: ``["cuda:0", "cuda:1"]``."""
+    return f'["{example(0)}", "{example(1)}"]'
+
+
+def numbered(index: int) -> torch.device:
+    """Return a device of the accelerator here by its number."""
+    return torch.device(example(index))
+
+
+def names() -> list[str]:
+    """Return what the devices here are called, in order."""
+    if not (num_devices := count()):
+        return []
+    kind = shown_kind()
+    told = getattr(torch.get_device_module(kind.name), "get_device_name", None)
+    return [kind.name if told is None else str(told(index)) for index in range(num_devices)]
+
+
+def use(device: str) -> None:
+    """Make a device the current one of this process. The CPU is always; a type without a number leaves the choice."""
+    if is_accelerator(device) and ":" in device:
+        torch.accelerator.set_device_index(torch.device(device))
+
+
+def synchronize(device: str | torch.device) -> None:
+    """Return when a device has done everything it was given."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(torch.device(device))
+
+
+def free_bytes(index: int) -> int | None:
+    """Return how much memory of a device is free for tensors; ``None`` where the device does not say.
+
+    Source: torch.accelerator.get_memory_info.
+    """
+    kind = shown_kind()
+    if kind.is_shared:
+        own = torch.get_device_module(kind.name)
+        return int(own.recommended_max_memory() - own.driver_allocated_memory())
+    try:
+        free, _ = torch.accelerator.get_memory_info(index)
+    except RuntimeError:  # NotImplementedError is one
+        return None
+    # Memory that torch keeps, and that no tensor uses any more.
+    return free + torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
+
+
+def random_state(device: str | torch.device) -> torch.Tensor:
+    """Return the state of the generator that random numbers on ``device`` are drawn from."""
+    where = torch.device(device)
+    if where.type == "cpu":
+        return torch.get_rng_state()
+    module = torch.get_device_module(where)
+    state = module.get_rng_state() if kind_named(where.type).is_shared else module.get_rng_state(where)
+    return torch.as_tensor(state)
+
+
+def set_random_state(device: str | torch.device, state: torch.Tensor) -> None:
+    """Put back what :func:`random_state` returned."""
+    where = torch.device(device)
+    if where.type == "cpu":
+        torch.set_rng_state(state)
+        return
+    module = torch.get_device_module(where)
+    if kind_named(where.type).is_shared:
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, where)
+
+
+@contextlib.contextmanager
+def kept_random_states(device: torch.device) -> Generator[None]:
+    """Put the random numbers of the CPU and of ``device`` back at the end of the block."""
+    places = dict.fromkeys((torch.device("cpu"), device))
+    states = [(place, random_state(place)) for place in places]
+    try:
+        yield
+    finally:
+        for place, state in states:
+            set_random_state(place, state)
+
+
+def autocast_state() -> tuple[bool, ...]:
+    """Return whether autocast is on, for the CPU and for the accelerator here."""
+    found = found_kind()
+    kinds = ("cpu",) if found is None else ("cpu", found.name)
+    return tuple(torch.is_autocast_enabled(kind) for kind in kinds)
+
+
+def copies_in_groups(devices: Sequence[torch.device]) -> bool:
+    """Return whether torch has its own way to copy a model to all of ``devices`` at once."""
+    return all(device.type == EXAMPLE.name for device in devices)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device a rank computes on, and which backend carries its tensors.
+
+Backends and what they carry are read from torch's own tables, where packages for other devices register theirs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from rankwise.errors import ConfigurationError
+from rankwise.world.device import accelerator
+from rankwise.world.device.kinds import is_accelerator, kind_named, type_of
+
+HOST = "gloo"
+"""The backend that carries tensors of the CPU, on every machine."""
+_NO_BACKENDS = {"undefined", "fake"}
+"""In torch's tables, and for no training."""
+
+
+def choose_device(device: str | torch.device | None, backend: str | None, local_rank: int) -> str:
+    """Return the device of a rank: the one asked for, the accelerator of its local rank, or the CPU.
+
+    Raises:
+        ConfigurationError: there is no such device.
+    """
+    if device is not None:
+        return str(torch.device(device))
+    kind = accelerator.found_kind()
+    if backend == HOST or kind is None:
+        return "cpu"
+    if kind.is_shared:
+        return f"{kind.name}:0"
+    if local_rank >= accelerator.count():
+        raise ConfigurationError(
+            f"Local rank {local_rank} has no {kind.title}: this machine has {accelerator.count()}.",
+            do=f"start at most one rank per {kind.title}, or pass join(device='cpu')",
+        )
+    return f"{kind.name}:{local_rank}"
+
+
+def choose_backend(backend: str | None, device: str) -> str:
+    """Return what carries tensors between ranks: the backend asked for, or what suits the device.
+
+    Raises:
+        ConfigurationError: there is no such backend, or it is not for this device.
+    """
+    kind = type_of(device)
+    if backend is None:
+        return _default_backend(kind)
+    _register_backend_of(kind)
+    known = known_backends()
+    if backend not in dist.Backend.backend_list or backend in _NO_BACKENDS:
+        raise ConfigurationError(f"There is no backend {backend!r}.", do="use one of " + ", ".join(known))
+    if backend != HOST and not _carries(backend, kind):
+        for_kinds = [kind_named(name) for name in dist.Backend.backend_capability.get(backend, [])]
+        wanted = " or ".join(dict.fromkeys(f"a {one.title}" for one in for_kinds)) or "another device"
+        raise ConfigurationError(
+            f"The backend {backend} needs {wanted}, and this rank's device is {device}.",
+            do="leave backend out, or pass join(backend='gloo')",
+        )
+    if backend not in known:
+        raise ConfigurationError(
+            f"This torch was built without the backend {backend}.", do="use one of " + ", ".join(known)
+        )
+    return backend
+
+
+def known_backends() -> list[str]:
+    """Return the backends that this torch can open."""
+    return [name for name in dist.Backend.backend_list if name not in _NO_BACKENDS and dist.is_backend_available(name)]
+
+
+def goes_through_host(device: str, backend: str) -> bool:
+    """Return whether tensors of a device are copied to the CPU to be exchanged: the backend does not carry them."""
+    return is_accelerator(device) and not _carries(backend, type_of(device))
+
+
+def torch_backends(device: str, backend: str) -> str:
+    """Return what torch opens its group with, for ranks on this kind of device."""
+    kind = type_of(device)
+    if backend == HOST:
+        return HOST
+    # Control messages are CPU tensors on every machine; only tensors of the device go through its own backend.
+    return f"cpu:{backend}" if kind == "cpu" else f"cpu:{HOST},{kind}:{backend}"
+
+
+def backend_of(kind: str) -> str:
+    """Return the backend for a kind of device in torch's table, whether this torch has it or not; else Gloo."""
+    _register_backend_of(kind)
+    chosen = dist.Backend.default_device_backend_map.get(kind, HOST)
+    return HOST if chosen in _NO_BACKENDS else chosen
+
+
+def _default_backend(kind: str) -> str:
+    chosen = backend_of(kind)
+    if not dist.is_backend_available(chosen):
+        raise ConfigurationError(
+            f"This torch was built without {chosen}, the backend for {kind}.",
+            do=f"install a build of torch with {chosen}, or pass join(backend='gloo', device='{kind}'): tensors then "
+            "go through the memory of the host",
+        )
+    return chosen
+
+
+def _register_backend_of(kind: str) -> None:
+    """Import what registers the backend of a kind of device, where a package has it."""
+    package = kind_named(kind).package
+    if package and kind not in dist.Backend.default_device_backend_map:
+        with suppress(ImportError):
+            importlib.import_module(package)
+
+
+def _carries(backend: str, kind: str) -> bool:
+    return kind in dist.Backend.backend_capability.get(backend, [])

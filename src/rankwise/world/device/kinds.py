@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types of device that rankwise knows something about, and the words of torch that say one is missing.
+
+Pure: imports no torch. A type that is not in the table works too, with the defaults of :class:`DeviceKind`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceKind:
+    """What torch cannot be asked about a type of device."""
+
+    name: str
+    """As torch has it."""
+    title: str = "device"
+    """What people call one."""
+    visible: str = ""
+    """The variable that limits which ones a process sees; empty where there is none."""
+    package: str = ""
+    """What registers its backend with torch when it is imported."""
+    driver_files: str = ""
+    """One file per device, as a pattern below /dev."""
+    examine: str = "python -m torch.utils.collect_env"
+    """A command that shows what is there."""
+    is_shared: bool = False
+    """Whether all ranks of a machine use the same one."""
+    pins: bool = True
+    """Whether copies to it are faster from pinned memory."""
+    has_streams: bool = True
+    has_float64: bool = True
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        DeviceKind(
+            name="cuda",
+            title="GPU",
+            visible="CUDA_VISIBLE_DEVICES",
+            driver_files="nvidia[0-9]*",
+            examine="nvidia-smi; python -m torch.utils.collect_env",
+        ),
+        DeviceKind(name="xpu", title="GPU", visible="ZE_AFFINITY_MASK"),
+        DeviceKind(name="mps", title="GPU", is_shared=True, pins=False, has_streams=False, has_float64=False),
+        DeviceKind(
+            name="npu", title="NPU", visible="ASCEND_RT_VISIBLE_DEVICES", package="torch_npu", has_float64=False
+        ),
+        DeviceKind(
+            name="hpu",
+            title="HPU",
+            visible="HABANA_VISIBLE_MODULES",
+            package="habana_frameworks.torch.distributed.hccl",
+            has_streams=False,
+            has_float64=False,
+        ),
+    )
+}
+EXAMPLE = KINDS["cuda"]
+"""What an example names where there is no accelerator."""
+PASSED_ON = tuple(kind.visible for kind in KINDS.values() if kind.visible)
+"""Variables that a launcher takes to other machines."""
+HIDES_GPUS = {EXAMPLE.visible: ""}
+"""Variables that hide the GPUs of scripts that ask torch for them. ROCm reads this one too; the others have none."""
+
+MISSING_GPU = (
+    # A torch without CUDA, by two calls; then one with CUDA, without a driver or a device.
+    "has no attribute '_cuda_setDevice'",
+    "Torch not compiled with CUDA enabled",
+    "Found no NVIDIA driver on your system",
+    "No CUDA GPUs are available",
+)
+"""torch's words where a script asks for a GPU and there is none."""
+ASK_FIRST = "call torch.cuda only where torch.cuda.is_available()"
+
+
+def kind_named(name: str) -> DeviceKind:
+    """Return what is known about a type of device."""
+    return KINDS.get(name) or DeviceKind(name=name)
+
+
+def type_of(device: str) -> str:
+    """Return ``"cuda"`` for ``"cuda:1"``."""
+    return device.partition(":")[0]
+
+
+def is_accelerator(device: str) -> bool:
+    """Return whether a device is anything but the CPU."""
+    return type_of(device) not in {"cpu", "meta"}

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams and events of any accelerator, and pinned memory. Used by loaders, checkpoints and place."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.world.device.kinds import is_accelerator, kind_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+
+def pins(device: torch.device) -> bool:
+    """Return whether batches for a device go through pinned memory unless the user says otherwise."""
+    return is_accelerator(device.type) and kind_named(device.type).pins
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """Return a stream of its own on ``device``; ``None`` for the CPU, and for a device that has one stream only."""
+    if not is_accelerator(device.type) or not kind_named(device.type).has_streams:
+        return None
+    try:
+        return torch.Stream(device)
+    except RuntimeError:  # a backend of torch's PrivateUse1 need not have streams
+        return None
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream that this thread's calls on ``device`` go to."""
+    return torch.accelerator.current_stream(device)
+
+
+def recorded(stream: torch.Stream) -> torch.Event:
+    """Return an event behind everything that ``stream`` was given so far."""
+    event = torch.Event(stream.device)
+    event.record(stream)
+    return event
+
+
+def wait_for_copies(device: torch.device) -> Callable[[], None]:
+    """Return what waits for the copies from ``device`` that were started before this call."""
+    if not kind_named(device.type).has_streams:
+        return lambda: torch.accelerator.synchronize(device)
+    return recorded(current_stream(device)).synchronize
+
+
+def stream_of_thread(device: torch.device) -> torch.Stream | None:
+    """Return what :func:`on_stream` takes in another thread, for it to go on where this one is."""
+    return current_stream(device) if is_accelerator(device.type) and kind_named(device.type).has_streams else None
+
+
+@contextlib.contextmanager
+def on_stream(device: torch.device, stream: torch.Stream | None) -> Generator[None]:
+    """Have this thread's calls go to ``device`` and ``stream``; the CPU has neither."""
+    with contextlib.ExitStack() as stack:
+        if is_accelerator(device.type):
+            stack.enter_context(torch.accelerator.device_index(device.index))
+        if stream is not None:
+            stack.enter_context(stream)
+        yield

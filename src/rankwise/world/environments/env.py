@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row of plain ``env://`` variables: Kubernetes' PyTorchJob, wrappers written by hand.
+
+Reads variables and argv from values, nothing else. Imported by the table and by ``arguments`` of
+this package.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rankwise.errors import EnvironmentConflict
+from rankwise.world.environments.reading import (
+    Environment,
+    Missing,
+    ProcessContext,
+    Reading,
+    address,
+    given,
+    integer,
+    job_secret,
+    parse_integer,
+    required,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOCAL_RANK_OPTIONS = ("--local_rank", "--local-rank")
+
+
+def local_rank_of(variables: Mapping[str, str], argv: Sequence[str]) -> int | None:
+    """Return the local rank from ``LOCAL_RANK`` or the script's argument ``--local_rank=N``.
+
+    Raises:
+        EnvironmentConflict: both are given and differ.
+    """
+    from_variable = integer(variables, "LOCAL_RANK")
+    from_argument = _local_rank_argument(argv)
+    if from_variable is None:
+        return from_argument
+    if from_argument is not None and from_argument != from_variable:
+        raise EnvironmentConflict(
+            "The local rank is given twice, and differently.",
+            evidence=f"LOCAL_RANK={from_variable} in the variables\n--local_rank={from_argument} in the arguments",
+            do="leave one of the two out",
+        )
+    return from_variable
+
+
+def _local_rank_argument(argv: Sequence[str]) -> int | None:
+    for position, word in enumerate(argv[1:], start=1):
+        option, equals, value = word.partition("=")
+        if option not in LOCAL_RANK_OPTIONS:
+            continue
+        if not equals:
+            value = argv[position + 1] if position + 1 < len(argv) else ""
+        return parse_integer(value, option)
+    return None
+
+
+def _read(around: ProcessContext) -> Reading | Missing | None:
+    variables = around.variables
+    # MASTER_ADDR alone launches nothing: Slurm's users set it for every step of a job.
+    if not (variables.get("RANK") or variables.get("WORLD_SIZE")):
+        return None
+    missing = required(variables, ("RANK", "WORLD_SIZE"))
+    if missing is not None:
+        rank, world_size = integer(variables, "RANK"), integer(variables, "WORLD_SIZE")
+        return Missing(names=missing.names, rank=rank, world_size=world_size)
+    return Reading(
+        rank=given(variables, "RANK"),
+        world_size=given(variables, "WORLD_SIZE"),
+        local_rank=local_rank_of(variables, around.argv),
+        local_world_size=integer(variables, "LOCAL_WORLD_SIZE"),
+        address=address(variables),
+        secret=job_secret(variables),
+        source="env",
+    )
+
+
+ROW = Environment(
+    name="env",
+    title="plain env:// variables",
+    sign="RANK",
+    because="RANK and WORLD_SIZE are set and no launcher's mark is",
+    names=NAMES,
+    read=_read,
+    set_address="set MASTER_ADDR to rank 0's machine and MASTER_PORT to a free port there",
+)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why this process was taken for the rank it was: every row of the table, and what came of it, as a value.
+
+Pure: variables in, an explanation out; decides nothing itself. Imported by this package's ``process``, for
+``rankwise env`` and ``rankwise doctor``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.errors import RankwiseError
+from rankwise.world.environments import table
+from rankwise.world.environments.reading import SECRET_NAME, Missing, ProcessContext, Reading
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rankwise.world.environments.reading import Environment
+
+FOUND, INCOMPLETE, OVERRULED, BAD, ABSENT = "found", "incomplete", "overruled", "bad", "not there"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What one environment of the table came to."""
+
+    name: str
+    title: str
+    verdict: str
+    """``found``, ``incomplete``, ``overruled``, ``bad`` or ``not there``."""
+    rank: int | None = None
+    world_size: int | None = None
+    variables: tuple[tuple[str, str], ...] = ()
+    """Names and values of its variables that are set."""
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """What was decided about who started this process, and all that was looked at."""
+
+    decided: Reading | None
+    """``None`` where it could not be decided; ``error`` then says why."""
+    error: str | None
+    rows: tuple[Row, ...]
+    secret_is_set: bool
+    """Whether the variable of the job's secret is set; its value is nowhere in here."""
+
+
+def explain(variables: Mapping[str, str], argv: Sequence[str] = (), launcher_process: str | None = None) -> Explanation:
+    """Return what :func:`rankwise.world.environments.table.read` decides, and why. Raises nothing for what it finds.
+
+    Args:
+        variables: the process's environment variables.
+        argv: the process's ``sys.argv``.
+        launcher_process: identity of the launcher's process on this machine, where one was found.
+    """
+    decided, error = None, None
+    try:
+        decided = table.read(variables, argv, launcher_process=launcher_process)
+    except RankwiseError as raised:
+        error = str(raised)
+    around = ProcessContext(variables=variables, argv=argv, launcher_process=launcher_process)
+    rows: list[Row] = []
+    overruled_by: dict[str, Environment] = {}
+    for environment in table.TABLE:
+        row = _row(environment, around, overruled_by.get(environment.name), decided)
+        if row.verdict == FOUND:
+            for name in environment.overrules:
+                overruled_by.setdefault(name, environment)
+        rows.append(row)
+    return Explanation(decided=decided, error=error, rows=tuple(rows), secret_is_set=bool(variables.get(SECRET_NAME)))
+
+
+def _row(environment: Environment, around: ProcessContext, over: Environment | None, decided: Reading | None) -> Row:
+    given = tuple((name, around.variables[name]) for name in environment.names if around.variables.get(name))
+    said: Reading | Missing | RankwiseError | None
+    try:
+        said = environment.read(around)
+    except RankwiseError as error:
+        said = error
+    rank = said.rank if isinstance(said, Reading | Missing) else None
+    world_size = said.world_size if isinstance(said, Reading | Missing) else None
+    if said is None:
+        verdict, why = ABSENT, _why_absent(environment, around.variables)
+    elif over is not None:
+        verdict, why = OVERRULED, f"{over.title} started this process; these variables describe the job around it"
+    elif isinstance(said, Missing):
+        verdict, why = INCOMPLETE, f"not set: {', '.join(said.names)}"
+    elif isinstance(said, RankwiseError):
+        verdict, why = BAD, said.what
+    else:
+        verdict, why = FOUND, _why_found(environment, said, decided)
+    return Row(
+        name=environment.name,
+        title=environment.title,
+        verdict=verdict,
+        rank=rank,
+        world_size=world_size,
+        # Addresses and plain numbers are several rows' variables; where a row is not there they are another's.
+        variables=() if said is None and not around.variables.get(environment.sign) else given,
+        why=why,
+    )
+
+
+def _why_absent(environment: Environment, variables: Mapping[str, str]) -> str:
+    if variables.get(environment.sign):
+        return f"{environment.sign} is set, but {environment.title} did not start this process"
+    return f"{environment.sign} is not set"
+
+
+def _why_found(environment: Environment, said: Reading, decided: Reading | None) -> str:
+    if decided is None:
+        return f"complete: {environment.because}"
+    if decided.source == environment.name:
+        return f"decides: {environment.because}"
+    if (said.rank, said.world_size) == (decided.rank, decided.world_size):
+        return f"agrees with {table.row(decided.source).title}, and adds what that leaves open"
+    return "a step of one task, in which something else was started"

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row of rankwise's own launcher: what it tells each rank, written and read in one place.
+
+Starts nothing. Imported by the table of this package; the launcher calls ``variables_for``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rankwise.world.environments.reading import (
+    SECRET_NAME,
+    Environment,
+    Missing,
+    ProcessContext,
+    Reading,
+    format_counts,
+    given,
+    job_secret,
+    parse_address,
+    parse_counts,
+    required,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+TORCHRUN_JOB = "TORCHELASTIC_RUN_ID"
+
+NAMES = (
+    "RANKWISE_RUN_ID",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "RANKWISE_STORE",
+    "RANKWISE_ATTEMPT",
+)
+RANKS_PER_NODE = "RANKWISE_RANKS_PER_NODE"
+
+
+def is_below_torchrun(variables: Mapping[str, str]) -> bool:
+    """Return whether a torchrun that a rank of rankwise started stands between that rank and this process."""
+    torchrun_job = variables.get(TORCHRUN_JOB)
+    return bool(torchrun_job) and torchrun_job != variables.get("RANKWISE_RUN_ID")
+
+
+def is_own(variables: Mapping[str, str]) -> bool:
+    """Return whether the variables of torchrun in ``variables`` are those that rankwise's launcher gives."""
+    return bool(variables.get(TORCHRUN_JOB)) and not is_below_torchrun(variables)
+
+
+def variables_for(
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    node_rank: int,
+    num_nodes: int,
+    ranks_per_node: Sequence[int] = (),
+    store: tuple[str, int],
+    run_id: str,
+    attempt: str,
+    error_file: str,
+    stack_file: str = "",
+    torch_error_file: str = "",
+    max_restarts: int = 0,
+    master: tuple[str, int] | None = None,
+    master_is_served: bool = False,
+    secret: str | None = None,
+    interface: str | None = None,
+    check: bool = False,
+    guard: bool = False,
+) -> dict[str, str]:
+    """Return the variables the launcher gives one rank; ``read`` turns them back into the facts.
+
+    Torchrun's names are among them: other libraries recognise a launcher by ``TORCHELASTIC_RUN_ID`` and go by the
+    rest. Only rankwise's launcher gives both names of the job the same value, and ``read`` goes by that.
+
+    Args:
+        rank: number of the process in the whole job.
+        world_size: number of processes of the whole job.
+        local_rank: number of the process on its machine.
+        local_world_size: number of processes on its machine.
+        node_rank: number of its machine.
+        num_nodes: number of machines.
+        ranks_per_node: how many processes each machine has, where that is known.
+        store: host and port of the store that the launcher serves.
+        run_id: name of the job.
+        attempt: number of the restart, ``"0"`` at first, the same on every rank.
+        error_file: path the rank writes its failure to.
+        stack_file: path the rank writes its stack to when it is asked for it.
+        torch_error_file: path that torch's ``@record`` writes a failure to; nobody reads it here.
+        max_restarts: how often the job is restarted after a failure, at most.
+        master: host and port of torch's store; ``None`` names ``store`` once more, which torch's client cannot use.
+        master_is_served: whether a store of torch's is there already, so that no rank is to serve one there.
+        secret: what the store asks for, where it asks for something.
+        interface: network interface that leads to the other machines, where there are some.
+        check: whether ranks compare their collectives before they send.
+        guard: whether ranks compare what the optimizers of a script of torch.distributed step.
+    """
+    host, port = store
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "MASTER_ADDR": (master or store)[0],
+        "MASTER_PORT": str((master or store)[1]),
+        **({"TORCHELASTIC_USE_AGENT_STORE": "True"} if master_is_served else {}),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        TORCHRUN_JOB: run_id,
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_ERROR_FILE": torch_error_file,
+        "RANKWISE_RUN_ID": run_id,
+        "RANKWISE_STORE": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        "RANKWISE_ATTEMPT": attempt,
+        "RANKWISE_ERROR_FILE": error_file,
+        **({RANKS_PER_NODE: format_counts(ranks_per_node)} if ranks_per_node else {}),
+        **({"RANKWISE_STACK_FILE": stack_file} if stack_file else {}),
+        **({SECRET_NAME: secret} if secret else {}),
+        **({"RANKWISE_CHECK": "1"} if check else {}),
+        **({"RANKWISE_GUARD": "1"} if guard else {}),
+        **({"GLOO_SOCKET_IFNAME": interface, "TP_SOCKET_IFNAME": interface} if interface else {}),
+        # NCCL takes a bare name for the beginning of one.
+        **({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}),
+    }
+
+
+def _read(around: ProcessContext) -> Reading | Missing | None:
+    variables = around.variables
+    if not variables.get("RANKWISE_RUN_ID") or is_below_torchrun(variables):
+        return None
+    missing = required(variables, NAMES)
+    if missing is not None:
+        return missing
+    return Reading(
+        rank=given(variables, "RANK"),
+        world_size=given(variables, "WORLD_SIZE"),
+        local_rank=given(variables, "LOCAL_RANK"),
+        local_world_size=given(variables, "LOCAL_WORLD_SIZE"),
+        node_rank=given(variables, "GROUP_RANK"),
+        num_nodes=given(variables, "GROUP_WORLD_SIZE"),
+        ranks_per_node=_ranks_per_node(variables),
+        address=parse_address(variables["RANKWISE_STORE"], "RANKWISE_STORE"),
+        secret=job_secret(variables),
+        store_is_served=True,
+        source="rankwise",
+        attempt=variables["RANKWISE_ATTEMPT"],
+    )
+
+
+def _ranks_per_node(variables: Mapping[str, str]) -> tuple[int, ...] | None:
+    text = variables.get(RANKS_PER_NODE)
+    return tuple(parse_counts(text, RANKS_PER_NODE)) if text else None
+
+
+ROW = Environment(
+    name="rankwise",
+    title="rankwise",
+    sign="RANKWISE_RUN_ID",
+    because="RANKWISE_RUN_ID is set, which only rankwise's launcher does",
+    names=NAMES,
+    read=_read,
+    set_address="start the script with `rankwise run`, which sets RANKWISE_STORE",
+    overrules=frozenset({"torchrun", "env", "openmpi", "mpich", "slurm", "pmi"}),
+)

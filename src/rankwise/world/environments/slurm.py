@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row of a Slurm step, started by srun, and what Slurm's lists of machines and tasks mean.
+
+Reads variables from a mapping, nothing else; calls no Slurm command. Imported by the table of this
+package.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from rankwise.errors import ConfigurationError
+from rankwise.world.environments.reading import (
+    Environment,
+    Missing,
+    ProcessContext,
+    Reading,
+    checked_port,
+    file_name,
+    given,
+    integer,
+    job_secret,
+    parse_counts,
+    required,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+STEP_NAMES = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
+FIRST_PORT = 20000
+NUM_PORTS = 10000
+
+
+def hosts(text: str) -> Iterator[str]:
+    """Yield the machines of a Slurm list in order: ``n[08-10,2],x`` is n08 n09 n10 n2 x.
+
+    Raises:
+        ConfigurationError: the list cannot be read.
+    """
+    # Commas within brackets belong to the bracket.
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if not parts or ",".join(parts) != text:
+        raise _bad_list(text)
+    for part in parts:
+        yield from _expanded(part, text)
+
+
+def _expanded(part: str, text: str) -> Iterator[str]:
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        yield before
+        return
+    inside, _, after = rest.partition("]")
+    for piece in inside.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", piece)
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise _bad_list(text)
+        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
+            for tail in _expanded(after, text):
+                yield f"{before}{number:0{len(match[1])}d}{tail}"
+
+
+def _bad_list(text: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{text!r} is not a Slurm list of machines.", do="it should look like gpu[001-003,7],login1"
+    )
+
+
+def step_port(job_id: int, step_id: int) -> int:
+    """Return the port of a step's store, from 20000 to 29999, where the user names none.
+
+    Every machine must know it before any of them can talk, so it is computed, not found. Steps of
+    one job and
+    jobs submitted one after another get different ports.
+    """
+    return FIRST_PORT + (job_id * 101 + step_id) % NUM_PORTS
+
+
+def is_leftover(variables: Mapping[str, str]) -> bool:
+    """Whether the step's variables came along from a step that submitted this job with sbatch.
+
+    srun sets SLURM_TASKS_PER_NODE to the step's tasks; a batch script's is the job's.
+    """
+    job, step = variables.get("SLURM_TASKS_PER_NODE"), variables.get("SLURM_STEP_TASKS_PER_NODE")
+    return bool(job and step and job != step)
+
+
+def _read(around: ProcessContext) -> Reading | Missing | None:
+    variables = around.variables
+    # A batch script has SLURM_PROCID=0 and no step: nobody started ranks there.
+    if not variables.get("SLURM_STEP_ID") or is_leftover(variables):
+        return None
+    missing = required(variables, STEP_NAMES)
+    if missing is not None:
+        return missing
+    world_size, node_rank = (
+        given(variables, "SLURM_STEP_NUM_TASKS"),
+        given(variables, "SLURM_NODEID"),
+    )
+    counts = parse_counts(variables["SLURM_STEP_TASKS_PER_NODE"], "SLURM_STEP_TASKS_PER_NODE")
+    if sum(counts) != world_size or node_rank >= len(counts):
+        raise ConfigurationError(
+            "Slurm's variables of this step do not fit together.",
+            evidence=" ".join(f"{name}={variables[name]}" for name in STEP_NAMES),
+            do="start the ranks as one step: srun --ntasks=N python train.py",
+        )
+    job_id, step_id = given(variables, "SLURM_JOB_ID"), given(variables, "SLURM_STEP_ID")
+    attempt = integer(variables, "SLURM_RESTART_COUNT") or 0
+    return Reading(
+        rank=given(variables, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=given(variables, "SLURM_LOCALID"),
+        local_world_size=counts[node_rank],
+        node_rank=node_rank,
+        num_nodes=len(counts),
+        ranks_per_node=tuple(counts),
+        address=_address(variables, num_nodes=len(counts)),
+        secret=job_secret(variables),
+        # The number of a job comes back when the controller is set up anew; the name of its cluster
+        # does not.
+        job_key=file_name(f"slurm-{variables.get('SLURM_CLUSTER_NAME', '')}-{job_id}.{step_id}.{attempt}"),
+        source="slurm",
+        attempt=str(attempt),
+    )
+
+
+def _address(variables: Mapping[str, str], *, num_nodes: int) -> tuple[str, int] | None:
+    host, port = variables.get("MASTER_ADDR"), integer(variables, "MASTER_PORT")
+    if num_nodes == 1 and not (host and port is not None):
+        return None
+    if port is None:
+        port = step_port(given(variables, "SLURM_JOB_ID"), given(variables, "SLURM_STEP_ID"))
+    return host or next(hosts(variables["SLURM_STEP_NODELIST"])), checked_port(port, "MASTER_PORT")
+
+
+ROW = Environment(
+    name="slurm",
+    title="Slurm",
+    sign="SLURM_JOB_ID",
+    because="the variables of a Slurm step are set, which srun does for each task",
+    names=(*STEP_NAMES, "MASTER_ADDR", "MASTER_PORT", "SLURM_RESTART_COUNT"),
+    read=_read,
+    set_address="export MASTER_ADDR and MASTER_PORT before srun",
+)

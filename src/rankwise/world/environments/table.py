@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ordered table of environments, and the decision which of them started this process.
+
+Pure: variables in, a reading out. A new environment is one new file and one line here. Imported by this package's
+``arguments`` and ``process``. The rules:
+
+- Only a complete set of a launcher's variables counts. A set that is begun and not complete is an error that names
+  what is missing, not a world of one.
+- rankwise and torchrun own the processes they start; whatever other variables there are describe the job around them.
+  rankwise sets torchrun's variables too, and the job's name in ``RANKWISE_RUN_ID`` and ``TORCHELASTIC_RUN_ID``: where
+  the two differ, a torchrun that a rank started stands between.
+- mpirun and mpiexec stand between Slurm and the process: in an allocation, Slurm's variables number their daemons.
+- Any other two readings must agree on rank and world size, and then complete each other. Two that disagree are an error
+  that prints both.
+- Rank 0 is never guessed to be on this machine. Where all ranks are on one machine, it publishes its address in a file
+  named after the job; several machines without an address are an error.
+- A Slurm step over several machines uses the first host of the step and the port
+  ``20000 + (101 * job + step) mod 10000``, unless ``MASTER_ADDR`` and ``MASTER_PORT`` are set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+from rankwise.errors import ConfigurationError, EnvironmentConflict
+from rankwise.world.environments import env, mpich, openmpi, rankwise, slurm, torchrun
+from rankwise.world.environments.reading import (
+    Environment,
+    Missing,
+    ProcessContext,
+    Reading,
+    misfit,
+    told,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+TABLE = (
+    # The first two own the processes they start: whatever else is set describes the job around
+    # them.
+    rankwise.ROW,
+    torchrun.ROW,
+    # Set by hand, or by an operator, for this very process.
+    env.ROW,
+    # mpirun inside an allocation stands between Slurm and the process.
+    openmpi.ROW,
+    mpich.HYDRA_ROW,
+    slurm.ROW,
+    # srun can serve PMI too; Slurm's own variables then say more.
+    mpich.PMI_ROW,
+)
+NOBODY = "nobody"
+
+
+def read(
+    variables: Mapping[str, str],
+    argv: Sequence[str] = (),
+    environment: str | None = None,
+    *,
+    launcher_process: str | None = None,
+) -> Reading:
+    """Return who started a process, from its variables and its words.
+
+    Args:
+        variables: the process's environment variables.
+        argv: the process's ``sys.argv``, for the ``--local_rank`` of old launchers.
+        environment: name of the row to believe, whatever the others say; ``None`` decides.
+        launcher_process: identity of the launcher's process on this machine, where one was found;
+            it stands in for the name of the job where no variable has one.
+
+    Returns:
+        A reading; a world of one from ``"nobody"`` where no launcher's set of variables is there.
+
+    Raises:
+        EnvironmentConflict: two environments say different things about this process.
+        ConfigurationError: a set of variables is incomplete, a value is bad, or rank 0 cannot be
+            reached.
+    """
+    around = ProcessContext(variables=variables, argv=argv, launcher_process=launcher_process)
+    if environment is not None:
+        return _named(around, environment)
+    found, partial = _complete_readings(around)
+    if partial is not None:
+        _accept(around, partial, found)
+    if not found:
+        return _nobody(variables)
+    return reachable(_checked(around, _agreed(around, found)))
+
+
+def row(name: str) -> Environment:
+    """Return the row of that name.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    for candidate in TABLE:
+        if candidate.name == name:
+            return candidate
+    known = ", ".join([*(candidate.name for candidate in TABLE), NOBODY])
+    raise ConfigurationError(f"There is no environment {name!r}.", do=f"use one of {known}")
+
+
+def incomplete(environment: Environment, missing: Missing, variables: Mapping[str, str]) -> ConfigurationError:
+    """Return the error about a set of variables that was begun and not completed."""
+    names = ", ".join(missing.names)
+    verb = "is" if len(missing.names) == 1 else "are"
+    return ConfigurationError(
+        f"The variables of {environment.title} are incomplete: {names} {verb} not set.",
+        evidence=told(variables, environment.names),
+        do=f"set {names} in every process, or unset the others to run as one rank",
+    )
+
+
+def reachable(reading: Reading) -> Reading:
+    """Return ``reading`` if its ranks can find each other.
+
+    Raises:
+        ConfigurationError: they cannot. This machine is never guessed to be rank 0's.
+    """
+    if reading.world_size == 1 or reading.address is not None or reading.file is not None:
+        return reading
+    if reading.is_one_machine and reading.job_key is not None:
+        return reading
+    raise ConfigurationError(
+        f"Rank 0 of {reading.world_size} ranks cannot be found: no address is given.",
+        evidence=reading.reason,
+        do=row(reading.source).set_address,
+    )
+
+
+def _complete_readings(around: ProcessContext) -> tuple[list[Reading], Missing | None]:
+    found: list[Reading] = []
+    partial: Missing | None = None
+    overruled: set[str] = set()
+    for environment in TABLE:
+        if environment.name in overruled:
+            continue
+        said = environment.read(around)
+        if isinstance(said, Missing):
+            if environment is not env.ROW:
+                raise incomplete(environment, said, around.variables)
+            partial = said
+        elif said is not None:
+            found.append(said)
+            overruled |= environment.overrules
+    return found, partial
+
+
+def _accept(around: ProcessContext, partial: Missing, found: list[Reading]) -> None:
+    """Let ``WORLD_SIZE`` stand without ``RANK``, or the reverse, where a complete set agrees.
+
+    Slurm's users export ``WORLD_SIZE`` in the batch script, for other libraries.
+    """
+    for reading in found:
+        if partial.rank in {None, reading.rank} and partial.world_size in {
+            None,
+            reading.world_size,
+        }:
+            return
+    raise incomplete(env.ROW, partial, around.variables)
+
+
+def _agreed(around: ProcessContext, found: list[Reading]) -> Reading:
+    """Return the first reading, completed by those that agree with it."""
+    # A step of one task may be no launch at all but a shell, in which a person starts something
+    # else.
+    telling = [one for one in found if (one.source, one.world_size) != ("slurm", 1)] or found
+    first, *others = telling
+    for other in others:
+        if (other.rank, other.world_size) != (first.rank, first.world_size):
+            raise _conflict(around, first, other)
+        first = _completed(first, other)
+    return first
+
+
+def _completed(reading: Reading, other: Reading) -> Reading:
+    """Return ``reading`` with the facts it leaves open taken from ``other``."""
+    left_open = [one.name for one in fields(Reading) if getattr(reading, one.name) is None]
+    return replace(reading, **{name: getattr(other, name) for name in left_open})
+
+
+def _conflict(around: ProcessContext, first: Reading, other: Reading) -> EnvironmentConflict:
+    rows = (row(first.source), row(other.source))
+    evidence = "\n".join(
+        f"{one.title}: rank {reading.rank} of {reading.world_size}, from {told(around.variables, one.names)}"
+        for one, reading in zip(rows, (first, other), strict=True)
+    )
+    shared = set(rows[0].names) & set(rows[1].names)
+    own = [[name for name in one.names if name not in shared] for one in rows]
+    unset = [" ".join(f"-u {name}" for name in names if name in around.variables) for names in own]
+    return EnvironmentConflict(
+        f"{rows[0].title} and {rows[1].title} disagree on who this process is.",
+        evidence=evidence,
+        do=f"keep {rows[1].title}: env {unset[0]} python ...\nor keep {rows[0].title}: env {unset[1]} python ...",
+    )
+
+
+def _checked(around: ProcessContext, reading: Reading) -> Reading:
+    """Return ``reading`` with its reason, if its numbers fit together."""
+    environment = row(reading.source)
+    evidence = told(around.variables, environment.names)
+    wrong = misfit(reading)
+    if wrong is not None:
+        raise ConfigurationError(
+            f"{environment.title}'s numbers do not fit together: {wrong}.",
+            evidence=evidence,
+            do="set the variables right, or start the script with `rankwise run`",
+        )
+    reason = f"{environment.title}: {evidence}, because {environment.because}"
+    # Torchrun and rankwise set the plain variables themselves.
+    others = [one for one in TABLE if one.name in environment.overrules and one is not env.ROW]
+    surrounding = [one.title for one in others if around.variables.get(one.sign)]
+    if surrounding:
+        reason += f"; variables of {' and '.join(surrounding)} are there too, from the job around it"
+    return replace(reading, reason=reason)
+
+
+def _named(around: ProcessContext, name: str) -> Reading:
+    if name == NOBODY:
+        return Reading(rank=0, world_size=1, source=NOBODY, reason="one rank, as asked for")
+    environment = row(name)
+    said = environment.read(around)
+    if said is None:
+        raise ConfigurationError(
+            f"{environment.title} did not start this process: its variables are not set.",
+            do=f"leave environment={name!r} out, or set {', '.join(environment.names)}",
+        )
+    if isinstance(said, Missing):
+        raise incomplete(environment, said, around.variables)
+    return reachable(_checked(around, said))
+
+
+def _nobody(variables: Mapping[str, str]) -> Reading:
+    reading = Reading(rank=0, world_size=1, source=NOBODY, reason="nobody: no launcher's variables are set")
+    num_tasks = variables.get("SLURM_NTASKS", "")
+    if not variables.get("SLURM_JOB_ID") or num_tasks in {"", "1"}:
+        return reading
+    told_by = told(variables, ("SLURM_JOB_ID", "SLURM_NTASKS"))
+    reason = f"nobody: {told_by}, but this process is in no step of Slurm; start it with srun to get {num_tasks} ranks"
+    return replace(reading, reason=reason, warns=True)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that are forked from a process with torch in memory, where ``python -m`` would import it for each test.
+
+A command has its own session or process group, streams, folder and environment, as one that is started afresh, and ends
+as Python does. What differs: its command line in ``/proc``, what Python and torch read of the environment when they
+start, and modules that are in memory already. Tests of these start it by ``subprocess``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import pkgutil
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MARK = "RANKWISE_TEST_MARK"
+"""A variable of 32 letters that every process of a command has in ``/proc/PID/environ``, whoever its parent is."""
+READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "LC_", "LANG", "PATH")
+"""Starts of names of variables that are read before a command could be forked, and by what is started from it."""
+LONGEST_MESSAGE_BYTES = 1 << 20
+_ENV_START = 47
+"""Of the fields of ``/proc/PID/stat`` behind the command's name. Source: proc_pid_stat(5)."""
+
+
+class WarmPython:
+    """The process that commands are forked from."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Start it, with variables that its commands have too as far as they are read at the start."""
+        self.environment = {**environment, MARK: "0" * 32}
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env=self.environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self._socket = ours
+
+    def can_start(self, environment: Mapping[str, str]) -> bool:
+        """Return whether a command with these variables would read the same at its start."""
+
+        def read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
+            return {name: value for name, value in variables.items() if name.startswith(READ_AT_START)}
+
+        return read_at_start(environment) == read_at_start(self.environment)
+
+    def start(self, words: Sequence[str], folder: Path, environment: Mapping[str, str], *, session: bool) -> Running:
+        """Start ``python -m rankwise WORDS``.
+
+        Args:
+            words: after ``python -m rankwise``.
+            folder: where it runs.
+            environment: all of its variables, with a mark.
+            session: whether it gets a session of its own.
+        """
+        out_r, out_w = os.pipe()
+        err_r, err_w = os.pipe()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request = {"words": list(words), "folder": str(folder), "environment": dict(environment), "session": session}
+        with theirs:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [out_w, err_w, theirs.fileno()])
+        os.close(out_w)
+        os.close(err_w)
+        return Running(ours, out_r, err_r, ["rankwise", *words])
+
+    def close(self) -> None:
+        """End the process; commands that still run go on."""
+        self._socket.close()
+        self._process.wait(20)
+
+
+class Running:
+    """A command that runs: what :class:`subprocess.Popen` offers of it, as far as tests need that."""
+
+    def __init__(self, ending: socket.socket, stdout: int, stderr: int, words: list[str]) -> None:
+        self.args = words
+        self.stdout: IO[str] = os.fdopen(stdout, encoding="utf-8")
+        self.stderr: IO[str] = os.fdopen(stderr, encoding="utf-8")
+        self.returncode: int | None = None
+        self._ending = ending
+        self.pid = int(ending.recv(20))
+
+    def poll(self) -> int | None:
+        """Return the exit code, if it has ended."""
+        if self.returncode is None and select.select([self._ending], [], [], 0)[0]:
+            self.returncode = int(self._ending.recv(20))
+            self._ending.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code once it has ended."""
+        if self.returncode is None and not select.select([self._ending], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Return everything it has written, and has not been read yet, once it has ended."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        found: dict[IO[str], list[bytes]] = {self.stdout: [], self.stderr: []}
+        open_ones = set(found)
+        while open_ones:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            readable = select.select([*open_ones], [], [], left)[0]
+            if not readable:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            for one in readable:
+                text = os.read(one.fileno(), 1 << 16)
+                found[one].append(text)
+                if not text:
+                    open_ones.discard(one)
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self.close()
+        return b"".join(found[self.stdout]).decode(), b"".join(found[self.stderr]).decode()
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close its streams."""
+        self.stdout.close()
+        self.stderr.close()
+        self._ending.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+        self.close()
+
+
+# -- in the process itself -------------------------------------------------------------------------
+
+
+def _serve(requests: socket.socket) -> dict[str, Any] | None:
+    """Fork a command for each request and report its end. Returns in each fork, and after the last request."""
+    running: dict[int, tuple[int, socket.socket]] = {}
+    poll = select.poll()
+    poll.register(requests, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor != requests.fileno():
+                pid, ending = running.pop(descriptor)
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                _report(ending, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                ending.close()
+                continue
+            text, streams, _, _ = socket.recv_fds(requests, LONGEST_MESSAGE_BYTES, 3)
+            if not text:
+                return None
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(streams[0], 1)
+                os.dup2(streams[1], 2)
+                requests.detach()
+                for _, ending in running.values():
+                    ending.detach()
+                os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+                return json.loads(text)
+            os.close(streams[0])
+            os.close(streams[1])
+            ending = socket.socket(fileno=streams[2])
+            _report(ending, pid)
+            running[os.pidfd_open(pid)] = pid, ending
+            poll.register(max(running), select.POLLIN)
+
+
+def _report(ending: socket.socket, number: int) -> None:
+    # The test may have lost interest.
+    with contextlib.suppress(OSError):
+        ending.send(b"%d" % number)
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Make this fork what ``python -m rankwise`` would be."""
+    if request["session"]:
+        os.setsid()
+    os.chdir(request["folder"])
+    _write_mark(request["environment"][MARK])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    time.tzset()
+    tempfile.tempdir = None
+    # Python draws anew in a fork by itself.
+    np.random.seed()  # noqa: NPY002 - what scripts draw from
+    sys.path[0] = request["folder"]
+    sys.argv = ["", *request["words"]]
+
+
+def _write_mark(mark: str) -> None:
+    """Write the mark where ``/proc/PID/environ`` reads: the variables that the process was started with."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    start, end = map(int, fields[_ENV_START : _ENV_START + 2])
+    with Path("/proc/self/mem").open("r+b", buffering=0) as memory:
+        memory.seek(start)
+        place = memory.read(end - start).index(f"{MARK}=".encode()) + len(MARK) + 1
+        memory.seek(start + place)
+        memory.write(mark.encode())
+
+
+def _import() -> None:
+    """Import what commands and their ranks import, so that they find it in memory."""
+    import rankwise.cli  # noqa: F401
+    from rankwise.launch.fork_server import fork_server
+    from rankwise.torch_private.compiler import import_compiler
+
+    fork_server._preload()
+    for package in "rankwise.launch", "rankwise.parallel":
+        for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            importlib.import_module(found.name)
+    # Where torch has triton, the compiler brings bindings that complain at the end of what was frozen with them.
+    if importlib.util.find_spec("triton") is None:
+        import_compiler()
+    # What is in memory now is not looked through again in every fork.
+    gc.freeze()
+
+
+def _main() -> None:
+    _import()
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        _become(request)
+        runpy.run_module("rankwise", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller of a job and the agent in its own process, which it serves without a socket."""
+
+from __future__ import annotations
+
+import select
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rankwise.launch.agent.controller_link import ControllerLost, open_link
+from rankwise.launch.controller.coordinator import Coordinator
+from rankwise.launch.controller.server import JobServer
+from rankwise.launch.controller.torch_store import TorchStores
+from rankwise.launch.messages import EndJob, Heartbeat, Hello, Message, Node, RankEnds, RanksEnded, StartAttempt
+from rankwise.store import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rankwise.launch.agent.controller_link import ControllerLink
+    from rankwise.launch.controller.server import LocalLink
+
+SECRET = b"of this test"
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[int], tuple[JobServer, int]]]:
+    """Serve a job of so many nodes; return its server and its port."""
+    with ExitStack() as opened:
+
+        def start(num_nodes: int) -> tuple[JobServer, int]:
+            coordinator = Coordinator(
+                nodes=(num_nodes, num_nodes),
+                max_restarts=0,
+                rendezvous="here",
+                timeout_seconds=10,
+                now=time.monotonic(),
+                run_id="run",
+            )
+            listener = wire.listen("127.0.0.1", 0)
+            port = listener.getsockname()[1]
+            stores = TorchStores("127.0.0.1", "127.0.0.1", "off", on_one_machine=False)
+            server = JobServer(listener, SECRET, coordinator, stores)
+            opened.callback(server.close)
+            return server, port
+
+        yield start
+
+
+def hello(name: str, *, serves: bool = False) -> Hello:
+    return Hello(node=Node(node_id=name, hostname=name, num_ranks=1, serves=serves))
+
+
+def next_message(link: LocalLink | ControllerLink, kind: type[Message]) -> Message:
+    """Return the next message of a kind; others before it are passed over."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if select.select([link], [], [], 0.1)[0]:
+            for message in link.receive():
+                if isinstance(message, kind):
+                    return message
+    raise TimeoutError(kind.__name__)
+
+
+def test_the_agent_of_the_same_process_takes_part_without_a_socket(
+    serve: Callable[[int], tuple[JobServer, int]],
+) -> None:
+    server, _ = serve(1)
+    link = server.connect(hello("a", serves=True))
+    start = next_message(link, StartAttempt)
+    assert isinstance(start, StartAttempt)
+    assert (start.world_size, start.hostnames) == (1, ("a",))
+    link.send(RanksEnded(attempt=0, report=RankEnds()))
+    assert next_message(link, EndJob) == EndJob(exit_code=0)
+    link.close()
+
+
+def test_it_takes_part_beside_one_that_connects(serve: Callable[[int], tuple[JobServer, int]]) -> None:
+    server, port = serve(2)
+    own = server.connect(hello("a", serves=True))
+    other = open_link(
+        ("127.0.0.1", port), SECRET, hello("b"), timeout_seconds=10, between=lambda: None, show=lambda _: None
+    )
+    starts = [next_message(link, StartAttempt) for link in (own, other)]
+    assert [one.first_rank for one in starts if isinstance(one, StartAttempt)] == [0, 1]
+    assert next_message(other, Heartbeat) == Heartbeat()
+    for link in (own, other):
+        link.send(RanksEnded(attempt=0, report=RankEnds()))
+    assert [next_message(link, EndJob) for link in (own, other)] == [EndJob(exit_code=0)] * 2
+    own.close()
+    other.close()
+
+
+def test_a_controller_that_fails_is_lost(
+    serve: Callable[[int], tuple[JobServer, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no port is left")
+
+    monkeypatch.setattr(TorchStores, "of_attempt", fail)
+    server, _ = serve(1)
+    link = server.connect(hello("a", serves=True))
+    with pytest.raises(ControllerLost, match="no port is left"):
+        next_message(link, StartAttempt)
+    link.close()
+
+
+def test_a_stranger_version_is_named_and_refused(serve: Callable[[int], tuple[JobServer, int]]) -> None:
+    _, port = serve(1)
+    connection = wire.open_connection("127.0.0.1", port, SECRET, "agent", 5)
+    wire.send_frame(connection, b'{"node": {"node_id": "b"}}')
+    answer = wire.receive_frame(connection, 1 << 16)
+    assert b'"do": "refuse"' in answer
+    assert b"the launcher at 127.0.0.1 port" in answer
+    connection.close()

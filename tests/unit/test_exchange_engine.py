@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What moves shared memory's operations on, and when it gives one up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from rankwise.comm.backends.engine import LOOK_SECONDS, Engine
+from rankwise.health.collective_timeout import PeerEnded
+from rankwise.health.process_probe import Peers
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    """This process, as rank 4 of the world, and one that has ended, as rank 5."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    found = Peers([4, 5], [os.getpid(), ended.pid])
+    yield found
+    found.close()
+
+
+class Last:
+    """The last word of another rank, which comes while this one sleeps for the n-th time, or never."""
+
+    def __init__(self, comes_in_sleep: int | None) -> None:
+        self.num_sleeps = 0
+        self._comes_in_sleep = comes_in_sleep
+
+    def is_met(self) -> bool:
+        return self._comes_in_sleep is not None and self.num_sleeps >= self._comes_in_sleep
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.num_sleeps += 1
+
+    def rank(self) -> int | None:
+        return 1
+
+
+def _operation(awaited: Last) -> Generator[Any]:
+    yield awaited
+
+
+def _engine(peers: Peers) -> Engine:
+    return Engine(cast("Any", None), peers)
+
+
+def test_the_last_word_of_a_process_that_has_ended_counts(peers: Peers) -> None:
+    engine, last = _engine(peers), Last(comes_in_sleep=1)
+    # It came after this rank slept its time, and before it looked whether the other one is alive.
+    assert engine._is_done(engine.start(_operation(last)), 100 * LOOK_SECONDS)
+    assert last.num_sleeps == 1
+
+
+def test_a_process_that_has_ended_without_its_last_word_is_given_up(peers: Peers) -> None:
+    engine, last = _engine(peers), Last(comes_in_sleep=None)
+    with pytest.raises(PeerEnded) as caught:
+        engine._is_done(engine.start(_operation(last)), 100 * LOOK_SECONDS)
+    assert last.num_sleeps == 1
+    assert (caught.value.rank, caught.value.process) == (5, peers.process(1))
+
+
+def test_what_is_met_is_not_waited_for(peers: Peers) -> None:
+    engine, met = _engine(peers), [Last(comes_in_sleep=0) for _ in range(3)]
+
+    def steps() -> Generator[Any]:
+        yield from met
+
+    assert engine.start(steps()).is_done
+    assert [one.num_sleeps for one in met] == [0, 0, 0]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``import horovod`` and ``import megengine`` where a program has requested rankwise's, and where it has not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODULES = {"horovod": "horovod.torch", "megengine": "megengine.distributed"}
+"""One that a script imports, for each library."""
+LIBRARIES = list(MODULES)
+
+
+def provide(library: str) -> str:
+    """Return the start of a program that requests the alias; the second request does nothing."""
+    return f"from rankwise.compat.{library}.alias import provide; provide(); provide()\n"
+
+
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, since the alias lasts as long as the process."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", *words], capture_output=True, text=True, check=False, cwd=folder, timeout=50
+    )
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_process_that_is_started_afresh_has_it_too(tmp_path: Path, library: str, method: str) -> None:
+    (tmp_path / "program.py").write_text(f"""
+import multiprocessing
+if __name__ == "__main__":
+    {provide(library)}
+import {MODULES[library]} as module
+
+def tell(pipe):
+    pipe.send(module.__name__)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("{method}")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=tell, args=(theirs,))
+    process.start()
+    print(ours.recv())
+    process.join()
+""")
+    ended = python(tmp_path, "program.py")
+    assert ended.stdout.startswith(f"rankwise.compat.{library}"), ended.stderr
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_nothing_happens_unless_it_is_requested(tmp_path: Path, library: str) -> None:
+    program = f"""
+import sys
+finders, path = list(sys.meta_path), list(sys.path)
+import rankwise.compat.{library}.alias
+assert (sys.meta_path, sys.path) == (finders, path)
+import {library}
+"""
+    assert f"ModuleNotFoundError: No module named '{library}'" in python(tmp_path, "-c", program).stderr
+
+
+@pytest.mark.parametrize(("library", "usual"), [("horovod", "hvd"), ("megengine", "mge")])
+def test_the_library_itself_is_not_hidden(tmp_path: Path, library: str, usual: str) -> None:
+    (tmp_path / library).mkdir()
+    only_folder = python(tmp_path, "-c", provide(library) + f"import {MODULES[library]}")
+    assert only_folder.returncode == 0, "a folder alone is not a package"
+    (tmp_path / library / "__init__.py").write_text("")
+    for before, found in (("", "it is installed: "), (f"import {library}\n", "it has been imported from ")):
+        ended = python(tmp_path, "-c", before + provide(library))
+        assert f"{found}{tmp_path}/{library}/__init__.py" in ended.stderr
+        assert f"import rankwise.compat.{library} as {usual}" in ended.stderr
+
+
+@pytest.mark.parametrize("words", [["program.py"], ["-m", "program"]])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_script_runs_as_under_python(tmp_path: Path, library: str, words: list[str]) -> None:
+    (tmp_path / "program.py").write_text(
+        f"import sys, os, {MODULES[library]} as module\n"
+        "print(sys.argv, __name__, os.path.basename(__file__), sys.path[0], module.__name__)\n"
+    )
+    ended = python(tmp_path, "-m", f"rankwise.compat.{library}", *words, "--lr", "-m")
+    argv0 = "program.py" if words[0] == "program.py" else str(tmp_path / "program.py")
+    start = f"{[argv0, '--lr', '-m']} __main__ program.py {tmp_path} rankwise.compat.{library}"
+    assert ended.stdout.startswith(start), ended.stderr
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_script_that_does_not_exist_is_an_error_in_words(tmp_path: Path, library: str) -> None:
+    ended = python(tmp_path, "-m", f"rankwise.compat.{library}", "nowhere.py")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("ConfigurationError: There is no script 'nowhere.py'.\n")
