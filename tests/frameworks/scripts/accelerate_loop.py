@@ -44,4 +44,6 @@ metrics = {"samples": len(torch.cat(errors)), "error": float(torch.cat(errors).m
 facts = {"world_size": accelerator.num_processes, "variable": os.environ.get("WORLD_SIZE"), "metrics": metrics}
 state = accelerator.unwrap_model(model).state_dict()
 torch.save({**facts, "state": state}, folder / f"rank{accelerator.process_index}.pt")
+# Freed after the group, torch's DistributedDataParallel may hang or abort (see monai_loop.py).
+model = accelerator.free_memory(model)[0]
 accelerator.end_training()

@@ -53,5 +53,7 @@ if utils.is_primary(args):
         file.write("rank 0\n")
 facts = {"world_size": args.world_size, "variable": os.environ.get("WORLD_SIZE"), "metrics": {"loss": meter.avg}}
 torch.save({**facts, "state": plain.state_dict()}, args.folder / f"rank{args.rank}.pt")
+# Freed after the group, torch's DistributedDataParallel may hang or abort (see monai_loop.py).
+del model
 if args.distributed:
     torch.distributed.destroy_process_group()
