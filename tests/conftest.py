@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import select
+import signal
 import sys
 import tarfile
 import threading
@@ -29,6 +30,8 @@ LISTENING = "0A"
 """The state of a listening socket in /proc/net/tcp, as proc(5) numbers it."""
 
 os.environ[MARK] = str(os.getpid())
+# A shell has what it starts in the background ignore Ctrl-C, and a test's commands would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Its watching thread stays for the life of the process.
 tqdm.tqdm.monitor_interval = 0
 

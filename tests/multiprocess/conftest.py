@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import rankwise
 from rankwise import testing
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def _what_ranks_import_is_there() -> None:
             "torch.distributed.fsdp",
             "torch.distributed.pipelining",
             "torch.distributed.tensor.parallel",
+            *sorted({f"rankwise.{module}" for module in rankwise._ROOM_OF.values()}),
         ]
     )
     forkserver.ensure_running()

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run pytest in several lanes at once: ``lanes.py ARGUMENT...``, with pytest's arguments.
+
+A lane is a worker of pytest-xdist with a network, processes and shared memory of its own (``tests/lane``). Only root
+may make one; without root, or on one core, pytest runs as it always does.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+LANE = Path(__file__).with_name("lane")
+
+
+def main() -> int:
+    """Run pytest and return its exit code."""
+    reason = _why_no_lanes()
+    if reason:
+        print(f"One lane only: {reason}.", flush=True)
+        options = []
+    else:
+        number = len(os.sched_getaffinity(0))
+        python = shlex.join([str(LANE), sys.executable])
+        options = ["--tx", f"{number}*popen//python={python}", "--dist", "worksteal"]
+    return subprocess.run([sys.executable, "-m", "pytest", *options, *sys.argv[1:]], check=False).returncode
+
+
+def _why_no_lanes() -> str | None:
+    if len(os.sched_getaffinity(0)) == 1:
+        return "there is one core"
+    tried = subprocess.run([LANE, "true"], check=False, capture_output=True, text=True)
+    return f"a lane cannot be made here ({tried.stderr.strip()})" if tried.returncode else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
