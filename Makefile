@@ -7,7 +7,8 @@ PEERS_BIN := .venv-peers/bin
 PEERS_READY := .venv-peers/ready
 FRAMEWORKS_BIN := .venv-frameworks/bin
 FRAMEWORKS_READY := .venv-frameworks/ready
-PYTEST := $(BIN)/python -m pytest
+# pytest, in as many lanes as the machine has room for.
+LANES := $(BIN)/python tests/lanes.py
 CODE := src tests examples benchmarks docs/architecture.py
 VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
@@ -31,9 +32,9 @@ $(READY): requirements/dev.lock pyproject.toml
 demo: setup  ## train on one rank and on two, and compare
 	$(BIN)/python examples/compare_ranks.py
 
-test: check  ## everything that CI runs; installs the programs it needs, or says which tiers it leaves out
+test: check  ## checks, then every tier of tests; installs the programs they need, or says which tiers it leaves out
 	@PYTHON=$(PYTHON) .ci/programs install || true
-	@$(MAKE) --no-print-directory $$(PYTHON=$(PYTHON) .ci/programs tiers)
+	$(LANES) $$(PYTHON=$(PYTHON) .ci/programs tiers)
 	@PYTHON=$(PYTHON) .ci/programs left-out
 
 check: lint type  ## everything that looks without running
@@ -51,16 +52,16 @@ type: setup  ## types, strictly
 	$(BIN)/basedpyright
 
 unit: setup  ## pure values, in seconds
-	$(PYTEST) tests/unit
+	$(LANES) tests/unit
 
 multiprocess: setup  ## real groups of ranks on this machine
-	$(PYTEST) tests/multiprocess
+	$(LANES) tests/multiprocess
 
 multihost: setup  ## hosts that are network namespaces, Slurm, Open MPI, ssh; needs root and what .ci/run installs
-	$(PYTEST) tests/multihost
+	$(LANES) tests/multihost
 
 e2e: setup  ## commands and examples, as a user runs them
-	$(PYTEST) tests/e2e
+	$(LANES) tests/e2e
 
 frameworks: $(FRAMEWORKS_READY)  ## other frameworks' scripts under torchrun and rankwise, from .venv-frameworks
 	$(FRAMEWORKS_BIN)/python -m pytest tests/frameworks
@@ -72,7 +73,7 @@ version-%:
 	@.ci/version $(subst -, ,$*)
 
 gpu: setup  ## the same on GPUs; needs at least one, and is not part of test
-	$(PYTEST) tests/gpu
+	$(BIN)/python -m pytest tests/gpu
 
 mutants: setup  ## small mistakes in a copy of the code, one at a time: which of them do the tests notice?
 	$(BIN)/python tests/mutants/run.py $(ONLY)

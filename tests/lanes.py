@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 LANE = Path(__file__).with_name("lane")
@@ -20,12 +21,18 @@ def main() -> int:
     """Run pytest and return its exit code."""
     reason = _why_no_lanes()
     if reason:
-        print(f"One lane only: {reason}.", flush=True)
-        options = []
-    else:
-        number = len(os.sched_getaffinity(0))
-        python = shlex.join([str(LANE), sys.executable])
-        options = ["--tx", f"{number}*popen//python={python}", "--dist", "worksteal"]
+        sys.stdout.write(f"One lane only: {reason}.\n")
+        return _pytest()
+    # Tests wait for limits and for one another's ranks a third of their time.
+    number = len(os.sched_getaffinity(0)) * 3 // 2
+    python = shlex.join([str(LANE), sys.executable])
+    # pytest's own folder has too long a name for the sockets that tests make in it.
+    with tempfile.TemporaryDirectory(prefix="lanes.") as folder:
+        return _pytest("--tx", f"{number}*popen//python={python}", "--dist", "worksteal", "--basetemp", f"{folder}/t")
+
+
+def _pytest(*options: str) -> int:
+    sys.stdout.flush()
     return subprocess.run([sys.executable, "-m", "pytest", *options, *sys.argv[1:]], check=False).returncode
 
 

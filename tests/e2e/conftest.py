@@ -46,6 +46,8 @@ class Command:
         """Return this process's environment."""
         chosen = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED"}
         own = {name: value for name, value in os.environ.items() if name not in chosen}
+        # As where .venv is active; scripts' own commands start `python`.
+        own["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), own["PATH"]])
         # Wherever this rankwise came from, with PYTHONPATH perhaps relative to another folder.
         own["PYTHONPATH"] = str(Path(rankwise.__file__).parents[1])
         return own
@@ -56,9 +58,15 @@ class Command:
 
     def run(self, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run ``rankwise run ...`` to its end."""
-        with self._start(words, env or {}, session=False) as running:
+        return self.rankwise("run", *words, env=env)
+
+    def rankwise(
+        self, *words: str, env: dict[str, str] | None = None, seconds: float = 50
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``rankwise ...`` to its end, which may take ``seconds``."""
+        with self._start(words, env or {}, self.folder, session=False) as running:
             try:
-                stdout, stderr = running.communicate(timeout=50)
+                stdout, stderr = running.communicate(timeout=seconds)
             except BaseException:
                 running.kill()
                 raise
@@ -66,15 +74,19 @@ class Command:
 
     def start(self, *words: str, env: dict[str, str] | None = None) -> Started:
         """Start ``rankwise run ...`` in a session of its own."""
-        return self._start(words, env or {}, session=True)
+        return self._start(["run", *words], env or {}, self.folder, session=True)
 
-    def _start(self, words: Sequence[str], more: dict[str, str], *, session: bool) -> Started:
+    def start_in(self, folder: Path, *words: str) -> Started:
+        """Start ``rankwise run ...`` in another folder."""
+        return self._start(["run", *words], {}, folder, session=False)
+
+    def _start(self, words: Sequence[str], more: dict[str, str], folder: Path, *, session: bool) -> Started:
         variables = self.environment(**more)
         if self._warm_python.can_start(variables):
-            return self._warm_python.start(["run", *words], self.folder, variables, session=session)
+            return self._warm_python.start(words, folder, variables, session=session)
         return subprocess.Popen(
-            self.words(*words),
-            cwd=self.folder,
+            [sys.executable, "-m", "rankwise", *words],
+            cwd=folder,
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Command
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "diloco.py"
 LIMIT_SECONDS = 55
 
 
-def losses_of(*options: str) -> tuple[list[int], list[float], list[float]]:
+def losses_of(command: Command, *options: str) -> tuple[list[int], list[float], list[float]]:
     """Run the example on two ranks; return the steps it reported, their losses, and the ranks' losses at the end."""
-    command = [sys.executable, "-m", "rankwise", "run", "-n", "2", str(EXAMPLE), *options]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    done = command.rankwise("run", "-n", "2", str(EXAMPLE), *options, seconds=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     steps = [(int(step), float(loss)) for step, loss in re.findall(r"step +(\d+) +loss (\S+)", done.stdout)]
     final = [float(loss) for loss in re.findall(r"\[rank .* held out: loss (\S+)", done.stdout)]
@@ -25,10 +26,10 @@ def losses_of(*options: str) -> tuple[list[int], list[float], list[float]]:
 
 
 @pytest.mark.timeout(120)
-def test_islands_learn_the_same_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_islands_learn_the_same_and_go_on_from_a_checkpoint(command: Command, tmp_path: Path) -> None:
     options = ("--every", "10", "--checkpoints", str(tmp_path), "--save-every", "20")
-    steps, losses, final = losses_of(*options, "--steps", "25")
-    more_steps, more_losses, more_final = losses_of(*options, "--steps", "45")
+    steps, losses, final = losses_of(command, *options, "--steps", "25")
+    more_steps, more_losses, more_final = losses_of(command, *options, "--steps", "45")
     assert (steps, more_steps) == ([10, 20], [30, 40]), "the second goes on from step 20, where the first saved"
     # 5.5 is what knowing nothing costs; the mean over bytes of a text is about 3.2 where only their frequency is known.
     assert losses[0] > losses[1] > more_losses[0] > more_losses[1]

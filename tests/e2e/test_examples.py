@@ -7,23 +7,33 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Command
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RUN = [sys.executable, "-m", "rankwise", "run"]
 
 
-def run(*command: str) -> str:
-    """Run a command to its end and return what it printed."""
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)
+def run(*words: str) -> str:
+    """Run a program of Python to its end and return what it printed."""
+    done = subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_on(command: Command, ranks: str, *words: str) -> str:
+    """Run ``rankwise run -n RANKS ...`` to its end and return what it printed."""
+    done = command.rankwise("run", "-n", ranks, *words, seconds=110)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.timeout(120)
 def test_digits_on_one_rank_and_on_two() -> None:
-    text = run(sys.executable, str(EXAMPLES / "compare_ranks.py"))
+    text = run(str(EXAMPLES / "compare_ranks.py"))
     accuracies = re.search(r"test accuracy +([0-9.]+) +([0-9.]+)", text)
     assert accuracies is not None
     assert float(accuracies[1]) >= 0.97
@@ -33,27 +43,27 @@ def test_digits_on_one_rank_and_on_two() -> None:
     assert float(difference[1]) <= 1e-10
 
 
-def test_digits_resumes(tmp_path: Path) -> None:
-    command = [str(EXAMPLES / "digits.py"), "--checkpoints", str(tmp_path)]
-    whole = run(*RUN, "-n", "2", str(EXAMPLES / "digits.py"), "--epochs", "3")
-    first = run(*RUN, "-n", "2", *command, "--epochs", "2")
-    second = run(sys.executable, *command, "--epochs", "3")
+def test_digits_resumes(command: Command, tmp_path: Path) -> None:
+    words = [str(EXAMPLES / "digits.py"), "--checkpoints", str(tmp_path)]
+    whole = run_on(command, "2", str(EXAMPLES / "digits.py"), "--epochs", "3")
+    first = run_on(command, "2", *words, "--epochs", "2")
+    second = run(*words, "--epochs", "3")
     losses = [re.findall(r"loss (\S+)", text) for text in (whole, first + second)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
 
 
 @pytest.mark.parametrize("compress", ["bf16", "fp16", "int8", "powersgd", "top-k"])
-def test_digits_are_learned_from_compressed_gradients(compress: str) -> None:
-    text = run(*RUN, "-n", "2", str(EXAMPLES / "digits.py"), "--epochs", "10", "--compress", compress)
+def test_digits_are_learned_from_compressed_gradients(command: Command, compress: str) -> None:
+    text = run_on(command, "2", str(EXAMPLES / "digits.py"), "--epochs", "10", "--compress", compress)
     accuracy = re.search(r"accuracy (\S+)", text)
     assert accuracy is not None
     # 0.975 without; of top-k's hundredth of the gradients some are a hundred steps old.
     assert float(accuracy[1]) > (0.92 if compress == "top-k" else 0.96)
 
 
-def test_jax_digits_learn_the_same_on_one_rank_and_on_three() -> None:
-    texts = [run(*RUN, "-n", ranks, str(EXAMPLES / "jax_digits.py"), "--epochs", "4") for ranks in ("1", "3")]
+def test_jax_digits_learn_the_same_on_one_rank_and_on_three(command: Command) -> None:
+    texts = [run_on(command, ranks, str(EXAMPLES / "jax_digits.py"), "--epochs", "4") for ranks in ("1", "3")]
     losses = [[float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in texts]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     assert len(losses[0]) == 4
@@ -63,18 +73,18 @@ def test_jax_digits_learn_the_same_on_one_rank_and_on_three() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--use-adasum"], ["--fp16-allreduce", "--batches-per-allreduce", "2"]])
-def test_a_script_for_horovod(options: list[str]) -> None:
-    text = run(
-        *RUN, "-n", "2", "-m", "rankwise.compat.horovod", str(EXAMPLES / "horovod_mnist.py"), "--epochs", "6", *options
+def test_a_script_for_horovod(command: Command, options: list[str]) -> None:
+    text = run_on(
+        command, "2", "-m", "rankwise.compat.horovod", str(EXAMPLES / "horovod_mnist.py"), "--epochs", "6", *options
     )
     accuracy = re.search(r"epoch  6 .*accuracy (\S+)", text)
     assert accuracy is not None
     assert float(accuracy[1]) > 0.85
 
 
-def test_fashion_mnist(tmp_path: Path) -> None:
-    text = run(
-        *RUN, "-n", "2", str(EXAMPLES / "fashion_mnist.py"), "--limit", "2000", "--epochs", "2",
+def test_fashion_mnist(command: Command, tmp_path: Path) -> None:
+    text = run_on(
+        command, "2", str(EXAMPLES / "fashion_mnist.py"), "--limit", "2000", "--epochs", "2",
         "--checkpoints", str(tmp_path),
     )  # fmt: skip
     accuracy = re.search(r"epoch 2 .*accuracy (\S+)", text)
@@ -84,9 +94,9 @@ def test_fashion_mnist(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["1", "3"])
-def test_unet3d(tmp_path: Path, ranks: str) -> None:
-    text = run(
-        *RUN, "-n", ranks, str(EXAMPLES / "unet3d.py"), "--data", str(tmp_path), "--volumes", "7", "--size", "40",
+def test_unet3d(command: Command, tmp_path: Path, ranks: str) -> None:
+    text = run_on(
+        command, ranks, str(EXAMPLES / "unet3d.py"), "--data", str(tmp_path), "--volumes", "7", "--size", "40",
         "--crop", "32", "--global-batch-size", "3", "--epochs", "1",
     )  # fmt: skip
     loss = re.search(r"Dice loss (\S+)", text)
@@ -104,31 +114,31 @@ def largest_differences(text: str) -> list[float]:
 @pytest.mark.parametrize(
     ("how", "ranks"), [("replicate", "4"), ("shard", "4"), ("tensor_parallel", "2"), ("pipeline", "2")]
 )
-def test_llama_on_ranks(how: str, ranks: str) -> None:
-    text = run(*RUN, "-n", ranks, str(EXAMPLES / "llama.py"), "--how", how, "--small")
+def test_llama_on_ranks(command: Command, how: str, ranks: str) -> None:
+    text = run_on(command, ranks, str(EXAMPLES / "llama.py"), "--how", how, "--small")
     (difference,) = largest_differences(text)
     assert difference <= 1e-10
 
 
 @pytest.mark.timeout(120)
 def test_llama_in_one_process() -> None:
-    (difference,) = largest_differences(run(sys.executable, str(EXAMPLES / "llama.py"), "--how", "place", "--small"))
+    (difference,) = largest_differences(run(str(EXAMPLES / "llama.py"), "--how", "place", "--small"))
     assert difference <= 1e-10
 
 
 @pytest.mark.timeout(120)
-def test_the_toy_model_on_two_devices_and_on_two_ranks() -> None:
-    text = run(*RUN, "-n", "2", str(EXAMPLES / "toy_model_parallel.py"), "--small")
+def test_the_toy_model_on_two_devices_and_on_two_ranks(command: Command) -> None:
+    text = run_on(command, "2", str(EXAMPLES / "toy_model_parallel.py"), "--small")
     differences = largest_differences(text)
     assert len(differences) == 2
     assert max(differences) <= 1e-10
 
 
 @pytest.mark.timeout(120)
-def test_resnet50_placed_and_pipelined(tmp_path: Path) -> None:
+def test_resnet50_placed_and_pipelined(command: Command, tmp_path: Path) -> None:
     plot = tmp_path / "times.png"
-    text = run(
-        *RUN, "-n", "2", str(EXAMPLES / "resnet50_model_parallel.py"), "--small", "--micro-batches", "2",
+    text = run_on(
+        command, "2", str(EXAMPLES / "resnet50_model_parallel.py"), "--small", "--micro-batches", "2",
         "--plot", str(plot),
     )  # fmt: skip
     differences = largest_differences(text)
@@ -139,7 +149,7 @@ def test_resnet50_placed_and_pipelined(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_megengine_s_data_parallel_tutorial() -> None:
-    text = run(sys.executable, str(EXAMPLES / "megengine_lenet.py"), "--ranks", "2", "--epochs", "4")
+    text = run(str(EXAMPLES / "megengine_lenet.py"), "--ranks", "2", "--epochs", "4")
     accuracies = re.search(r"accuracy (\S+), on one rank (\S+)", text)
     assert accuracies is not None
     assert float(accuracies[1]) >= 0.9
@@ -150,5 +160,5 @@ def test_megengine_s_data_parallel_tutorial() -> None:
 
 @pytest.mark.timeout(120)
 def test_megengine_s_model_parallel_tutorial() -> None:
-    (difference,) = largest_differences(run(sys.executable, str(EXAMPLES / "megengine_two_parts.py")))
+    (difference,) = largest_differences(run(str(EXAMPLES / "megengine_two_parts.py")))
     assert difference <= 1e-10

@@ -49,15 +49,7 @@ TRAIN = """
 
 
 def horovodrun(command: Command, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rankwise", "horovodrun", *words],
-        cwd=command.folder,
-        env=command.environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
+    return command.rankwise("horovodrun", *words)
 
 
 @pytest.mark.parametrize("more", [[], ["--workers"]])
@@ -84,15 +76,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(command: Command) -> None
 )
 def test_a_library_that_is_not_there_is_told_apart(command: Command, library: str, words: str) -> None:
     command.write("train.py", f"import {library}")
-    ended = subprocess.run(
-        [sys.executable, "-m", "rankwise", "run", "-n", "1", "train.py"],
-        cwd=command.folder,
-        env=command.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
+    ended = command.run("-n", "1", "train.py")
     assert ended.returncode == 1
     assert "ModuleNotFoundError" in ended.stderr
     assert words in ended.stderr.splitlines()[-1]

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    import subprocess
+
     from conftest import Command
 
 ADD = """
@@ -27,16 +26,7 @@ ADD = """
 
 
 def horovodrun(command: Command, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.run(
-        [sys.executable, "-m", "rankwise", "horovodrun", "-np", "2", *words],
-        cwd=command.folder,
-        env=command.environment(OMP_NUM_THREADS="1", PATH=path),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
+    return command.rankwise("horovodrun", "-np", "2", *words)
 
 
 @pytest.mark.parametrize(

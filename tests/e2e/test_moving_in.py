@@ -12,7 +12,6 @@ import contextlib
 import json
 import re
 import socket
-import subprocess
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from conftest import Command
+    from conftest import Command, Started
 
 ELSEWHERE = "from-a-function.md"
 """Starts its ranks itself, and has a test of its own."""
@@ -122,7 +121,7 @@ for one in (snippet for path in PAGES for snippet in snippets_of(path)):
     GROUPS.setdefault((one.page, one.ranks, len(one.sides)), []).append(one)
 
 
-def started(command: Command, snippets: Sequence[Snippet], side: int) -> subprocess.Popen[str]:
+def started(command: Command, snippets: Sequence[Snippet], side: int) -> Started:
     """Start one side of snippets that take equally many ranks, each as a script in a folder of its own."""
     first = snippets[0]
     folder = folder_of(command, first, side)
@@ -137,15 +136,7 @@ def started(command: Command, snippets: Sequence[Snippet], side: int) -> subproc
     runner = RUNNER.replace("NUMBERS", numbers).replace("PORTS", by_number).replace("WARM", WARM.get(first.page, ""))
     (folder / "all.py").write_text(runner, encoding="utf-8")
     before = LEFT.get(first.page, ()) if side == 0 and len(first.sides) > 1 else ()
-    return subprocess.Popen(
-        command.words("-n", str(first.ranks), *before, "all.py"),
-        cwd=folder,
-        env=command.environment(OMP_NUM_THREADS="1"),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return command.start_in(folder, "-n", str(first.ranks), *before, "all.py")
 
 
 def free_ports(count: int) -> list[str]:
@@ -184,13 +175,11 @@ def _numbers(value: object) -> Iterator[object]:
 def test_both_sides_run_and_give_the_same(command: Command, page: str, ranks: int, num_sides: int) -> None:
     assert 1 <= num_sides <= 2, "a table has one block of Python per cell, and two cells"
     snippets = GROUPS[page, ranks, num_sides]
-    running = [started(command, snippets, side) for side in range(num_sides)]
-    try:
-        said = [process.communicate(timeout=100) for process in running]
-    finally:
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(started(command, snippets, side)) for side in range(num_sides)]
         for process in running:
-            process.terminate()
-            process.communicate()
+            stack.callback(process.terminate)
+        said = [process.communicate(timeout=100) for process in running]
     for process, (out, errors) in zip(running, said, strict=True):
         assert process.returncode == 0, errors + out
     for snippet in snippets:

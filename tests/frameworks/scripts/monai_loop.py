@@ -49,7 +49,7 @@ if dist.get_rank() == 0:
         file.write("rank 0\n")
 facts = {"world_size": dist.get_world_size(), "variable": os.environ.get("WORLD_SIZE"), "metrics": metrics}
 torch.save({**facts, "state": net.state_dict()}, folder / f"rank{dist.get_rank()}.pt")
-# torch's DistributedDataParallel holds the interpreter's lock while it waits for Gloo's threads, and such a thread needs
-# the lock to let go of the last tensor it sent: freed after the group, it now and then hangs or aborts at the end.
+# DistributedDataParallel holds the interpreter's lock while it waits for Gloo's threads, and such a thread needs the
+# lock to let go of the last tensor it sent: freed after the group, it now and then hangs or aborts at the end.
 del model
 dist.destroy_process_group()
