@@ -73,7 +73,7 @@ class CollectiveWait:
         self._next_notice = NOTICE_SECONDS
 
     def __enter__(self) -> Self:
-        self._detector.waiting = self._ticket
+        self._detector.note_wait(self._ticket)
         self._start = time.monotonic()
         return self
 
@@ -100,7 +100,7 @@ class CollectiveWait:
             elif isinstance(error, RuntimeError | StoreLost) and not isinstance(error, RankwiseError):
                 self._raise_reason(error)
         finally:
-            self._detector.waiting = None
+            self._detector.note_wait(None)
 
     def _raise_reason(self, error: Exception) -> None:
         """Raise what a peer did in place of an error that it caused: torch's text would only distract from it."""
@@ -187,10 +187,9 @@ class CollectiveWait:
         if failure is not None:
             return failure
         with contextlib.suppress(StoreLost):
-            lost, answers = (
-                detector.lost_ranks(),
-                detector.poll_status(),
-            )  # lost first: a rank lost meanwhile has not answered
+            # In this order: a rank that is lost meanwhile has not answered.
+            lost = detector.lost_ranks()
+            answers = detector.poll_status()
             silent = diagnosis.unanswered(answers, sorted(set(range(detector.world_size)).difference(lost)))
             event = diagnosis.broken(
                 detector.world,

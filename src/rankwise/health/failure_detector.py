@@ -64,8 +64,7 @@ class FailureDetector:
         self.changed = threading.Condition()
         """Held for every look at what the thread notes; notified of each event."""
         hold_during_forks(self.changed)
-        self.waiting: Ticket | None = None
-        """The collective that this rank waits for."""
+        self._awaited: Ticket | None = None
         self.next_event = 1
         """A number below which the log is full."""
         self._optional: set[int] = set()
@@ -119,6 +118,10 @@ class FailureDetector:
     def has_lost_ranks(self) -> bool:
         """Whether the job continues without ranks that have failed: a collective may still be waiting for them."""
         return bool(self.lost_ranks())
+
+    def note_wait(self, ticket: Ticket | None) -> None:
+        """Remember which collective this rank waits for now, if any: other ranks may ask."""
+        self._awaited = ticket
 
     def leave(self, *, wait_for_peers: bool) -> None:
         """Report that this rank is done, and stop the thread.
@@ -200,7 +203,7 @@ class FailureDetector:
         elif kind == "end":
             return bool(rank == self.world.rank)
         elif kind == "roll_call":
-            situation = self.recorder.situation(self.waiting, self._main_thread_id, event)
+            situation = self.recorder.situation(self._awaited, self._main_thread_id, event)
             status_poll.answer(store, event, self.world.rank, {"host": self.hostname, **situation})
         elif kind in {"verdict", "broken", "ended"}:
             lost = [] if event.get("have_left") else event.get("gone", [])
