@@ -7,7 +7,7 @@ PEERS_BIN := .venv-peers/bin
 PEERS_READY := .venv-peers/ready
 FRAMEWORKS_BIN := .venv-frameworks/bin
 FRAMEWORKS_READY := .venv-frameworks/ready
-# pytest, in as many lanes as the machine has room for.
+# pytest, in one lane per core.
 LANES := $(BIN)/python tests/lanes.py
 CODE := src tests examples benchmarks docs/architecture.py
 VERSIONS := 3.13-2.15.0 3.12-2.14.1
@@ -26,7 +26,7 @@ $(READY): requirements/dev.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements/dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	# Where Python may not write its bytecode (PYTHONDONTWRITEBYTECODE), every process that starts would compile anew.
-	@$(BIN)/python -m compileall -q src
+	@$(BIN)/python -m compileall -q src tests
 	@touch $@
 
 demo: setup  ## train on one rank and on two, and compare
@@ -34,7 +34,7 @@ demo: setup  ## train on one rank and on two, and compare
 
 test: check  ## checks, then every tier of tests; installs the programs they need, or says which tiers it leaves out
 	@PYTHON=$(PYTHON) .ci/programs install || true
-	$(LANES) $$(PYTHON=$(PYTHON) .ci/programs tiers)
+	@tiers=$$(PYTHON=$(PYTHON) .ci/programs tiers) && if [ "$$tiers" ]; then $(LANES) $$tiers; fi
 	@PYTHON=$(PYTHON) .ci/programs left-out
 
 check: lint type  ## everything that looks without running
@@ -90,6 +90,7 @@ $(PEERS_READY) $(FRAMEWORKS_READY): .venv-%/ready: requirements/%.lock pyproject
 	$(PYTHON) -m venv --clear .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@.venv-$*/bin/python -m compileall -q src
 	@touch $@
 
 lock:  ## pin requirements/dev.in, frameworks.in and peers.in anew

@@ -23,8 +23,7 @@ def main() -> int:
     if reason:
         sys.stdout.write(f"One lane only: {reason}.\n")
         return _pytest()
-    # Tests wait for limits and for one another's ranks a third of their time.
-    number = len(os.sched_getaffinity(0)) * 3 // 2
+    number = len(os.sched_getaffinity(0))
     python = shlex.join([str(LANE), sys.executable])
     # pytest's own folder has too long a name for the sockets that tests make in it.
     with tempfile.TemporaryDirectory(prefix="lanes.") as folder:

@@ -30,6 +30,8 @@ def _what_ranks_import_is_there() -> None:
             "torch.distributed.fsdp",
             "torch.distributed.pipelining",
             "torch.distributed.tensor.parallel",
+            "rankwise.compat.horovod",
+            "rankwise.compat.megengine",
             *sorted({f"rankwise.{module}" for module in rankwise._ROOM_OF.values()}),
         ]
     )

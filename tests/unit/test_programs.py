@@ -48,7 +48,7 @@ def test_each_missing_program_is_named_in_a_line_with_its_package_and_tiers(few_
 
 
 def test_the_tiers_that_need_them_are_left_out(few_programs: Path) -> None:
-    assert asked("tiers", few_programs).stdout.split() == ["unit", "multiprocess"]
+    assert asked("tiers", few_programs).stdout.split() == ["tests/unit", "tests/multiprocess"]
     (few_programs / "g++").unlink()
     assert asked("tiers", few_programs).stdout.split() == []
 
