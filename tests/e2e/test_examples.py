@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(*words: str) -> str:
     """Run a program of Python to its end and return what it printed."""
-    done = subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True, timeout=110)
+    # One thread: tests share the machine, and two threads that wait for one another on a busy one take minutes.
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], env=one_thread, check=False, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
