@@ -73,6 +73,34 @@ def test_gather_and_broadcast(run_ranks: RunRanks, world_size: int) -> None:
         assert thing == {"rank": world_size - 1}
 
 
+def _uneven(world: World) -> list[dict[str, torch.Tensor]]:
+    rank = world.rank
+    return rw.all_gather_uneven({"x": torch.full((rank + 1, 2), rank), "y": torch.full((rank,), rank)})
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_each_of_several_tensors_has_a_shape_of_its_own_on_each_rank(run_ranks: RunRanks, world_size: int) -> None:
+    for result in run_ranks(_uneven, world_size):
+        for rank, of_rank in enumerate(result.get()):
+            assert of_rank["x"].tolist() == [[rank, rank]] * (rank + 1)
+            assert of_rank["y"].tolist() == [rank] * rank
+
+
+def _sends_and_changes(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    value = torch.arange(3.0)
+    received = rw.broadcast(value)
+    received += world.rank + 1
+    return value, received
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_broadcast_is_no_alias(run_ranks: RunRanks, world_size: int) -> None:
+    for rank, result in enumerate(run_ranks(_sends_and_changes, world_size)):
+        value, received = result.get()
+        assert value.tolist() == [0.0, 1.0, 2.0]
+        assert received.tolist() == [1.0 + rank, 2.0 + rank, 3.0 + rank]
+
+
 def _empty_and_strided(world: World) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     strided = torch.arange(6.0).view(2, 3).t() * (world.rank + 1)
     return rw.all_reduce(strided), rw.all_gather(torch.empty(0, 2)), rw.all_reduce(torch.empty(0))

@@ -82,6 +82,9 @@ def test_torch_uses_it_as_any_other_store() -> None:
         assert prefixed.get("key") == b"value"
         assert store.get("group/inner/key", 1) == b"value"
         assert prefixed.compare_set("key", "value", "other") == b"other"
+        # As torch's own store answers for a key that nobody has set.
+        assert prefixed.compare_set("new", "expected", "value") == b"expected"
+        assert not prefixed.check(["new"])
         prefixed.append("key", "!")
         prefixed.multi_set(["a", "b"], ["1", "2"])
         assert prefixed.multi_get(["key", "a", "b"]) == [b"other!", b"1", b"2"]
