@@ -77,7 +77,7 @@ class Counters:
         return LINE_BYTES * num_ranks
 
     def post(self, value: int) -> None:
-        """Move this rank's counter; whoever sleeps on it wakes up."""
+        """Move this rank's counter and wake those who sleep on it."""
         self._words[self._own] = value
         wake(self._own_address)
 

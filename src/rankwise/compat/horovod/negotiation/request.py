@@ -98,7 +98,7 @@ class PendingOperation:
         """Make the result of what has arrived."""
         try:
             self.result = self.take(tensors)
-        except Exception as error:  # noqa: BLE001 - it is raised to whoever waits for this one, not to who carries it out
+        except Exception as error:  # noqa: BLE001 - raised in the thread that waits for this request
             self.error = error
         self.end()
 
