@@ -99,8 +99,9 @@ def test_ctrl_c_lets_ranks_clean_up(command: Command) -> None:
         "train.py",
         """
         import os, threading
-        print("ready", flush=True)
         try:
+            # An interrupt may follow at once.
+            print("ready", flush=True)
             threading.Event().wait()
         finally:
             print("cleaned", os.environ["RANK"], flush=True)
