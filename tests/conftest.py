@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import multiprocessing
 import os
 import select
 import signal
@@ -26,6 +28,19 @@ END_SECONDS = 5.0
 PYTESTS_OWN = {"PYTEST_CURRENT_TEST"}
 MARK = "RANKWISE_TEST_RUN"
 """Every process that a test starts inherits this variable, and keeps it when its parent is gone."""
+FOLDERS_WITH_RANKS = {"multiprocess", "multihost"}
+PRELOADED = [
+    "rankwise.testing",
+    "numpy",
+    "pytest",
+    # torch imports its compiler when an optimizer first steps.
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "rankwise.compat.horovod",
+    "rankwise.compat.megengine",
+]
 LISTENING = "0A"
 """The state of a listening socket in /proc/net/tcp, as proc(5) numbers it."""
 
@@ -34,6 +49,20 @@ os.environ[MARK] = str(os.getpid())
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Its watching thread stays for the life of the process.
 tqdm.tqdm.monitor_interval = 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _what_ranks_import_is_there(request: pytest.FixtureRequest) -> None:
+    """Start the process that ranks are forked from with what each would take a second to import for itself."""
+    folders = {item.path.parent.name for item in request.session.items}
+    if not folders & FOLDERS_WITH_RANKS:
+        return
+    rooms = importlib.import_module("rankwise")._ROOM_OF.values()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        [*PRELOADED, *sorted({f"rankwise.{module}" for module in rooms})]
+    )
+    # Whichever test is the first with ranks would start it with less.
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
