@@ -17,13 +17,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import rankwise
-from tests.e2e.warm import MARK, Running, WarmPython
+from tests.warm import MARK, Started, WarmPython, variables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-Started = subprocess.Popen[str] | Running
 
 
 class Command:
@@ -41,20 +38,9 @@ class Command:
         path.write_text(textwrap.dedent(text), encoding="utf-8")
         return path
 
-    @staticmethod
-    def variables() -> dict[str, str]:
-        """Return this process's environment."""
-        chosen = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED"}
-        own = {name: value for name, value in os.environ.items() if name not in chosen}
-        # As where .venv is active; scripts' own commands start `python`.
-        own["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), own["PATH"]])
-        # Wherever this rankwise came from, with PYTHONPATH perhaps relative to another folder.
-        own["PYTHONPATH"] = str(Path(rankwise.__file__).parents[1])
-        return own
-
     def environment(self, **more: str) -> dict[str, str]:
         """Return this process's environment, marked."""
-        return {**self.variables(), MARK: self._mark, **more}
+        return {**variables(), MARK: self._mark, **more}
 
     def run(self, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run ``rankwise run ...`` to its end."""
@@ -81,13 +67,13 @@ class Command:
         return self._start(["run", *words], {}, folder, session=False)
 
     def _start(self, words: Sequence[str], more: dict[str, str], folder: Path, *, session: bool) -> Started:
-        variables = self.environment(**more)
-        if self._warm_python.can_start(variables):
-            return self._warm_python.start(words, folder, variables, session=session)
+        environment = self.environment(**more)
+        if self._warm_python.can_start(environment):
+            return self._warm_python.start(["-m", "rankwise", *words], folder, environment, session=session)
         return subprocess.Popen(
             [sys.executable, "-m", "rankwise", *words],
             cwd=folder,
-            env=variables,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -122,7 +108,7 @@ class Command:
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[WarmPython]:
     """The process that commands are forked from."""
-    ours = WarmPython(Command.variables())
+    ours = WarmPython(variables())
     yield ours
     ours.close()
 

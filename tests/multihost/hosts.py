@@ -27,15 +27,24 @@ from relay import TUN, Relay
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from tests.warm import Running, Started, WarmPython
+
 NAMESPACES = Path("/run/netns")
 HOSTS_FILES = Path("/etc/netns")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - one folder in it stands for each host's own
-PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "mount": "mount", "hostname": "hostname"}
+PACKAGES = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "mount": "mount",
+    "hostname": "hostname",
+}
 """What the rig calls, and the Debian package it is in."""
 NETWORK = "198.18.0"
 """From the range set aside for testing networks (RFC 2544). Only namespaces of one rig see it."""
 PORT = 29500
-BECOME_HOST = 'hostname "$1" && mount --bind "$2" /dev/shm && shift 2 && exec "$@"'
+BECOME_HOST = 'hostname "$1" && mount --bind "$2" /dev/shm && echo made && exec sleep infinity'
 BURST_MILLISECONDS = 1
 QUEUE_MILLISECONDS = 50
 RELAY_QUEUE_PACKETS = 10_000
@@ -66,6 +75,8 @@ class Hosts:
             switch is a process then, see ``relay``, which is good for some 500 Mbit/s on two cores.
         own_name_is_loopback: whether each host's ``/etc/hosts`` has its own name as 127.0.1.1, as Debian's installer
             writes it, and its address only on the others.
+        python: what commands of Python are forked from, where they would read the same variables at their start.
+            Each is started afresh by default.
     """
 
     def __init__(
@@ -75,6 +86,7 @@ class Hosts:
         mbit: float | None = None,
         delay_seconds: float = 0.0,
         own_name_is_loopback: bool = False,
+        python: WarmPython | None = None,
     ) -> None:
         self.number = number
         self.mbit = mbit
@@ -87,7 +99,10 @@ class Hosts:
         self._switch = f"{self.prefix}-switch"
         self._relay: Relay | None = None
         self._made = ExitStack()
-        self._started: list[subprocess.Popen[str]] = []
+        self._python = python
+        self._inits: list[subprocess.Popen[str]] = []
+        """For each host the process whose namespaces are the host's."""
+        self._started: list[Started] = []
 
     def __enter__(self) -> Self:
         _check_machine(needs_tun=bool(self.delay_seconds))
@@ -117,15 +132,13 @@ class Hosts:
         *,
         stdout: IO[str] | int | None = None,
         stderr: IO[str] | int | None = None,
-    ) -> subprocess.Popen[str]:
+    ) -> Started:
         """Start a command on a host, with ``env`` on top of this process's environment.
 
         The process number is that of the command itself: what stands before it gives its place to it.
         """
-        namespace, hostname = self.namespaces[host_index], self.hostnames[host_index]
-        become = ["unshare", "--uts", "sh", "-c", BECOME_HOST, "sh", hostname, str(SHARED_MEMORY / namespace)]
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, *become, *argv],
+        process = self._forked(host_index, argv, env or {}, stdout, stderr) or subprocess.Popen(
+            ["nsenter", f"--target={self._inits[host_index].pid}", "--net", "--uts", "--mount", *argv],
             env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -134,6 +147,22 @@ class Hosts:
         )
         self._started.append(process)
         return process
+
+    def _forked(
+        self,
+        host_index: int,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        stdout: IO[str] | int | None,
+        stderr: IO[str] | int | None,
+    ) -> Running | None:
+        if self._python is None or argv[0] != sys.executable:
+            return None
+        environment = {**self._python.environment, **env}
+        if not self._python.can_start(environment):
+            return None
+        beside = self._inits[host_index].pid
+        return self._python.start(argv[1:], Path.cwd(), environment, stdout=stdout, stderr=stderr, beside=beside)
 
     def link(self, host_index: int, *, up: bool) -> None:
         """Pull the host's cable out of the switch, or put it back."""
@@ -205,6 +234,18 @@ class Hosts:
         hosts_file = HOSTS_FILES / namespace / "hosts"
         hosts_file.write_text("".join(["127.0.0.1 localhost\n", *lines]), encoding="utf-8")
         self._make_namespace(namespace)
+        become = ["unshare", "--uts", "sh", "-c", BECOME_HOST, "sh", self.hostnames[index]]
+        init = subprocess.Popen(
+            ["ip", "netns", "exec", namespace, *become, str(SHARED_MEMORY / namespace)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._inits.append(init)
+        self._made.callback(_kill, init)
+        assert init.stdout is not None
+        if init.stdout.readline() != "made\n":
+            raise HostsError(f"{namespace} cannot be entered.")
 
     def _connect(self) -> None:
         """Give every host its card, with the other end on the switch."""
@@ -257,7 +298,12 @@ def _limit(namespace: str, interface: str, mbit: float) -> None:
     _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *limit)
 
 
-def _end(process: subprocess.Popen[str], deadline: float, out: Path, err: Path) -> Ended:
+def _kill(process: subprocess.Popen[str]) -> None:
+    with process:
+        process.kill()
+
+
+def _end(process: Started, deadline: float, out: Path, err: Path) -> Ended:
     try:
         exit_code = process.wait(max(deadline - time.monotonic(), 0))
     except subprocess.TimeoutExpired:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from hosts import Hosts
 
+    from tests.warm import Started
+
 SCRIPT = Path(elastic_training.__file__)
 NUM_STEPS = elastic_training.EPOCHS * -(-elastic_training.NUM_SAMPLES // elastic_training.GLOBAL_BATCH_SIZE)
 
@@ -34,7 +36,7 @@ class Job:
         self.words = ["--rendezvous", meeting, *options, str(SCRIPT), str(folder), what]
         self.env: dict[int, dict[str, str]] = {}
         """More variables for the launcher of a host."""
-        self.launchers: dict[int, subprocess.Popen[str]] = {}
+        self.launchers: dict[int, Started] = {}
 
     def start(self, host: int) -> None:
         """Start the launcher of a host."""

@@ -22,6 +22,8 @@ from hosts import Hosts, HostsError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from tests.warm import Started
+
 PACKAGES = {
     "munged": "munge",
     "slurmctld": "slurmctld",
@@ -110,7 +112,7 @@ class Slurm:
     def __exit__(self, *_: object) -> None:
         self._made.close()
 
-    def start(self, *argv: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(self, *argv: str, cwd: Path, env: Mapping[str, str] | None = None) -> Started:
         """Start a command on the first host, in a folder, with its output in pipes."""
         argv = ("env", "-C", str(cwd), *argv)
         variables = {**self._variables(), **(env or {})}

@@ -19,6 +19,8 @@ from hosts import Hosts, HostsError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tests.warm import Started
+
 PORT = 2222
 PACKAGES = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
 PRIVILEGE_FOLDER = Path("/run/sshd")
@@ -83,7 +85,7 @@ class SshHosts:
 
     def run(
         self, *words: str, cwd: Path, stdout: IO[str] | int, stderr: IO[str], env: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[str]:
+    ) -> Started:
         """Start ``rankwise run`` on the laptop, as the process that is returned."""
         become = ["env", "-C", str(cwd), "-u", "PWD"]
         command = [sys.executable, "-m", "rankwise", "run", "--ssh", f"ssh -F {self.config}", *words]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from hosts import Ended
 
+    from tests.warm import WarmPython
+
 SCRIPT = Path(cut_off.__file__)
 BEHIND = 2
 """The rank that is alone on its host. The server, and the worker rank 0, are together on the other."""
@@ -87,9 +89,9 @@ def of_script(folder: Path, timeout_seconds: float, jobs: Sequence[str]) -> tupl
 
 
 @pytest.mark.timeout(120)
-def test_a_cut_link_costs_nothing_but_time(tmp_path: Path) -> None:
+def test_a_cut_link_costs_nothing_but_time(tmp_path: Path, warm_python: WarmPython) -> None:
     jobs = [job for way in TAKEN for job in ([way, f"{way}-cut"] if way in EXACT else [f"{way}-cut"])]
-    with ThreadPoolExecutor() as pool, Hosts(2) as hosts:
+    with ThreadPoolExecutor() as pool, Hosts(2, python=warm_python) as hosts:
         cutting = Cutting(hosts, tmp_path)
         run = pool.submit(hosts.run_ranks, *of_script(tmp_path, 30.0, jobs), timeout_seconds=100)
         cutting.running = [run]
@@ -116,8 +118,8 @@ def test_a_cut_link_costs_nothing_but_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_a_link_that_stays_cut_is_everyones_error_at_its_limit(tmp_path: Path) -> None:
-    with ThreadPoolExecutor() as pool, Hosts(2) as hosts:
+def test_a_link_that_stays_cut_is_everyones_error_at_its_limit(tmp_path: Path, warm_python: WarmPython) -> None:
+    with ThreadPoolExecutor() as pool, Hosts(2, python=warm_python) as hosts:
         cutting = Cutting(hosts, tmp_path)
         for number, job in enumerate(STAYING):
             env = {"MASTER_PORT": str(PORT + 10 * number), "RANKWISE_SECRET": "of this test"}

@@ -14,14 +14,16 @@ from hosts import Hosts
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.warm import WarmPython
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "diloco.py"
 STEPS = 30
 
 
 @pytest.fixture
-def slow_hosts() -> Iterator[Hosts]:
+def slow_hosts(warm_python: WarmPython) -> Iterator[Hosts]:
     """Two hosts with a slow link."""
-    with Hosts(2, mbit=100) as made:
+    with Hosts(2, mbit=100, python=warm_python) as made:
         yield made
 
 

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tests.warm import WarmPython
+
 CUT_SECONDS = 3.0
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with Hosts(2) as made:
+def hosts(warm_python: WarmPython) -> Iterator[Hosts]:
+    with Hosts(2, python=warm_python) as made:
         yield made
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import rankwise
 
 if TYPE_CHECKING:
-    import subprocess
-
     from hosts import Hosts
+
+    from tests.warm import Started
 
 SCRIPT = """
 import os
@@ -29,7 +29,7 @@ with open(f"rank-{hvd.rank()}", "w") as file:
 def test_ranks_of_uneven_hosts_have_horovodruns_variables(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     env = {"PYTHONPATH": str(Path(rankwise.__file__).parents[1]), "RANKWISE_SECRET": "a", "OMP_NUM_THREADS": "1"}
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Started] = []
     for host, num_ranks in enumerate((2, 1)):
         # What `rankwise horovodrun -np 3 -H host0:2,host1:1` starts there.
         meeting = ("--nodes", "2", "--node-rank", str(host), "--rendezvous", f"{hosts.addresses[0]}:29400")

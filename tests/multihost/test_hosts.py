@@ -17,6 +17,8 @@ from hosts import HOSTS_FILES, NAMESPACES, PORT, SHARED_MEMORY, Hosts, HostsErro
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.warm import WarmPython
+
 READ_WHERE_I_AM = """
 import json, os, pathlib, socket
 print(json.dumps({
@@ -98,7 +100,13 @@ def output_of(hosts: Hosts, host_index: int, *argv: str) -> str:
     return stdout.strip()
 
 
-def test_each_host_has_its_own_name_network_and_shared_memory(hosts: Hosts) -> None:
+@pytest.mark.parametrize("start", ["afresh", "forked"])
+def test_each_host_has_its_own_name_network_and_shared_memory(warm_python: WarmPython, start: str) -> None:
+    with Hosts(2, python=warm_python if start == "forked" else None) as hosts:
+        _each_has_its_own(hosts)
+
+
+def _each_has_its_own(hosts: Hosts) -> None:
     assert output_of(hosts, 1, "touch", str(SHARED_MEMORY / "of_host1")) == ""
     for index, shared_memory in enumerate([[], ["of_host1"]]):
         found = json.loads(output_of(hosts, index, sys.executable, "-c", READ_WHERE_I_AM))
@@ -134,8 +142,8 @@ def test_a_cut_link_carries_nothing_until_it_is_restored(hosts: Hosts) -> None:
     assert [output_of(hosts, index, *carrier) for index in (0, 1)] == ["1", "1"]
 
 
-def test_a_bandwidth_holds_packets_back() -> None:
-    with Hosts(2, mbit=100) as hosts:
+def test_a_bandwidth_holds_packets_back(warm_python: WarmPython) -> None:
+    with Hosts(2, mbit=100, python=warm_python) as hosts:
         for ended in hosts.run_ranks(EXCHANGE_TENSORS, 1):
             assert ended.exit_code == 0, ended.stderr
         for index in range(2):

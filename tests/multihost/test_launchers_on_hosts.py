@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.warm import WarmPython
+
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with Hosts(2, own_name_is_loopback=True) as made:
+def hosts(warm_python: WarmPython) -> Iterator[Hosts]:
+    with Hosts(2, own_name_is_loopback=True, python=warm_python) as made:
         yield made
 
 

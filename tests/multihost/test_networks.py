@@ -17,6 +17,8 @@ from hosts import PORT, SHARED_MEMORY, Hosts
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.warm import WarmPython
+
 TRAINING = Path(__file__).with_name("training.py")
 JOIN_AND_LOOK = f"""
 import json, os, subprocess, rankwise as rw, torch.distributed as dist
@@ -35,9 +37,9 @@ JOIN_SOON = "import rankwise as rw; rw.join(timeout_seconds=2)"
 
 
 @pytest.fixture
-def debian_hosts() -> Iterator[Hosts]:
+def debian_hosts(warm_python: WarmPython) -> Iterator[Hosts]:
     """Two hosts on which their own name is 127.0.1.1."""
-    with Hosts(2, own_name_is_loopback=True) as made:
+    with Hosts(2, own_name_is_loopback=True, python=warm_python) as made:
         yield made
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from hosts import Hosts
 from training import CASES, Parameters, train_all
 
 from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from tests.warm import WarmPython
 
 TRAINING = Path(__file__).with_name("training.py")
 TOLERANCE = 1e-10
@@ -61,9 +65,9 @@ def test_ranks_know_their_host_and_exchange_tensors_with_all(hosts: Hosts, ranks
         }
 
 
-def test_a_world_can_be_left_and_joined_again_over_a_long_way() -> None:
+def test_a_world_can_be_left_and_joined_again_over_a_long_way(warm_python: WarmPython) -> None:
     # The store goes with rank 0 before the others have heard of their own departure.
-    with Hosts(3, delay_seconds=0.05) as far_apart:
+    with Hosts(3, delay_seconds=0.05, python=warm_python) as far_apart:
         for ended in far_apart.run_ranks(JOIN_AGAIN, 1):
             assert ended.exit_code == 0, ended.stderr
 

@@ -24,6 +24,8 @@ from rankwise.testing import run_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.warm import Started
+
 TRAINING = Path(__file__).with_name("training.py")
 TOLERANCE = 1e-10
 END_SECONDS = 20.0
@@ -65,7 +67,7 @@ class Job:
             process.wait(50)
         return process.returncode, (self.folder / "stdout").read_text(), self.said
 
-    def begin(self, *words: str) -> tuple[subprocess.Popen[str], dict[int, int]]:
+    def begin(self, *words: str) -> tuple[Started, dict[int, int]]:
         """Start WAITING on two ranks, one on each host; return the command and each rank's process number."""
         self.write("waiting.py", WAITING)
         with (self.folder / "stderr").open("w") as stderr:
@@ -98,7 +100,7 @@ def wait_for_end(pid: int) -> bool:
         return bool(select.select([ending], [], [], END_SECONDS)[0])
 
 
-def ssh_of(process: subprocess.Popen[str], host: str) -> int:
+def ssh_of(process: Started, host: str) -> int:
     """Return the process number of a command's ssh to a host."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return next(int(pid) for pid in children if host in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))

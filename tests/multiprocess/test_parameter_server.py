@@ -321,7 +321,10 @@ def _uneven(world: World, what: str) -> None:
     server = rw.parameter_server(model, optimizer, mode=mode, max_staleness=1 if what == "async" else None)
     store: Any = current().store
     if server.is_server:
-        server.serve()
+        try:
+            server.serve()
+        finally:
+            store.set("the server has ended", b"")
     elif world.rank == 0:
         for _ in range(5):
             _step(model, optimizer)
@@ -329,7 +332,7 @@ def _uneven(world: World, what: str) -> None:
         optimizer.param_groups[0]["lr"] = 0.5
         _step(model, optimizer)
     elif what != "leaves":
-        store.get("never", 40)
+        store.get("the server has ended", 40)
 
 
 @pytest.mark.parametrize(

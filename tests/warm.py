@@ -2,13 +2,15 @@
 """Commands that are forked from a process with torch in memory, where ``python -m`` would import it for each test.
 
 A command has its own session or process group, streams, folder and environment, as one that is started afresh, and ends
-as Python does. What differs: its command line in ``/proc``, what Python and torch read of the environment when they
-start, and modules that are in memory already. Tests of these start it by ``subprocess``.
+as Python does; one for a host of tests/multihost enters that host. What differs: its command line in ``/proc``, what
+Python and torch read of the environment when they start, and modules that are in memory already. Tests of these start
+it by ``subprocess``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib.util
 import json
@@ -22,19 +24,25 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
+
+import rankwise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MARK = "RANKWISE_TEST_MARK"
 """A variable of 32 letters that every process of a command has in ``/proc/PID/environ``, whoever its parent is."""
+NO_MARK = "0" * 32
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "LC_", "LANG", "PATH")
 """Starts of names of variables that are read before a command could be forked, and by what is started from it."""
 LONGEST_MESSAGE_BYTES = 1 << 20
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
+"""Source: Linux's include/uapi/linux/sched.h."""
 _ENV_START = 47
 """Of the fields of ``/proc/PID/stat`` behind the command's name. Source: proc_pid_stat(5)."""
 
@@ -44,7 +52,7 @@ class WarmPython:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Start it, with variables that its commands have too as far as they are read at the start."""
-        self.environment = {**environment, MARK: "0" * 32}
+        self.environment = {**environment, MARK: NO_MARK}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -64,24 +72,41 @@ class WarmPython:
 
         return read_at_start(environment) == read_at_start(self.environment)
 
-    def start(self, words: Sequence[str], folder: Path, environment: Mapping[str, str], *, session: bool) -> Running:
-        """Start ``python -m rankwise WORDS``.
+    def start(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        session: bool = False,
+        stdout: IO[str] | int | None = subprocess.PIPE,
+        stderr: IO[str] | int | None = subprocess.PIPE,
+        beside: int | None = None,
+    ) -> Running:
+        """Start ``python WORDS``.
 
         Args:
-            words: after ``python -m rankwise``.
+            words: ``-m MODULE``, ``-c CODE`` or a script, and arguments.
             folder: where it runs.
             environment: all of its variables, with a mark.
             session: whether it gets a session of its own.
+            stdout: as :class:`subprocess.Popen` takes it.
+            stderr: as :class:`subprocess.Popen` takes it.
+            beside: the number of a process whose network, host name and mounts it is to have, rather than ours.
         """
-        out_r, out_w = os.pipe()
-        err_r, err_w = os.pipe()
+        request = {
+            "words": list(words),
+            "folder": str(folder),
+            "environment": dict(environment),
+            "session": session,
+            "beside": beside,
+        }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = {"words": list(words), "folder": str(folder), "environment": dict(environment), "session": session}
-        with theirs:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], [out_w, err_w, theirs.fileno()])
-        os.close(out_w)
-        os.close(err_w)
-        return Running(ours, out_r, err_r, ["rankwise", *words])
+        with theirs, contextlib.ExitStack() as sent:
+            out, out_to = _stream(stdout, 1, sent)
+            err, err_to = _stream(stderr, 2, sent)
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [out_to, err_to, theirs.fileno()])
+        return Running(ours, out, err, ["python", *words])
 
     def close(self) -> None:
         """End the process; commands that still run go on."""
@@ -89,13 +114,35 @@ class WarmPython:
         self._process.wait(20)
 
 
+def variables() -> dict[str, str]:
+    """Return this process's environment, for commands: none of how many threads, and this rankwise."""
+    chosen = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED"}
+    own = {name: value for name, value in os.environ.items() if name not in chosen}
+    # As where .venv is active; scripts' own commands start `python`.
+    own["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), own["PATH"]])
+    # Wherever this rankwise came from, with PYTHONPATH perhaps relative to another folder.
+    own["PYTHONPATH"] = str(Path(rankwise.__file__).parents[1])
+    return own
+
+
+def _stream(wanted: IO[str] | int | None, own: int, sent: contextlib.ExitStack) -> tuple[IO[str] | None, int]:
+    """Return what to read a command's stream from, if that is a pipe, and the descriptor that it writes to."""
+    if wanted is None:
+        return None, own
+    if wanted == subprocess.PIPE:
+        reader, writer = os.pipe()
+        sent.callback(os.close, writer)
+        return os.fdopen(reader, encoding="utf-8"), writer
+    return None, wanted if isinstance(wanted, int) else wanted.fileno()
+
+
 class Running:
     """A command that runs: what :class:`subprocess.Popen` offers of it, as far as tests need that."""
 
-    def __init__(self, ending: socket.socket, stdout: int, stderr: int, words: list[str]) -> None:
+    def __init__(self, ending: socket.socket, stdout: IO[str] | None, stderr: IO[str] | None, words: list[str]) -> None:
         self.args = words
-        self.stdout: IO[str] = os.fdopen(stdout, encoding="utf-8")
-        self.stderr: IO[str] = os.fdopen(stderr, encoding="utf-8")
+        self.stdout = stdout
+        self.stderr = stderr
         self.returncode: int | None = None
         self._ending = ending
         self.pid = int(ending.recv(20))
@@ -118,8 +165,8 @@ class Running:
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Return everything it has written, and has not been read yet, once it has ended."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        found: dict[IO[str], list[bytes]] = {self.stdout: [], self.stderr: []}
-        open_ones = set(found)
+        found: dict[IO[str] | None, list[bytes]] = {self.stdout: [], self.stderr: []}
+        open_ones = {stream for stream in found if stream is not None}
         while open_ones:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             readable = select.select([*open_ones], [], [], left)[0]
@@ -149,8 +196,9 @@ class Running:
 
     def close(self) -> None:
         """Close its streams."""
-        self.stdout.close()
-        self.stderr.close()
+        for stream in self.stdout, self.stderr:
+            if stream is not None:
+                stream.close()
         self._ending.close()
 
     def __enter__(self) -> Self:
@@ -159,6 +207,9 @@ class Running:
     def __exit__(self, *_: object) -> None:
         self.wait()
         self.close()
+
+
+Started = subprocess.Popen[str] | Running
 
 
 # -- in the process itself -------------------------------------------------------------------------
@@ -205,19 +256,48 @@ def _report(ending: socket.socket, number: int) -> None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Make this fork what ``python -m rankwise`` would be."""
+    """Make this fork a process that Python would have been started in."""
     if request["session"]:
         os.setsid()
+    if request["beside"] is not None:
+        _enter_namespaces(request["beside"])
     os.chdir(request["folder"])
-    _write_mark(request["environment"][MARK])
+    _write_mark(request["environment"].get(MARK, NO_MARK))
     os.environ.clear()
     os.environ.update(request["environment"])
     time.tzset()
     tempfile.tempdir = None
     # Python draws anew in a fork by itself.
     np.random.seed()  # noqa: NPY002 - what scripts draw from
-    sys.path[0] = request["folder"]
-    sys.argv = ["", *request["words"]]
+
+
+def _enter_namespaces(number: int) -> None:
+    """Enter the network, host name and mounts of another process."""
+    process = os.pidfd_open(number)
+    if ctypes.CDLL(None, use_errno=True).setns(process, CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(process)
+
+
+def _run(words: list[str]) -> None:
+    """Run what ``python WORDS`` would."""
+    if words[0] == "-m":
+        sys.path[0] = str(Path.cwd())
+        sys.argv = ["", *words[2:]]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if words[0] == "-c":
+        sys.path[0] = ""
+        sys.argv = ["-c", *words[2:]]
+        code = compile(words[1], "<string>", "exec")
+    else:
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        sys.argv = list(words)
+        main.__file__ = words[0]
+        code = compile(Path(words[0]).read_bytes(), words[0], "exec")
+    exec(code, main.__dict__)  # noqa: S102 - the command itself
 
 
 def _write_mark(mark: str) -> None:
@@ -253,7 +333,7 @@ def _main() -> None:
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if request is not None:
         _become(request)
-        runpy.run_module("rankwise", run_name="__main__", alter_sys=True)
+        _run(request["words"])
 
 
 if __name__ == "__main__":
