@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from rankwise.world.facts import World
 
+pytestmark = pytest.mark.every_exchange
+
 
 def _jax_everywhere(world: World) -> None:
     import jax

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rankwise.parallel.compress.methods import Method
     from rankwise.world.facts import World
 
+pytestmark = pytest.mark.every_exchange
+
 REMEMBERING = ["int8", rw.PowerSGD(rank=2), rw.TopK(share=0.1)]
 METHODS = ["bf16", "fp16", *REMEMBERING]
 SHAPES = [(17, 9), (5,), (3, 4, 5), (), (600,)]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from rankwise.world.facts import World
 
+pytestmark = pytest.mark.every_exchange
+
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

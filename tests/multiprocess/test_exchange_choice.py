@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from rankwise.world.facts import World
 
+pytestmark = pytest.mark.every_exchange
+
 
 def _how(_: World) -> str:
     return type(current().exchange).__name__

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from rankwise.world.facts import World
 
+pytestmark = pytest.mark.every_exchange
+
 LIMIT_SECONDS = 5.0
 
 

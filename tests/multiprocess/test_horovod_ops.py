@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from rankwise.world.facts import World
 
+pytestmark = pytest.mark.every_exchange
+
 WORLD_SIZES = [1, 2, 3, 4]
 
 # What `horovod.torch` 0.28.1 has.

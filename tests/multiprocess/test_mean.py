@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from rankwise.world.facts import World
 
+pytestmark = pytest.mark.every_exchange
+
 SAMPLES = torch.arange(7, dtype=torch.float64)
 
 

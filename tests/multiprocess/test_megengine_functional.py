@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from rankwise.world.facts import World
 
+pytestmark = pytest.mark.every_exchange
+
 Tensors = list[torch.Tensor]
 Plain = Callable[[Tensors], "list[torch.Tensor | None]"]
 
