@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
+import torch
 
 import rankwise
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 MARK = "RANKWISE_TEST_MARK"
 """A variable of 32 letters that every process of a command has in ``/proc/PID/environ``, whoever its parent is."""
 NO_MARK = "0" * 32
-READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "LC_", "LANG", "PATH")
+READ_AT_START = ("PYTHON", "MKL_", "KMP_", "TORCH_", "LC_", "LANG", "PATH")
 """Starts of names of variables that are read before a command could be forked, and by what is started from it."""
 LONGEST_MESSAGE_BYTES = 1 << 20
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
@@ -266,6 +267,8 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     time.tzset()
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     tempfile.tempdir = None
     # Python draws anew in a fork by itself.
     np.random.seed()  # noqa: NPY002 - what scripts draw from

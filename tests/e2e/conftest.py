@@ -50,7 +50,13 @@ class Command:
         self, *words: str, env: dict[str, str] | None = None, seconds: float = 50
     ) -> subprocess.CompletedProcess[str]:
         """Run ``rankwise ...`` to its end, which may take ``seconds``."""
-        with self._start(words, env or {}, self.folder, session=False) as running:
+        return self.python("-m", "rankwise", *words, env=env, seconds=seconds)
+
+    def python(
+        self, *words: str, env: dict[str, str] | None = None, seconds: float = 50
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``python ...`` to its end, which may take ``seconds``."""
+        with self.start_python(*words, env=env) as running:
             try:
                 stdout, stderr = running.communicate(timeout=seconds)
             except BaseException:
@@ -60,18 +66,22 @@ class Command:
 
     def start(self, *words: str, env: dict[str, str] | None = None) -> Started:
         """Start ``rankwise run ...`` in a session of its own."""
-        return self._start(["run", *words], env or {}, self.folder, session=True)
+        return self._start(["-m", "rankwise", "run", *words], env or {}, self.folder, session=True)
+
+    def start_python(self, *words: str, env: dict[str, str] | None = None) -> Started:
+        """Start ``python ...``."""
+        return self._start(words, env or {}, self.folder, session=False)
 
     def start_in(self, folder: Path, *words: str) -> Started:
         """Start ``rankwise run ...`` in another folder."""
-        return self._start(["run", *words], {}, folder, session=False)
+        return self._start(["-m", "rankwise", "run", *words], {}, folder, session=False)
 
     def _start(self, words: Sequence[str], more: dict[str, str], folder: Path, *, session: bool) -> Started:
         environment = self.environment(**more)
         if self._warm_python.can_start(environment):
-            return self._warm_python.start(["-m", "rankwise", *words], folder, environment, session=session)
+            return self._warm_python.start(words, folder, environment, session=session)
         return subprocess.Popen(
-            [sys.executable, "-m", "rankwise", *words],
+            [sys.executable, *words],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,

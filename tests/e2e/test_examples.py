@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +15,10 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(*words: str) -> str:
+def run(command: Command, *words: str) -> str:
     """Run a program of Python to its end and return what it printed."""
     # One thread: tests share the machine, and two threads that wait for one another on a busy one take minutes.
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], env=one_thread, check=False, capture_output=True, text=True, timeout=110
-    )
+    done = command.python(*words, env={"OMP_NUM_THREADS": "1"}, seconds=110)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -37,8 +31,8 @@ def run_on(command: Command, ranks: str, *words: str) -> str:
 
 
 @pytest.mark.timeout(120)
-def test_digits_on_one_rank_and_on_two() -> None:
-    text = run(str(EXAMPLES / "compare_ranks.py"))
+def test_digits_on_one_rank_and_on_two(command: Command) -> None:
+    text = run(command, str(EXAMPLES / "compare_ranks.py"))
     accuracies = re.search(r"test accuracy +([0-9.]+) +([0-9.]+)", text)
     assert accuracies is not None
     assert float(accuracies[1]) >= 0.97
@@ -52,7 +46,7 @@ def test_digits_resumes(command: Command, tmp_path: Path) -> None:
     words = [str(EXAMPLES / "digits.py"), "--checkpoints", str(tmp_path)]
     whole = run_on(command, "2", str(EXAMPLES / "digits.py"), "--epochs", "3")
     first = run_on(command, "2", *words, "--epochs", "2")
-    second = run(*words, "--epochs", "3")
+    second = run(command, *words, "--epochs", "3")
     losses = [re.findall(r"loss (\S+)", text) for text in (whole, first + second)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
@@ -126,8 +120,8 @@ def test_llama_on_ranks(command: Command, how: str, ranks: str) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_llama_in_one_process() -> None:
-    (difference,) = largest_differences(run(str(EXAMPLES / "llama.py"), "--how", "place", "--small"))
+def test_llama_in_one_process(command: Command) -> None:
+    (difference,) = largest_differences(run(command, str(EXAMPLES / "llama.py"), "--how", "place", "--small"))
     assert difference <= 1e-10
 
 
@@ -153,8 +147,8 @@ def test_resnet50_placed_and_pipelined(command: Command, tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(120)
-def test_megengine_s_data_parallel_tutorial() -> None:
-    text = run(str(EXAMPLES / "megengine_lenet.py"), "--ranks", "2", "--epochs", "4")
+def test_megengine_s_data_parallel_tutorial(command: Command) -> None:
+    text = run(command, str(EXAMPLES / "megengine_lenet.py"), "--ranks", "2", "--epochs", "4")
     accuracies = re.search(r"accuracy (\S+), on one rank (\S+)", text)
     assert accuracies is not None
     assert float(accuracies[1]) >= 0.9
@@ -164,6 +158,6 @@ def test_megengine_s_data_parallel_tutorial() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_megengine_s_model_parallel_tutorial() -> None:
-    (difference,) = largest_differences(run(str(EXAMPLES / "megengine_two_parts.py")))
+def test_megengine_s_model_parallel_tutorial(command: Command) -> None:
+    (difference,) = largest_differences(run(command, str(EXAMPLES / "megengine_two_parts.py")))
     assert difference <= 1e-10

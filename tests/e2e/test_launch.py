@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 def _python(command: Command, *words: str, text: str | None = None, **variables: str) -> str:
     """Run Python in the test's folder and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=command.folder,
-        env=command.environment(**variables),
-        input=text,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
+    if text is None:
+        done = command.python(*words, env=variables)
+    else:
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=command.folder,
+            env=command.environment(**variables),
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=50,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -243,14 +246,7 @@ def test_restarts_are_told_and_only_the_last_attempt_counts(command: Command) ->
         print(rw.launch(flaky, ranks=2, max_restarts=1, log_dir="logs"))
         """,
     )
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=command.folder,
-        env=command.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = command.python("train.py")
     assert done.stdout == "['1', '1']\n", done.stderr
     assert "ValueError: at first\n[rankwise] restart 1 of 1\n" in done.stderr
     assert (command.folder / "logs" / "rank-1.restart-1.err").exists()

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +14,8 @@ if TYPE_CHECKING:
 
     from conftest import Command
 
+    from tests.warm import Started
+
 
 @pytest.fixture
 def port() -> int:
@@ -24,15 +24,8 @@ def port() -> int:
         return listener.getsockname()[1]
 
 
-def _start(command: Command, script: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(script), *words],
-        cwd=command.folder,
-        env=command.environment(RANKWISE_SECRET="of these tests"),  # noqa: S106 - of no use elsewhere
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def _start(command: Command, script: Path, *words: str) -> Started:
+    return command.start_python(str(script), *words, env={"RANKWISE_SECRET": "of these tests"})
 
 
 def _run(command: Command, script: Path, *words: str) -> tuple[int, str, str]:

@@ -8,8 +8,6 @@ process of torch computes.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -139,15 +137,7 @@ if __name__ == "__main__":
 
 def _run(command: Command, *words: str) -> tuple[list[list[float]], str]:
     """Run one Python program; return the last line that it printed, and what it reported."""
-    ended = subprocess.run(
-        [sys.executable, *words],
-        cwd=command.folder,
-        env=command.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
+    ended = command.python(*words)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
 
