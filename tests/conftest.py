@@ -35,6 +35,10 @@ PRELOADED = [
     "pytest",
     # torch imports its compiler when an optimizer first steps.
     "torch._dynamo",
+    # Sockets, torch's profiler and pipelines import these when they are first used.
+    "encodings.idna",
+    "torch.profiler._cupti_monitor",
+    "rankwise.torch_private.fake",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from stranger import LOOPBACK, SECRET, greet
 
-from rankwise.store.opening import connect
+from rankwise.store import server
+from rankwise.store.opening import connect, serve
 from rankwise.store.server import MOST_STRANGERS
 from rankwise.store.wire import (
     HANDSHAKE_FRAME_BYTES,
@@ -121,6 +122,15 @@ def expected_weights() -> list[str]:
             optimizer.zero_grad()
         weights.append(model.weight.detach().clone())
     return weights
+
+
+def test_a_stranger_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.1)
+    store, port = serve(secret=SECRET)
+    with greet(port)[0] as stranger:
+        stranger.settimeout(20)
+        assert stranger.recv(1) == b"", "the server has ended the connection"
+    store.close()
 
 
 def test_strangers_neither_alter_nor_stop_a_job() -> None:

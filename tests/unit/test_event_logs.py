@@ -50,6 +50,13 @@ def test_every_world_hears_of_everything_once() -> None:
     ]
 
 
+def test_two_events_alike_are_two() -> None:
+    job = _Job()
+    for _ in range(2):
+        job.logs.post({"kind": "stop", "rank": None, "reason": "SIGUSR2"})
+    assert job.kinds(0) == ["stop", "stop"]
+
+
 def test_who_may_go_is_declared_anew_in_each_world() -> None:
     job = _Job()
     assert job.logs.optional_ranks() == []
