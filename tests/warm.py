@@ -167,7 +167,7 @@ class Running:
         """Return everything it has written, and has not been read yet, once it has ended."""
         deadline = None if timeout is None else time.monotonic() + timeout
         found: dict[IO[str] | None, list[bytes]] = {self.stdout: [], self.stderr: []}
-        open_ones = {stream for stream in found if stream is not None}
+        open_ones = {stream for stream in found if stream is not None and not stream.closed}
         while open_ones:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             readable = select.select([*open_ones], [], [], left)[0]
@@ -268,7 +268,7 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     time.tzset()
     if "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     tempfile.tempdir = None
     # Python draws anew in a fork by itself.
     np.random.seed()  # noqa: NPY002 - what scripts draw from
@@ -298,8 +298,8 @@ def _run(words: list[str]) -> None:
     else:
         sys.path[0] = str(Path(words[0]).resolve().parent)
         sys.argv = list(words)
-        main.__file__ = words[0]
-        code = compile(Path(words[0]).read_bytes(), words[0], "exec")
+        main.__file__ = str(Path(words[0]).absolute())
+        code = compile(Path(words[0]).read_bytes(), main.__file__, "exec")
     exec(code, main.__dict__)  # noqa: S102 - the command itself
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from conftest import Command
 
+    from tests.warm import Started
+
 HELLO = """
 import rankwise as rw
 with rw.join() as world:
@@ -42,18 +44,12 @@ class Launchers:
     def __init__(self, command: Command, port: int) -> None:
         self.command = command
         self.port = port
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Started] = []
 
-    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(self, *words: str, env: dict[str, str] | None = None) -> Started:
         """Start ``rankwise run --rendezvous ... words``."""
-        process = subprocess.Popen(
-            self.command.words("--rendezvous", f"127.0.0.1:{self.port}", *words),
-            cwd=self.command.folder,
-            env=self.command.environment(**{**SECRET, **(env or {})}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        meeting = ("run", "--rendezvous", f"127.0.0.1:{self.port}")
+        process = self.command.start_python("-m", "rankwise", *meeting, *words, env={**SECRET, **(env or {})})
         self.processes.append(process)
         return process
 
