@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from said import listening
 from torch import nn
 
 import rankwise as rw
@@ -20,7 +21,8 @@ from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.comm.session import current
 from rankwise.errors import CollectiveMismatch, PeerMissing
-from rankwise.health import process_probe, status_poll
+from rankwise.health import collective_timeout, process_probe, status_poll
+from rankwise.health.collective_timeout import CollectiveWait
 from rankwise.launch.inspect import stacks
 from rankwise.parallel.loss.reports import channel_length
 
@@ -268,3 +270,42 @@ def _check_some_of_the_ranks(world: World) -> tuple[int | None, int]:
 
 def test_with_checking_some_of_the_ranks_call_for_themselves(run_ranks: RunRanks) -> None:
     assert [result.get() for result in run_ranks(_check_some_of_the_ranks, 3)] == [(2, 3), (None, 3), (2, 3)]
+
+
+def _wait_until_it_is_said(world: World) -> tuple[list[str], list[str]]:
+    """Rank 1 comes to a barrier when both others have seen to it that somebody mentions that it is missing."""
+    store: Any = current().store
+    collective_timeout.NOTICE_SECONDS = 0.2
+    claim, report = CollectiveWait._claim, CollectiveWait._report_missing
+    claimed: list[str] = []
+
+    def noted(wait: CollectiveWait, purpose: str) -> bool:
+        is_ours = claim(wait, purpose)
+        if is_ours:
+            claimed.append(purpose)
+        return is_ours
+
+    def counted(wait: CollectiveWait, waited: float) -> None:
+        report(wait, waited)
+        store.add("seen to", 1)
+
+    rw.barrier()
+    CollectiveWait._claim = noted  # type: ignore[method-assign]
+    CollectiveWait._report_missing = counted  # type: ignore[method-assign]
+    with listening() as said:
+        while world.rank == 1 and store.add("seen to", 0) < 2:
+            threading.Event().wait(0.01)
+        rw.barrier()
+    return claimed, [line for line in said if "has been waiting" in line]
+
+
+def test_a_long_wait_is_mentioned_by_one_rank_with_who_is_missing(run_ranks: RunRanks) -> None:
+    found = [result.get() for result in run_ranks(_wait_until_it_is_said, 3)]
+    claimed = [purpose for claims, _ in found for purpose in claims]
+    # Where the machine is busy the wait may be so long that it is mentioned again.
+    assert len(claimed) == len(set(claimed)) >= 1
+    lines = [line for _, lines in found for line in lines]
+    assert len(lines) == len(claimed)
+    # The others may have been on their way there yet.
+    said = re.compile(r"barrier\(\) has been waiting for \d+ s, for (rank 1|ranks [01]-[12]):")
+    assert any(said.search(line) for line in lines), lines

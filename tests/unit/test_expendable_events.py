@@ -5,61 +5,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
+from event_followers import Event, following, log_of
 
 from rankwise.errors import PeerFailed, PeerMissing, RankwiseError
 from rankwise.health import event_log
-from rankwise.health.failure_detector import FailureDetector
 from rankwise.health.preemption import Preemption
-from rankwise.store.opening import serve
 from rankwise.store.values import Store, StoreLost
-from rankwise.world.facts import World
 
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-Event = dict[str, Any]
 FAILED: Event = {"kind": "failed", "rank": 2, "error_type": "ValueError", "text": "ValueError: boom", "hostname": ""}
 ENDED: Event = {"kind": "ended", "rank": 2, "what": "barrier()", "process": 17}
 BROKEN: Event = {"kind": "broken", "rank": 0, "what": "", "gone": [2], "have_left": False, "table": "", "reason": ""}
-ALL_READ_SECONDS = 20.0
-
-
-@contextmanager
-def following(*log: Event | list[int]) -> Generator[FailureDetector]:
-    """Rank 0 of 4, which has read events; a list of ranks stands for their being declared expendable."""
-    store, _ = serve(secret=b"of this test")
-    world = World(
-        rank=0,
-        world_size=4,
-        local_rank=0,
-        local_world_size=4,
-        node_rank=0,
-        num_nodes=1,
-        device="cpu",
-        backend="gloo",
-        hostname="here",
-        source="test",
-    )
-    detector = FailureDetector(store, world, timeout_seconds=30.0)
-    try:
-        for one in log:
-            if isinstance(one, list):
-                event_log.post_expendable(store, one)
-            else:
-                event_log.post(store, one)
-        number = event_log.post(store, {"kind": "nothing", "rank": None})
-        with detector.changed:
-            assert detector.changed.wait_for(lambda: detector.next_event > number, ALL_READ_SECONDS)
-        yield detector
-    finally:
-        detector.leave(wait_for_peers=False)
-        detector.store.close()
-        store.close()
 
 
 @pytest.mark.parametrize("event", [FAILED, ENDED, BROKEN], ids=lambda event: event["kind"])
@@ -138,14 +96,6 @@ def test_who_dies_amid_a_declaration_has_told_the_ranks_before_the_launcher() ->
     connection.num_writes = 100
     event_log.post_expendable(store, [1, 2])
     assert json.loads(store.get(event_log.EXPENDABLE_KEY, 1.0)) == [1, 2]
-
-
-def log_of(store: Store) -> list[Event]:
-    """Return the events of a log."""
-    found: list[Event] = []
-    while store.check(event_log.key_of(len(found) + 1)):
-        found.append(json.loads(store.get(event_log.key_of(len(found) + 1), 1.0)))
-    return found
 
 
 class Rank:

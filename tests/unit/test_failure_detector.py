@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank makes of another's end, and what it tells the others of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+from event_followers import following, log_of
+
+from rankwise.errors import PeerMissing
+from rankwise.health import collective_timeout, process_probe, status_poll
+from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
+from rankwise.health.process_probe import Process
+from rankwise.store.values import Store
+
+
+def test_what_a_rank_took_part_in_before_it_left_can_end() -> None:
+    with following({"kind": "left", "rank": 3, "exit_code": None, "last": 2, "counts": [2]}) as detector:
+        tickets = [detector.ticket("barrier()") for _ in range(3)]
+        assert [detector.failure_blocking(ticket) for ticket in tickets[:2]] == [None, None]
+        assert isinstance(detector.failure_blocking(tickets[2]), PeerMissing)
+
+
+def test_groups_without_a_rank_that_left_go_on() -> None:
+    with following({"kind": "left", "rank": 3, "exit_code": 0, "last": 0, "counts": []}) as detector:
+        with_it, without_it = (detector.recorder.new_exchange_id(ranks) for ranks in ([0, 3], [0, 1]))
+        assert detector.failure_blocking(detector.ticket("barrier()", without_it)) is None
+        assert isinstance(detector.failure_blocking(detector.ticket("barrier()", with_it)), PeerMissing)
+
+
+def test_who_finds_a_process_ended_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_timeout, "EXPLANATION_SECONDS", 0.05)
+    with following() as detector:
+        with (
+            pytest.raises(PeerMissing, match="17") as caught,
+            CollectiveWait(detector, detector.ticket("barrier()")),
+        ):
+            raise PeerEnded(2, 17)
+        assert caught.value.ranks == (2,)
+        (event,) = [event for event in log_of(detector.store) if event["kind"] == "ended"]
+        assert (event["rank"], event["process"], event["what"]) == (2, 17, "barrier()")
+
+
+def test_only_processes_of_this_machine_that_have_not_left_are_looked_at() -> None:
+    store = Store(dist.HashStore())
+    here = process_probe.this_process()
+    for rank, host in enumerate([here.host, "another machine", "", here.host]):
+        status_poll.introduce(store, rank, Process(host, os.getpid(), ""))
+    status_poll.take_leave(store, 3)
+    assert list(status_poll.look_at(store, range(5))) == [0]
+    assert [status_poll.is_introduced(store, rank) for rank in (2, 3, 4)] == [True, False, False]
