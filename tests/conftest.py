@@ -23,6 +23,8 @@ import tqdm
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.warm import WarmPython
+
 END_SECONDS = 5.0
 """How long a thread or process may take to end that a test has already told to end."""
 PYTESTS_OWN = {"PYTEST_CURRENT_TEST"}
@@ -67,6 +69,17 @@ def _what_ranks_import_is_there(request: pytest.FixtureRequest) -> None:
     )
     # Whichever test is the first with ranks would start it with less.
     forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """The process that commands of Python are forked from."""
+    # It imports torch, which most runs of a single test have no need of.
+    from tests.warm import WarmPython, variables
+
+    ours = WarmPython(variables())
+    yield ours
+    ours.close()
 
 
 @pytest.fixture(scope="session")

@@ -115,14 +115,6 @@ class Command:
         return self.processes()
 
 
-@pytest.fixture(scope="session")
-def warm_python() -> Iterator[WarmPython]:
-    """The process that commands are forked from."""
-    ours = WarmPython(variables())
-    yield ours
-    ours.close()
-
-
 @pytest.fixture
 def command(tmp_path: Path, warm_python: WarmPython) -> Iterator[Command]:
     """The command, in an empty folder; afterwards nothing of it may be left."""

@@ -8,18 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from hosts import Hosts
 
-from tests.warm import WarmPython, variables
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
-@pytest.fixture(scope="session")
-def warm_python() -> Iterator[WarmPython]:
-    """The process that ranks on hosts are forked from, with one thread each."""
-    ours = WarmPython({**variables(), "OMP_NUM_THREADS": "1"})
-    yield ours
-    ours.close()
+    from tests.warm import WarmPython
 
 
 @pytest.fixture

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from on_ranks import RunRanks
+
+    from tests.warm import Started, WarmPython
 
 TRAIN = """
     import os, signal, sys
@@ -97,22 +96,14 @@ TRAIN = """
 VARIABLES = {"OMP_NUM_THREADS": "1", "RANKWISE_SECRET": "of these tests"}
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+def start(warm_python: WarmPython, folder: Path, *words: str) -> Started:
     """Start ``rankwise run`` with the training; its temporary folders are below ``folder``."""
     script = folder / "train.py"
     if not script.exists():  # Ranks of another launcher may be reading it.
         script.write_text(textwrap.dedent(TRAIN))
     (folder / "tmp").mkdir(exist_ok=True)
-    own = {"PYTHONPATH": str(Path(rankwise.__file__).parents[1]), "TMPDIR": str(folder / "tmp")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "rankwise", "run", *words],
-        cwd=folder,
-        env={**os.environ, **VARIABLES, **own},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    variables = {**warm_python.environment, **VARIABLES, "TMPDIR": str(folder / "tmp")}
+    return warm_python.start(["-m", "rankwise", "run", *words], folder, variables)
 
 
 def command(folder: Path, when: int, who: str) -> list[str]:
@@ -124,17 +115,19 @@ def ended(folder: Path, when: int, rank: int = 0) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def undisturbed(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks comes to where nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    calm = start(folder, "-n", "2", *command(folder, 99, "nobody"))
+    calm = start(warm_python, folder, "-n", "2", *command(folder, 99, "nobody"))
     assert "elastic" not in calm.communicate(timeout=50)[1]
     return [ended(folder, 99, rank) for rank in range(2)]
 
 
 @pytest.mark.parametrize("who", ["rank", "torn"])
-def test_a_killed_rank_changes_nothing(tmp_path: Path, who: str, undisturbed: list[dict[str, Any]]) -> None:
-    hurt = start(tmp_path, "-n", "2", "--max-restarts", "2", *command(tmp_path, 5, who))
+def test_a_killed_rank_changes_nothing(
+    warm_python: WarmPython, tmp_path: Path, who: str, undisturbed: list[dict[str, Any]]
+) -> None:
+    hurt = start(warm_python, tmp_path, "-n", "2", "--max-restarts", "2", *command(tmp_path, 5, who))
     _, said = hurt.communicate(timeout=50)
     assert hurt.returncode == 0, said
     taken = 4 if who == "rank" else 3
@@ -158,20 +151,22 @@ def port() -> int:
 class Launchers:
     """Launchers of one job, each as if on a machine of its own."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self.processes: list[subprocess.Popen[str]] = []
+    def __init__(self, warm_python: WarmPython, folder: Path, port: int) -> None:
+        self._warm_python = warm_python
+        self.processes: list[Started] = []
         self._folder = folder
         self._words = ("--rendezvous", f"127.0.0.1:{port}", "--nodes", "1:2", "-n", "1")
 
-    def start(self, node_rank: int) -> subprocess.Popen[str]:
+    def start(self, node_rank: int) -> Started:
         words = (*self._words, "--node-rank", str(node_rank))
-        self.processes.append(start(self._folder, *words, *command(self._folder, 4, "launcher")))
+        words = (*words, *command(self._folder, 4, "launcher"))
+        self.processes.append(start(self._warm_python, self._folder, *words))
         return self.processes[-1]
 
 
 @pytest.fixture
-def launchers(tmp_path: Path, port: int) -> Iterator[Launchers]:
-    started = Launchers(tmp_path, port)
+def launchers(warm_python: WarmPython, tmp_path: Path, port: int) -> Iterator[Launchers]:
+    started = Launchers(warm_python, tmp_path, port)
     yield started
     for process in started.processes:
         process.kill()

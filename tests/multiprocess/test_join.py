@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rankwise.world.facts import World
+    from tests.warm import Started, WarmPython
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """
@@ -62,19 +60,13 @@ for number in range(3):
 }
 
 
-def start(folder: Path, rank: int, world_size: int, url: str, what: str = "run") -> subprocess.Popen[str]:
-    """Start one rank as its own process, as a person would in another terminal."""
+def start(warm_python: WarmPython, folder: Path, rank: int, *words: object) -> Started:
+    """Start one rank as its own process, as a person would in another terminal; ``words`` as ``SCRIPT`` has them."""
     script = folder / "script.py"
     if not script.exists():  # Another rank may be reading it.
         script.write_text(SCRIPT)
-    variables = {k: v for k, v in os.environ.items() if k not in LAUNCHED_BY}
-    return subprocess.Popen(
-        [sys.executable, str(script), str(rank), str(world_size), url, what],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=variables,
-    )
+    variables = {k: v for k, v in warm_python.environment.items() if k not in LAUNCHED_BY}
+    return warm_python.start([str(script), str(rank), *map(str, words)], folder, variables)
 
 
 def free_port() -> int:
@@ -83,9 +75,11 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def run_by_hand(folder: Path, world_size: int, url: str, what: str = "run") -> list[tuple[int, str, str]]:
+def run_by_hand(
+    warm_python: WarmPython, folder: Path, world_size: int, url: str, what: str = "run"
+) -> list[tuple[int | None, str, str]]:
     """Start all ranks and return exit code, stdout and stderr of each."""
-    processes = [start(folder, rank, world_size, url, what) for rank in range(world_size)]
+    processes = [start(warm_python, folder, rank, world_size, url, what) for rank in range(world_size)]
     ended = []
     for process in processes:
         out, err = process.communicate(timeout=50)
@@ -94,23 +88,23 @@ def run_by_hand(folder: Path, world_size: int, url: str, what: str = "run") -> l
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
-def test_explicit_init_method(tmp_path: Path, scheme: str) -> None:
+def test_explicit_init_method(warm_python: WarmPython, tmp_path: Path, scheme: str) -> None:
     url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/store"
-    for rank, (code, out, err) in enumerate(run_by_hand(tmp_path, 3, url)):
+    for rank, (code, out, err) in enumerate(run_by_hand(warm_python, tmp_path, 3, url)):
         assert code == 0, err
         assert out == f"{rank} of 3: 3\n"
 
 
 @pytest.mark.parametrize("words", SEVERAL_WORLDS)
-def test_worlds_follow_each_other_on_one_port(tmp_path: Path, words: str) -> None:
+def test_worlds_follow_each_other_on_one_port(warm_python: WarmPython, tmp_path: Path, words: str) -> None:
     (tmp_path / "script.py").write_text(SEVERAL_WORLDS[words])
-    for code, out, err in run_by_hand(tmp_path, 2, f"tcp://127.0.0.1:{free_port()}"):
+    for code, out, err in run_by_hand(warm_python, tmp_path, 2, f"tcp://127.0.0.1:{free_port()}"):
         assert code == 0, err
         assert out == "0\n1\n2\n"
 
 
-def test_an_uncaught_error_after_a_plain_join_reaches_the_others(tmp_path: Path) -> None:
-    ended = run_by_hand(tmp_path, 3, f"tcp://127.0.0.1:{free_port()}", "raise")
+def test_an_uncaught_error_after_a_plain_join_reaches_the_others(warm_python: WarmPython, tmp_path: Path) -> None:
+    ended = run_by_hand(warm_python, tmp_path, 3, f"tcp://127.0.0.1:{free_port()}", "raise")
     assert ended[1][0] == 1
     for rank in (0, 2):
         code, _, err = ended[rank]
@@ -119,27 +113,27 @@ def test_an_uncaught_error_after_a_plain_join_reaches_the_others(tmp_path: Path)
         assert "rank one is bad" in err
 
 
-def test_a_rank_that_exits_with_code_zero_is_named(tmp_path: Path) -> None:
-    ended = run_by_hand(tmp_path, 3, f"tcp://127.0.0.1:{free_port()}", "exit")
+def test_a_rank_that_exits_with_code_zero_is_named(warm_python: WarmPython, tmp_path: Path) -> None:
+    ended = run_by_hand(warm_python, tmp_path, 3, f"tcp://127.0.0.1:{free_port()}", "exit")
     assert ended[1][0] == 0
     for rank in (0, 2):
         assert ended[rank][0] == 1
         assert "rank 1 has left" in ended[rank][2]
 
 
-def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+def test_a_port_in_use_is_said(warm_python: WarmPython, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        process = start(tmp_path, 0, 2, f"tcp://127.0.0.1:{port}")
+        process = start(warm_python, tmp_path, 0, 2, f"tcp://127.0.0.1:{port}", "run")
         _, err = process.communicate(timeout=50)
     assert process.returncode == 1
     assert f"cannot be served on 127.0.0.1:{port}: Address already in use" in err
     assert "give another port" in err
 
 
-def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_never_starts_is_named(warm_python: WarmPython, tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    processes = [start(tmp_path, rank, 3, url) for rank in (0, 2)]
+    processes = [start(warm_python, tmp_path, rank, 3, url, "run") for rank in (0, 2)]
     for process in processes:
         _, err = process.communicate(timeout=50)
         assert process.returncode == 1
