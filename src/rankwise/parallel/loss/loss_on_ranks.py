@@ -16,15 +16,14 @@ from rankwise.health.call_site import user_call_site, words
 from rankwise.parallel.loss.reports import (
     Mode,
     ReportChannel,
-    RowLengthsInSteps,
     TermReadings,
     Verdict,
     batch_in_hand,
     check_same_batch,
     combine,
     report_of,
-    unequal_lengths,
 )
+from rankwise.parallel.loss.row_lengths import RowLengthsInSteps, unequal_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.health.call_site import CallSite
-    from rankwise.parallel.loss.reports import GlobalLoss, GlobalTerm, RowLengths, TermReading
+    from rankwise.parallel.loss.reports import GlobalLoss, GlobalTerm, TermReading
+    from rankwise.parallel.loss.row_lengths import RowLengths
     from rankwise.parallel.loss.terms import ForwardCall
     from rankwise.parallel.state_guard.guard import StateGuard
 

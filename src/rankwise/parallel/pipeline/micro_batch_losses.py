@@ -14,15 +14,8 @@ import torch
 from rankwise.comm.session import current
 from rankwise.parallel.loss.hooks import mark_output, tensors_with_grad
 from rankwise.parallel.loss.loss_on_ranks import model_numbers
-from rankwise.parallel.loss.reports import (
-    MOST_TERMS,
-    REPORT_LENGTH,
-    Mode,
-    RowLengthsInSteps,
-    Verdict,
-    report_of,
-    verdict_of,
-)
+from rankwise.parallel.loss.reports import MOST_TERMS, REPORT_LENGTH, Mode, Verdict, report_of, verdict_of
+from rankwise.parallel.loss.row_lengths import RowLengthsInSteps
 from rankwise.parallel.loss.terms import ForwardCall, LossReader
 from rankwise.parallel.pipeline.step_weight import NOTHING, CopyLosses, times
 
@@ -31,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.parallel.loss.reports import RowLengths
+    from rankwise.parallel.loss.row_lengths import RowLengths
     from rankwise.parallel.loss.terms import Term
     from rankwise.parallel.pipeline.executor import MicroBatch
 
