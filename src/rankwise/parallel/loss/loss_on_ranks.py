@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
-from rankwise.parallel.loss.reports import (
-    Mode,
-    ReportChannel,
-    TermReadings,
-    Verdict,
-    batch_in_hand,
-    check_same_batch,
-    combine,
-    report_of,
-)
+from rankwise.parallel.loss.reports import Mode, ReportChannel, TermReadings, Verdict, combine, report_of
 from rankwise.parallel.loss.row_lengths import RowLengthsInSteps, unequal_lengths
+from rankwise.parallel.loss.same_batch import batch_in_hand, check_same_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -3,8 +3,8 @@
 
 A rank reports a list of numbers of one length, whatever its loss is, so that ranks whose losses differ are notified of
 it instead of waiting for one another. The numbers are the terms of its loss, the lengths of its samples (in
-``row_lengths``), its batch (a rank that skips one is a step ahead from there on) and what the guard of replicas
-compares. They travel on a lane of their own and arrive added up. Used by loss_on_ranks and pipeline.
+``row_lengths``), its batch (in ``same_batch``) and what the guard of replicas compares. They travel on a lane of their
+own and arrive added up. Used by loss_on_ranks and pipeline.
 """
 
 from __future__ import annotations
@@ -12,28 +12,22 @@ from __future__ import annotations
 import struct
 import zlib
 from enum import IntEnum
-from threading import get_ident
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from rankwise.comm.backends.protocol import ChannelSize
-from rankwise.comm.session import current_or_none
-from rankwise.errors import CollectiveMismatch, fold_ranks, fold_values
 from rankwise.parallel.loss.row_lengths import report_of_rows, unequal_elements
 from rankwise.parallel.state_guard.guard import NUM_NUMBERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.errors import ConfigurationError
     from rankwise.health.call_site import CallSite
     from rankwise.parallel.loss.row_lengths import RowLengths
     from rankwise.parallel.loss.terms import Term
-
-    BatchNumbers = tuple[int, int, int]
-    """Number of the loader, epoch, and number of the global batch in it."""
 
 
 MOST_TERMS = 12
@@ -44,9 +38,6 @@ REPORT_LENGTH = _HEADER + _PER_TERM * MOST_TERMS
 _BATCHES = REPORT_LENGTH + NUM_NUMBERS
 """Where the numbers of the ranks' batches begin, after those of losses and guards."""
 _NOTHING_OF_GUARD = (0.0,) * NUM_NUMBERS
-_NUM_BATCHES = 2**20
-_NUM_EPOCHS = 2**12
-_NUM_LOADERS = 2**12
 
 
 class Mode(IntEnum):
@@ -335,59 +326,3 @@ class ReportChannel:
         self._channel.finish()
         sums = self._form.unpack_from(self._result)
         return Reports(sums[:REPORT_LENGTH], sums[REPORT_LENGTH:_BATCHES], sums[_BATCHES:])
-
-
-def batch_in_hand() -> int:
-    """Return a number for the batch that this thread's loop has taken last; 0 where no loader of ours gave one."""
-    session = current_or_none()
-    batch = None if session is None else session.batch
-    # A thread that reads ahead is at another batch than the one trained on.
-    if batch is None or batch.thread != get_ident():
-        return 0
-    epoch = batch.epoch % _NUM_EPOCHS
-    return 1 + batch.number % _NUM_BATCHES + _NUM_BATCHES * (epoch + _NUM_EPOCHS * (batch.loader % _NUM_LOADERS))
-
-
-def check_same_batch(reported: Sequence[float], model_name: str, *, are_all_ranks: bool) -> None:
-    """Raise if ranks are at different batches of one loader.
-
-    Called by: every rank, with the same.
-
-    Args:
-        reported: by each rank what :func:`batch_in_hand` returned there.
-        model_name: for the error.
-        are_all_ranks: whether the model has a copy on every rank of the world.
-
-    Raises:
-        CollectiveMismatch: names the ranks that are ahead.
-    """
-    if len(set(reported)) == 1:
-        return
-    batches = {rank: _batch_of(round(number)) for rank, number in enumerate(reported) if round(number)}
-    # A loader that only some ranks iterate, as one for validation, says nothing of the others.
-    if len({loader for loader, _, _ in batches.values()}) == 1 and len(set(batches.values())) > 1:
-        # Where ranks are laid out along axes, those with a copy are numbered by themselves.
-        raise _different_batches(
-            batches, model_name, "" if are_all_ranks else f" of the {len(reported)} along dp_replicate"
-        )
-
-
-def _batch_of(number: int) -> BatchNumbers:
-    rest, batch = divmod(number - 1, _NUM_BATCHES)
-    loader, epoch = divmod(rest, _NUM_EPOCHS)
-    return loader, epoch, batch
-
-
-def _different_batches(batches: Mapping[int, BatchNumbers], model_name: str, among: str) -> CollectiveMismatch:
-    behind = min(batches.values())
-    ahead = [rank for rank, batch in batches.items() if batch != behind]
-    return CollectiveMismatch(
-        f"{fold_ranks(ahead)}{among} ran no backward for batch {behind[2]} of epoch {behind[1]}, for which others run "
-        f"it now: gradients of {model_name} would be averaged over different batches.",
-        evidence=fold_values(
-            {rank: f"batch {number} of epoch {epoch}" for rank, (_, epoch, number) in batches.items()}
-        ),
-        do="skip a step, or leave a loop, on all ranks or on none: decide by rankwise.mean(loss, len(x)), which is the "
-        "same on every rank and leaves empty shares out; for a norm of gradients, which are the same already, after "
-        "backward()",
-    )
