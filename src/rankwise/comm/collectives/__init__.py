@@ -5,12 +5,12 @@ Tensors, arrays of NumPy and of what has ``__dlpack__``, and numbers, alone or i
 world or a group of one, each is the identity. Results never alias what was given, and have no gradients.
 """
 
-from rankwise.comm.collectives.all_reduce import all_reduce, reduce_scatter
 from rankwise.comm.collectives.average import mean
 from rankwise.comm.collectives.data_movement import all_gather, all_gather_uneven, all_to_all, broadcast
 from rankwise.comm.collectives.group import Group, exchange_of
 from rankwise.comm.collectives.new_group import new_group
 from rankwise.comm.collectives.objects import all_gather_object, barrier, broadcast_object, gather_json
+from rankwise.comm.collectives.reductions import all_reduce, reduce_scatter
 
 __all__ = [
     "Group",
