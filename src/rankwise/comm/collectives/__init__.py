@@ -8,7 +8,7 @@ world or a group of one, each is the identity. Results never alias what was give
 from rankwise.comm.collectives.average import mean
 from rankwise.comm.collectives.data_movement import all_gather, all_gather_uneven, all_to_all, broadcast
 from rankwise.comm.collectives.group import Group, exchange_of
-from rankwise.comm.collectives.new_group import new_group
+from rankwise.comm.collectives.group_creation import new_group
 from rankwise.comm.collectives.objects import all_gather_object, barrier, broadcast_object, gather_json
 from rankwise.comm.collectives.reductions import all_reduce, reduce_scatter
 
