@@ -44,25 +44,25 @@ def test_digits_on_one_rank_and_on_two(command: Command) -> None:
 
 def test_digits_resumes(command: Command, tmp_path: Path) -> None:
     words = [str(EXAMPLES / "digits.py"), "--checkpoints", str(tmp_path)]
-    whole = run_on(command, "2", str(EXAMPLES / "digits.py"), "--epochs", "3")
-    first = run_on(command, "2", *words, "--epochs", "2")
-    second = run(command, *words, "--epochs", "3")
+    whole = run_on(command, "2", str(EXAMPLES / "digits.py"), "--epochs", "2")
+    first = run_on(command, "2", *words, "--epochs", "1")
+    second = run(command, *words, "--epochs", "2")
     losses = [re.findall(r"loss (\S+)", text) for text in (whole, first + second)]
     assert losses[0] == losses[1]
-    assert len(losses[0]) == 3
+    assert len(losses[0]) == 2
 
 
 @pytest.mark.parametrize("compress", ["bf16", "fp16", "int8", "powersgd", "top-k"])
 def test_digits_are_learned_from_compressed_gradients(command: Command, compress: str) -> None:
-    text = run_on(command, "2", str(EXAMPLES / "digits.py"), "--epochs", "10", "--compress", compress)
+    text = run_on(command, "2", str(EXAMPLES / "digits.py"), "--epochs", "6", "--compress", compress)
     accuracy = re.search(r"accuracy (\S+)", text)
     assert accuracy is not None
-    # 0.975 without; of top-k's hundredth of the gradients some are a hundred steps old.
-    assert float(accuracy[1]) > (0.92 if compress == "top-k" else 0.96)
+    # 0.953 without; of top-k's hundredth of the gradients some are a hundred steps old.
+    assert float(accuracy[1]) > (0.8 if compress == "top-k" else 0.9)
 
 
-def test_jax_digits_learn_the_same_on_one_rank_and_on_three(command: Command) -> None:
-    texts = [run_on(command, ranks, str(EXAMPLES / "jax_digits.py"), "--epochs", "4") for ranks in ("1", "3")]
+def test_jax_digits_learn_the_same_on_one_rank_and_on_two(command: Command) -> None:
+    texts = [run_on(command, ranks, str(EXAMPLES / "jax_digits.py"), "--epochs", "4") for ranks in ("1", "2")]
     losses = [[float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in texts]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     assert len(losses[0]) == 4
@@ -92,7 +92,7 @@ def test_fashion_mnist(command: Command, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
 
 
-@pytest.mark.parametrize("ranks", ["1", "3"])
+@pytest.mark.parametrize("ranks", ["1", "2"])
 def test_unet3d(command: Command, tmp_path: Path, ranks: str) -> None:
     text = run_on(
         command, ranks, str(EXAMPLES / "unet3d.py"), "--data", str(tmp_path), "--volumes", "7", "--size", "40",
@@ -111,7 +111,7 @@ def largest_differences(text: str) -> list[float]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("how", "ranks"), [("replicate", "4"), ("shard", "4"), ("tensor_parallel", "2"), ("pipeline", "2")]
+    ("how", "ranks"), [("replicate", "2"), ("shard", "3"), ("tensor_parallel", "2"), ("pipeline", "2")]
 )
 def test_llama_on_ranks(command: Command, how: str, ranks: str) -> None:
     text = run_on(command, ranks, str(EXAMPLES / "llama.py"), "--how", how, "--small")
@@ -148,7 +148,7 @@ def test_resnet50_placed_and_pipelined(command: Command, tmp_path: Path) -> None
 
 @pytest.mark.timeout(120)
 def test_megengine_s_data_parallel_tutorial(command: Command) -> None:
-    text = run(command, str(EXAMPLES / "megengine_lenet.py"), "--ranks", "2", "--epochs", "4")
+    text = run(command, str(EXAMPLES / "megengine_lenet.py"), "--ranks", "2", "--epochs", "3")
     accuracies = re.search(r"accuracy (\S+), on one rank (\S+)", text)
     assert accuracies is not None
     assert float(accuracies[1]) >= 0.9

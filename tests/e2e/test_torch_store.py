@@ -55,8 +55,7 @@ def test_ranks_meet_at_the_address_that_they_are_told(command: Command, num_rank
     assert lines(command, "-n", str(num_ranks), "train.py") == [expected] * num_ranks * 3
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("method", ["tcp", "env"])
+@pytest.mark.parametrize(("num_ranks", "method"), [(1, "tcp"), (2, "env")])
 def test_each_rank_spawns_workers_that_make_one_world(command: Command, num_ranks: int, method: str) -> None:
     # As pytorch/examples' imagenet does with --multiprocessing-distributed.
     command.write(

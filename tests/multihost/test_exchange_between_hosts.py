@@ -21,12 +21,12 @@ EXCHANGING = Path(__file__).with_name("exchanging.py")
 LIMIT_SECONDS = 50
 
 
-@pytest.mark.parametrize("ranks_per_host", [[2, 2], [1, 2], [3, 2]])
+@pytest.mark.parametrize(("ranks_per_host", "num_runs"), [([2, 2], 1), ([1, 2], 2), ([3, 2], 1)])
 def test_large_tensors_and_gradients_are_the_same_bits_on_every_host_and_in_every_run(
-    hosts: Hosts, ranks_per_host: list[int]
+    hosts: Hosts, ranks_per_host: list[int], num_runs: int
 ) -> None:
     found = []
-    for _ in range(2):
+    for _ in range(num_runs):
         for ended in hosts.run_ranks(EXCHANGING, ranks_per_host):
             assert ended.exit_code == 0, ended.stderr
             found.append(json.loads(ended.stdout))

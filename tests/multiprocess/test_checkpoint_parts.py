@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import warnings
 from pathlib import Path
@@ -42,18 +41,20 @@ def _load_each(world: World, path: str, saved: list[str], names: list[str]) -> N
     reference, reference_optimizer = trained("one", 1)
     expected, expected_optimizer = trained("one", 1)
     step(expected, expected_optimizer)
-    for name, source in itertools.product(names, saved):
+    for name in names:
         model, optimizer = built(name, world.world_size, seed=1)
-        extra: dict[str, Any] = {}
-        assert Checkpointer(f"{path}/{source}").restore(model=model, optimizer=optimizer, extra=extra)
-        assert extra == {"epoch": 3}
-        elsewhere = check(model.state_dict(), reference.state_dict())
-        check(optimizer.state_dict(), reference_optimizer.state_dict())
-        assert (elsewhere > 0) == ("pipeline" in name and world.world_size > 1)
-        assert not any(parameter.is_meta for parameter in optimizer.state)
-        step(model, optimizer)
-        check(model.state_dict(), expected.state_dict())
-        check(optimizer.state_dict(), expected_optimizer.state_dict())
+        # The first of them into an optimizer that has no state yet, the others over what the one before came to.
+        for source in saved:
+            extra: dict[str, Any] = {}
+            assert Checkpointer(f"{path}/{source}").restore(model=model, optimizer=optimizer, extra=extra)
+            assert extra == {"epoch": 3}
+            elsewhere = check(model.state_dict(), reference.state_dict())
+            check(optimizer.state_dict(), reference_optimizer.state_dict())
+            assert (elsewhere > 0) == ("pipeline" in name and world.world_size > 1)
+            assert not any(parameter.is_meta for parameter in optimizer.state)
+            step(model, optimizer)
+            check(model.state_dict(), expected.state_dict())
+            check(optimizer.state_dict(), expected_optimizer.state_dict())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -80,26 +80,7 @@ def _flat(batch: Any) -> list[Any]:
     return [(i, row.flatten().tolist()) for i, row in zip(ids, batch["image"], strict=True)]
 
 
-def batches(world_size: int, *how: tuple[int, bool]) -> list[list[list[list[Any]]]]:
-    """Return the batches of the whole world for each of ``how``, and each kind of dataset."""
-    of_ranks = [result.get() for result in run_ranks(_rows, world_size, list(how))]
-    joined_ranks = [[joined(parts) for parts in zip(*one, strict=True)] for one in zip(*of_ranks, strict=True)]
-    return [joined_ranks[first : first + len(KINDS)] for first in range(0, len(joined_ranks), len(KINDS))]
-
-
-@pytest.mark.timeout(180)
-def test_augmentation_is_the_same_on_any_ranks_and_workers() -> None:
-    # Few worlds: each of their ranks takes seconds to import MONAI.
-    expected, with_workers = batches(1, (0, False), (2, False))
-    for of_kind in expected:
-        assert sum(map(len, of_kind)) == 2 * SAMPLES
-        assert sorted(map(str, joined(of_kind[:2]))) != sorted(map(str, joined(of_kind[2:])))
-    assert with_workers == expected
-    assert batches(2, (0, False), (0, True)) == [expected, expected]
-    assert batches(3, (2, False)) == [expected]
-
-
-def _own_loader(world: World) -> list[int]:
+def _own_loader() -> list[int]:
     from monai.data import DataLoader as MonaiDataLoader
 
     dataset = monai_dataset("plain")
@@ -107,7 +88,41 @@ def _own_loader(world: World) -> list[int]:
     return [int(i) for batch in loader for i in batch["id"]]
 
 
+def _rows_and_own_loader(world: World, how: list[tuple[int, bool]]) -> tuple[list[list[Any]], list[int]]:
+    return _rows(world, how), _own_loader()
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[tuple[list[list[Any]], list[int]]]:
+    """Rows read without workers, of a dataset of one's own and of a shared one, and samples of MONAI's own loader.
+
+    One world for both tests: each rank takes seconds to import MONAI.
+    """
+    return [result.get() for result in run_ranks(_rows_and_own_loader, 2, [(0, False), (0, True)])]
+
+
+def batches(world_size: int, *how: tuple[int, bool]) -> list[list[list[list[Any]]]]:
+    """Return the batches of the whole world for each of ``how``, and each kind of dataset."""
+    return whole_batches([result.get() for result in run_ranks(_rows, world_size, list(how))])
+
+
+def whole_batches(of_ranks: list[list[list[Any]]]) -> list[list[list[list[Any]]]]:
+    """Join the rows of all ranks."""
+    joined_ranks = [[joined(parts) for parts in zip(*one, strict=True)] for one in zip(*of_ranks, strict=True)]
+    return [joined_ranks[first : first + len(KINDS)] for first in range(0, len(joined_ranks), len(KINDS))]
+
+
 @pytest.mark.timeout(180)
-def test_the_sampler_under_monais_loader() -> None:
-    ids = [result.get() for result in run_ranks(_own_loader, 2)]
-    assert len(set(joined(ids))) == 6
+def test_augmentation_is_the_same_on_any_ranks_and_workers(two_ranks: list[tuple[list[list[Any]], list[int]]]) -> None:
+    expected, with_workers = batches(1, (0, False), (2, False))
+    for of_kind in expected:
+        assert sum(map(len, of_kind)) == 2 * SAMPLES
+        assert sorted(map(str, joined(of_kind[:2]))) != sorted(map(str, joined(of_kind[2:])))
+    assert with_workers == expected
+    assert whole_batches([rows for rows, _ in two_ranks]) == [expected, expected]
+    assert batches(3, (2, False)) == [expected]
+
+
+@pytest.mark.timeout(180)
+def test_the_sampler_under_monais_loader(two_ranks: list[tuple[list[list[Any]], list[int]]]) -> None:
+    assert len(set(joined(ids for _, ids in two_ranks))) == 6

@@ -30,16 +30,17 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_process_that_is_started_afresh_has_it_too(tmp_path: Path, library: str, method: str) -> None:
+def test_a_process_that_is_started_afresh_has_them_too(tmp_path: Path, method: str) -> None:
     (tmp_path / "program.py").write_text(f"""
 import multiprocessing
 if __name__ == "__main__":
-    {provide(library)}
-import {MODULES[library]} as module
+    {provide("horovod")}
+    {provide("megengine")}
+import {MODULES["horovod"]} as one
+import {MODULES["megengine"]} as other
 
 def tell(pipe):
-    pipe.send(module.__name__)
+    pipe.send((one.__name__, other.__name__))
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("{method}")
@@ -50,7 +51,7 @@ if __name__ == "__main__":
     process.join()
 """)
     ended = python(tmp_path, "program.py")
-    assert ended.stdout.startswith(f"rankwise.compat.{library}"), ended.stderr
+    assert ended.stdout.startswith("('rankwise.compat.horovod', 'rankwise.compat.megengine"), ended.stderr
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -77,8 +78,7 @@ def test_the_library_itself_is_not_hidden(tmp_path: Path, library: str, usual: s
         assert f"import rankwise.compat.{library} as {usual}" in ended.stderr
 
 
-@pytest.mark.parametrize("words", [["program.py"], ["-m", "program"]])
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(("library", "words"), [("horovod", ["program.py"]), ("megengine", ["-m", "program"])])
 def test_a_script_runs_as_under_python(tmp_path: Path, library: str, words: list[str]) -> None:
     (tmp_path / "program.py").write_text(
         f"import sys, os, {MODULES[library]} as module\n"
