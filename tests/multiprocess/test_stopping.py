@@ -29,7 +29,7 @@ from rankwise.log import logger
 from rankwise.testing import RankResult, run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from rankwise.world.facts import World
 
@@ -222,6 +222,10 @@ def test_with_nothing_to_save_the_job_goes_on_and_one_rank_says_what_to_do() -> 
     assert others == []
 
 
+def _count_batches(loader: Iterable[object]) -> int:
+    return sum(1 for _ in loader)
+
+
 def _one_rank_never_counts(world: World, folder: str) -> tuple[int, ...]:
     store, detector = current().store, current().detector
     assert store is not None
@@ -235,8 +239,7 @@ def _one_rank_never_counts(world: World, folder: str) -> tuple[int, ...]:
         store.wait(["named"], 30)
         return ()
     with pytest.raises(PeerMissing) as missing:
-        for _ in loader:
-            store.check("named")
+        _count_batches(loader)
     store.set("named", "")
     return missing.value.ranks
 

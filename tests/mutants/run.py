@@ -65,7 +65,7 @@ def apply(mistake: Mistake, copy: Path) -> None:
 def run_tests(tests: list[str], copy: Path) -> subprocess.CompletedProcess[str]:
     """Run tests of the copy, up to the first failure, in a session of their own."""
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *tests],
         cwd=copy,
         # Before the folder of the installed one. What is compiled for a mistake must not outlive it.
         env={**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
@@ -78,10 +78,18 @@ def run_tests(tests: list[str], copy: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def failed_test(output: str) -> str:
-    """Return the name of the first test that failed, or the last line where none is named."""
-    lines = output.strip().splitlines() or ["(no output)"]
-    return next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), lines[-1])[:110]
+def judge(mistake: Mistake, done: subprocess.CompletedProcess[str] | None, copy: Path) -> tuple[bool, str]:
+    """Return whether tests noticed a mistake, which the copy no longer holds, and pytest's word on it."""
+    if done is None:
+        return True, f"no end within {LIMIT_SECONDS} s"
+    # Other numbers than 1 say that no test ran: a wrong name, a mistake that is not Python.
+    if done.returncode not in {0, 1}:
+        sys.exit(f"{mistake.what}: pytest ended with {done.returncode}\n{done.stdout}{done.stderr}")
+    lines = done.stdout.strip().splitlines() or ["(no output)"]
+    evidence = next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), lines[-1])
+    if done.returncode and run_tests(["--last-failed", *mistake.tests], copy).returncode:
+        sys.exit(f"This fails without the mistake too: {evidence}")
+    return done.returncode == 1, evidence[:110]
 
 
 def main() -> int:
@@ -102,13 +110,9 @@ def main() -> int:
             try:
                 done = run_tests(mistake.tests, copy)
             except subprocess.TimeoutExpired:
-                is_noticed, evidence = True, f"no end within {LIMIT_SECONDS} s"
-            else:
-                # Other numbers than 1 say that no test ran: a wrong name, a mistake that is not Python.
-                if done.returncode not in {0, 1}:
-                    sys.exit(f"{mistake.what}: pytest ended with {done.returncode}\n{done.stdout}{done.stderr}")
-                is_noticed, evidence = done.returncode == 1, failed_test(done.stdout)
+                done = None
             shutil.copy2(ROOT / mistake.path, copy / mistake.path)
+            is_noticed, evidence = judge(mistake, done, copy)
             num_noticed += is_noticed
             seconds = time.monotonic() - start
             print(
