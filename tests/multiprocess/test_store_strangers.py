@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -33,11 +31,16 @@ from rankwise.store.wire import (
     send_frame,
 )
 
+if TYPE_CHECKING:
+    from tests.warm import WarmPython
+
 NUM_STEPS = 5
 """How many steps the ranks train while one thing is tried."""
 
 
 RANK = """
+import warnings
+warnings.simplefilter("error")
 import sys, torch, torch.distributed as dist, rankwise as rw
 from datetime import timedelta
 from rankwise.comm.session import current
@@ -133,20 +136,14 @@ def test_a_stranger_that_says_nothing_is_not_waited_for(monkeypatch: pytest.Monk
     store.close()
 
 
-def test_strangers_neither_alter_nor_stop_a_job() -> None:
+def test_strangers_neither_alter_nor_stop_a_job(warm_python: WarmPython) -> None:
     with listen(LOOPBACK, 0) as listener:
         port = listener.getsockname()[1]
-    variables = {**os.environ, "RANKWISE_SECRET": SECRET.decode()}
-    command = [sys.executable, "-W", "error", "-c", RANK]
+    variables = {**warm_python.environment, "RANKWISE_SECRET": SECRET.decode()}
     with ExitStack() as ended:
         ranks = [
             ended.enter_context(
-                subprocess.Popen(
-                    [*command, *map(str, (rank, port, len(ATTACKS), NUM_STEPS))],
-                    env=variables,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
+                warm_python.start(["-c", RANK, *map(str, (rank, port, len(ATTACKS), NUM_STEPS))], Path.cwd(), variables)
             )
             for rank in range(3)
         ]
