@@ -92,6 +92,10 @@ def test_before_init_calls_are_value_errors() -> None:
         hvd.allreduce(torch.ones(2))
 
 
+FACTORS = ((1.0, 1.0), (0.5, 1.0), (0.5, 3.0))
+"""By which a sum is multiplied before and after it."""
+
+
 def _given(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(15, dtype=torch.float64).view(5, 3) - 7 + 3 * rank).to(dtype)
 
@@ -138,6 +142,13 @@ def _reduce(world: World) -> dict[str, Any]:
             got[f"{dtype} {op.name}"] = hvd.allreduce(given, op=op, name=f"{dtype} {op.name}")
         got[f"{dtype} scaled"] = hvd.allreduce(given, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
         assert torch.equal(given, _given(world.rank, dtype)), "the argument stays"
+    # Under way at once: small tensors travel together, and each keeps factors of its own.
+    given = _given(world.rank, torch.float64)
+    handles = [
+        hvd.allreduce_async(given, name=f"{before} {after}", op=hvd.Sum, prescale_factor=before, postscale_factor=after)
+        for before, after in FACTORS
+    ]
+    got["differently scaled"] = [hvd.synchronize(handle) for handle in handles]
     got["number"] = hvd.allreduce(torch.tensor(float(world.rank)), op=hvd.Sum)
     got["empty"] = hvd.allreduce(torch.empty(0, 3))
     target = _given(world.rank, torch.float64)
@@ -173,6 +184,8 @@ def test_allreduce(run_ranks: RunRanks, world_size: int) -> None:
             halves = torch.stack([(0.5 * _given(r, torch.float64)).to(dtype).double() for r in range(world_size)])
             torch.testing.assert_close(got[f"{dtype} scaled"], (3.0 * halves.sum(0)).to(dtype))
         total = torch.stack([_given(rank, torch.float64) for rank in range(world_size)]).sum(0)
+        for (before, after), scaled in zip(FACTORS, got["differently scaled"], strict=True):
+            torch.testing.assert_close(scaled, before * after * total)
         assert got["number"].shape == ()
         assert got["number"] == sum(range(world_size))
         assert got["empty"].shape == (0, 3)
