@@ -25,7 +25,9 @@ def _parameters(world: World, root: int) -> list[Parameters]:
     given = []
     for how in ("state_dict", "named", "list", "tensors"):
         torch.manual_seed(world.rank)
-        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).double()
+        # What is sent of the last layer is not the parameter's own memory.
+        scattered = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), scattered).double()
         model[1].running_mean.fill_(float(world.rank))  # type: ignore[union-attr,operator]
         model[1].num_batches_tracked.fill_(world.rank)  # type: ignore[union-attr,operator]
         if how == "state_dict":
@@ -160,7 +162,7 @@ def _normed(world: World, momentum: float | None) -> tuple[Parameters, torch.Ten
     return {**gradients, **statistics}, of_inputs
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("momentum", [0.1, 0.0, None])
 def test_batchnorm_over_unequal_batches_is_that_of_the_whole_batch(run_ranks: RunRanks, momentum: float | None) -> None:
     reference, of_inputs = one_rank(_normed, momentum)
     for result in run_ranks(_normed, 3, momentum):
