@@ -84,6 +84,19 @@ def test_an_end_of_an_earlier_attempt_ends_no_rank_of_this_one(scene: Scene, exi
     assert not scene.ranks.has_stopped
 
 
+def test_a_rank_that_was_killed_for_a_restart_can_fail_in_the_next_attempt(scene: Scene) -> None:
+    scene.start(0)
+    scene.tell(said="cleared")
+    scene.ranks.clear()
+    scene.start(1)
+    (failed,) = scene.end(1, 1, -11)
+    assert (failed.rank, failed.type) == (1, "SIGSEGV")
+    assert scene.end(0, 1, 0) == []
+    report = scene.ranks.report()
+    assert report.failures == (failed,)
+    assert report.ends[0] == "ended with exit code 0"
+
+
 def test_an_end_of_this_attempt_is_heard_once(scene: Scene) -> None:
     scene.start(0)
     (failed,) = scene.end(1, 0, 3)
