@@ -9,20 +9,27 @@ import select
 import socket
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rankwise.cli import main
 from rankwise.errors import LaunchError
-from rankwise.launch.inspect import control_socket
-from rankwise.launch.inspect.control_socket import ControlSocket, jobs
+from rankwise.launch.inspect import control_socket, stacks
+from rankwise.launch.inspect.control_socket import ControlSocket, RunningJob, jobs
+from rankwise.launch.inspect.stacks import StacksService
+from rankwise.launch.messages import StacksAnswer, StacksRequest, StartAttempt
+from rankwise.store import opening
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
 COMMAND = ["rankwise", "run", "-n", "2", "my train.py"]
+SECRET = b"of these tests"
 
 
 @pytest.fixture
@@ -100,6 +107,60 @@ def test_what_is_no_question_disturbs_nobody(launcher: Callable[..., _Launcher],
     assert answer == b"" or "error" in json.loads(answer)
     (job,) = jobs()
     assert control_socket.ask(job, {}) == {"it": "lives"}
+
+
+class _OtherMachine:
+    """A link of a launcher to one other machine, which answers when the test has it answer."""
+
+    def __init__(self, service: StacksService, *, is_slow: bool) -> None:
+        self._service = service
+        self._is_slow = is_slow
+        self._requests: list[StacksRequest] = []
+
+    def send(self, request: StacksRequest) -> None:
+        self._requests.append(request)
+        if len(self._requests) == 2:
+            if self._is_slow:
+                self.answer(0)
+            self.answer(1)
+
+    def answer(self, place: int) -> None:
+        answers = {1: {"silent": f"answer {place}", "stack": [], "host": "other"}}
+        number = self._requests[place].number
+        self._service.handle(StacksAnswer(number=number, asker="here", answers=answers), None)
+
+
+@pytest.mark.parametrize("comes", ["before the next question", "after the next question"])
+def test_what_a_machine_answers_too_late_is_not_shown_when_it_is_asked_again(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    del folders
+    monkeypatch.setattr(stacks, "OTHERS_SECONDS", 0)
+    served, port = opening.serve(secret=SECRET)
+    ranks: Any = SimpleNamespace(
+        attempt=StartAttempt(
+            run_id="run", attempt=0, first_rank=0, world_size=2, node_rank=0, num_nodes=2, ranks_per_node=(1, 1)
+        ),
+        settings=SimpleNamespace(store=("127.0.0.1", port), secret=SECRET.decode()),
+        running_processes=dict,
+        stack_files=dict,
+        send_signal=None,
+    )
+    job = RunningJob(folder=tempfile.mkdtemp(prefix="rankwise-"), pid=os.getpid(), command=COMMAND, ranks=[0])
+    with closing(served), ControlSocket(job.folder) as control, ThreadPoolExecutor(1) as terminal:
+        service = StacksService(control, ranks)
+        other: Any = _OtherMachine(service, is_slow=comes == "after the next question")
+
+        def ask() -> dict[str, Any]:
+            asked = terminal.submit(control_socket.ask, job, {"do": "stacks"})
+            select.select([service], [], [], 10)
+            service.serve(other)
+            return asked.result()["ranks"]
+
+        assert ask() == {}
+        if comes == "before the next question":
+            other.answer(0)
+        assert ask()["1"]["silent"] == "answer 1"
 
 
 def test_an_error_of_the_launcher_is_told_to_who_asks(launcher: Callable[..., _Launcher]) -> None:

@@ -119,6 +119,8 @@ class NodeLeaves:
 class StacksRequest:
     """``rankwise stacks`` was asked on one machine: the others are to look at their ranks."""
 
+    number: int
+    """Of the question, among those of the asker; the answer repeats it."""
     asker: str = ""
     """Node that wants the answer; the controller writes it in."""
 
@@ -127,6 +129,7 @@ class StacksRequest:
 class StacksAnswer:
     """What the ranks of one machine do."""
 
+    number: int
     asker: str
     answers: dict[int, dict[str, Any]]
 

@@ -207,7 +207,7 @@ class JobServer:
                 coordinator.node_leaves(node_id, message.signal, message.exit_code, now, ends_job=message.ends_job)
             case StacksRequest():
                 for other in self._agents.keys() - {node_id}:
-                    self._send(other, StacksRequest(asker=node_id))
+                    self._send(other, replace(message, asker=node_id))
             case StacksAnswer():
                 self._send(message.asker, message)
             case _:

@@ -43,7 +43,9 @@ class StacksService:
     def __init__(self, control: ControlSocket, ranks: LocalRanks) -> None:
         self._control = control
         self._ranks = ranks
-        self._received: queue.Queue[Answers] = queue.Queue()
+        self._received: queue.Queue[StacksAnswer] = queue.Queue()
+        self._number = 0
+        """Of the latest question."""
         self._one_at_a_time = threading.Lock()
 
     def fileno(self) -> int:
@@ -57,13 +59,13 @@ class StacksService:
     def handle(self, message: StacksRequest | StacksAnswer, link: ControllerLink | LocalLink | None) -> None:
         """Look at the ranks here for another machine's launcher, or keep what it has seen of its own."""
         if isinstance(message, StacksAnswer):
-            self._received.put(message.answers)
+            self._received.put(message)
         elif link is not None:
-            threading.Thread(target=self._look_for, args=(message.asker, link)).start()
+            threading.Thread(target=self._look_for, args=(message, link)).start()
 
-    def _look_for(self, asker: str, link: ControllerLink | LocalLink) -> None:
+    def _look_for(self, request: StacksRequest, link: ControllerLink | LocalLink) -> None:
         with contextlib.suppress(ControllerLost, OSError):
-            link.send(StacksAnswer(asker=asker, answers=self.look()))
+            link.send(StacksAnswer(number=request.number, asker=request.asker, answers=self.look()))
 
     def _answer(self, asked: dict[str, Any], link: ControllerLink | LocalLink) -> dict[str, Any]:
         attempt = self._ranks.attempt
@@ -72,13 +74,16 @@ class StacksService:
         if attempt is None:
             raise LaunchError("No rank has been started yet.", do="ask again when the other machines have come")
         with self._one_at_a_time:
-            while not self._received.empty():
-                self._received.get_nowait()
+            self._number += 1
             if attempt.num_nodes > 1:
-                link.send(StacksRequest())
+                link.send(StacksRequest(number=self._number))
             parts = [self.look()]
             with contextlib.suppress(queue.Empty):
-                parts += [self._received.get(timeout=OTHERS_SECONDS) for _ in range(attempt.num_nodes - 1)]
+                while len(parts) < attempt.num_nodes:
+                    answer = self._received.get(timeout=OTHERS_SECONDS)
+                    # A machine that was too slow for an earlier question may still answer it.
+                    if answer.number == self._number:
+                        parts.append(answer.answers)
         return as_json(merge(parts), attempt.world_size)
 
     def look(self) -> Answers:
