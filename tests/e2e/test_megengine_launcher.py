@@ -24,8 +24,11 @@ def port() -> int:
         return listener.getsockname()[1]
 
 
+SECRET = {"RANKWISE_SECRET": "of these tests"}
+
+
 def _start(command: Command, script: Path, *words: str) -> Started:
-    return command.start_python(str(script), *words, env={"RANKWISE_SECRET": "of these tests"})
+    return command.start_python(str(script), *words, env=SECRET)
 
 
 def _run(command: Command, script: Path, *words: str) -> tuple[int, str, str]:
@@ -92,6 +95,20 @@ def test_ranks_that_are_there_already(command: Command) -> None:
     assert done.stdout.splitlines() == [" ".join(["[(0, 2, [3.0, 3.0]), (1, 2, [3.0, 3.0])]"] * 2)] * 2, done.stderr
     refused = command.run("-n", "3", "train.py")
     assert "n_gpus=2, and `rankwise run` has started 3" in refused.stderr
+
+
+def test_ranks_that_are_there_already_on_two_machines(command: Command, port: int) -> None:
+    command.write("of_a_module.py", MODULE)
+    command.write("train.py", "from of_a_module import add, dist\nprint(dist.launcher(add)(1))\n")
+    run = ("-m", "rankwise", "run", "--rendezvous", f"127.0.0.1:{port}", "--nodes", "2")
+    pair = [
+        command.start_python(*run, "--node-rank", node_rank, "-n", num_ranks, "train.py", env=SECRET)
+        for node_rank, num_ranks in (("0", "1"), ("1", "2"))
+    ]
+    outputs = [process.communicate(timeout=50) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], outputs
+    here = [[(rank, 3, [6.0, 6.0]) for rank in ranks] for ranks in ((0,), (1, 2))]
+    assert [out.splitlines() for out, _ in outputs] == [[str(values)] * len(values) for values in here]
 
 
 MACHINE = """
