@@ -116,6 +116,35 @@ def test_what_may_be_meant_is_a_warning_once(command: Command, script: str, word
     assert "leave --guard out" in ended.stderr
 
 
+FOLDS = """
+addresses = set()
+is_last = torch.zeros(())
+for fold in range(50):
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_last += id(optimizer) in addresses or fold == 49
+    dist.broadcast(is_last, 0)
+    addresses.add(id(optimizer))
+    for step in range(4):
+        model(torch.ones(2, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_last and rank == 0 and step == 1:
+            nn.init.ones_(model.module.weight.data)
+    if is_last:
+        break
+    del optimizer
+"""
+"""Ranks part in the first fold whose optimizer has the address of one that is gone."""
+
+
+def test_each_optimizer_of_a_loop_is_compared_from_its_first_step(command: Command) -> None:
+    command.write("train.py", HEAD + FOLDS)
+    ended = command.run("--device", "cpu", "-n", "2", "--guard", "train.py")
+    assert ended.returncode == 1, ended.stderr
+    assert "Parameter weight is not the same on all ranks after step 4 of SGD." in ended.stderr
+
+
 @pytest.mark.parametrize(
     "script",
     [
