@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from listing import names
 
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.load import load
@@ -60,6 +61,21 @@ def test_a_truncated_file_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptu
             assert f"{len(data)} bytes expected, {length} found" in said
     (path / name).unlink()
     assert f"{name} is missing" in _expect_passed_over(checkpoints, path, caplog)
+
+
+def test_a_checkpoint_that_was_passed_over_is_not_the_latest_and_not_one_of_those_kept(tmp_path: Path) -> None:
+    _, path = _two(tmp_path)
+    part = path / "part-00000.safetensors"
+    data = part.read_bytes()
+    part.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    resumed = Checkpointer(tmp_path, keep=2)
+    good = path.with_name("checkpoint-000001")
+    assert resumed.restore(extra={}) == good
+    assert resumed.latest() == good
+    resumed.save(extra={"n": 3})
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002", "checkpoint-000003"]
+    resumed.save(extra={"n": 4})
+    assert names(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]
 
 
 def test_with_nothing_good_left_it_starts_fresh_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
