@@ -90,6 +90,7 @@ def test_the_options_are_these(capsys: pytest.CaptureFixture[str], monkeypatch: 
         ("-np 3 -H localhost:2,127.0.0.1:2 python train.py", "-n 3", "train.py"),
         ("--num-proc 2 --output-filename logs -- /usr/bin/python3.11 t.py", "-n 2 --log-dir logs", "t.py"),
         ("-np 2 --reset-limit 5 python t.py", "-n 2 --max-restarts 5", "t.py"),
+        ("-np 2 --min-np 1 --reset-limit 0 python t.py", "-n 2 --max-restarts 0", "t.py"),
         ("-H a:2,b:3 python t.py", "--hosts a:2,b:3", "t.py"),
         ("-np 3 -H a:2,b:0,c:2,d:2 python t.py", "--hosts a:2,c:1", "t.py"),
         ("-np 2 -H a:2,b:2 python t.py", "--hosts a:2", "t.py"),
