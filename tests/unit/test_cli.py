@@ -6,12 +6,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rankwise
 from rankwise.cli import main
 from rankwise.errors import ConfigurationError
+from rankwise.launch.hosts import ssh
 from rankwise.launch.start import LaunchOptions, num_ranks_here
 from rankwise.version import VERSION
 
@@ -155,6 +157,34 @@ def test_more_ranks_than_gpus_is_a_mistake() -> None:
         "4 ranks were asked for on a machine with 1 GPU.\n"
         "  do        pass -n 1, or --device cpu to run the ranks without GPUs"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["-n", "3"], {"num_ranks": 3}),
+        (["--device", "cpu"], {"device": "cpu"}),
+        (["--log-dir", "logs"], {"log_dir": "logs"}),
+        (["--max-restarts", "2"], {"max_restarts": 2}),
+        (["--rendezvous-timeout", "9"], {"rendezvous_timeout_seconds": 9.0}),
+        (["--interface", "eth0"], {"interface": "eth0"}),
+        (["--check"], {"check": True}),
+        (["--guard"], {"guard": True}),
+        (["--torch-store", "off"], {"torch_store": "off"}),
+    ],
+)
+def test_every_option_of_a_machine_is_handed_on_to_hosts(
+    words: list[str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[LaunchOptions] = []
+
+    def launch_on_hosts(command: object, hosts: object, options: LaunchOptions, **_: object) -> int:
+        started.append(options)
+        return 0
+
+    monkeypatch.setattr(ssh, "launch_on_hosts", launch_on_hosts)
+    assert main(["run", "--hosts", "a,b", *words, "train.py"]) == 0
+    assert started == [LaunchOptions(**expected)]
 
 
 def test_a_mistake_does_not_wait_for_torch() -> None:
