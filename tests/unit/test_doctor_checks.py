@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rankwise.cli.doctor import as_json, as_text
-from rankwise.doctor import checks
+from rankwise.doctor import checks, local_facts
 from rankwise.doctor.checks import SHARED_MEMORY, Finding, judge
 from rankwise.doctor.examine import Examination
 from rankwise.doctor.facts import (
@@ -29,6 +31,7 @@ from rankwise.world.network import Interface, Route
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 MACHINE = Machine(
     hostname="gpu-00",
@@ -232,6 +235,32 @@ def test_every_check_can_find_something_or_only_tells() -> None:
         if all(finding.level == "ok" for whole, _ in SICK for finding in check(whole))
     }
     assert silent == set()
+
+
+@pytest.mark.parametrize(
+    ("user", "limits", "expected"),
+    [
+        (1000, (resource.RLIM_INFINITY, "100"), 100),
+        (1000, (resource.RLIM_INFINITY, "max"), local_facts.NO_LIMIT),
+        (1000, (50, "100"), 50),
+        (1000, (50, "max"), 50),
+        # The kernel does not hold root to its own limit.
+        (0, (50, "100"), 100),
+    ],
+)
+def test_the_lowest_limit_of_processes_that_holds_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int, limits: tuple[int, str], expected: int
+) -> None:
+    of_user, of_container = limits
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/pids.max").write_text(f"{of_container}\n")
+    monkeypatch.setattr(local_facts, "Path", lambda name: tmp_path / name.lstrip("/"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (of_user, of_user))
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    machine = local_facts.machine()
+    assert machine.processes_limit == expected
+    found = bad(changed(job((1,)), 0, processes_limit=machine.processes_limit))
+    assert [check for check, _, _ in found] == ["processes"] * (expected != local_facts.NO_LIMIT)
 
 
 def test_facts_survive_their_way_as_text() -> None:
