@@ -8,8 +8,10 @@ import os
 import signal
 import stat
 import threading
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from socket import SHUT_RDWR
 from typing import TYPE_CHECKING
 
 import pytest
@@ -92,6 +94,8 @@ def test_torch_uses_it_as_any_other_store() -> None:
         prefixed.set_timeout(timedelta(seconds=0.05))
         with pytest.raises(dist.DistStoreError, match="timeout"):
             prefixed.get("absent")
+        with pytest.raises(dist.DistStoreError, match=r"timeout after 0\.050 s"):
+            prefixed.wait(["absent"], timedelta(seconds=0.05))
 
 
 def test_a_bad_call_is_refused_and_harms_no_other() -> None:
@@ -269,6 +273,32 @@ def test_a_published_store_is_found_by_its_file(tmp_path: Path, given: bytes | N
     forget_published(path)
     assert list(tmp_path.iterdir()) == []
     store.close()
+
+
+def test_a_file_whose_port_another_job_has_by_now_is_read_again(tmp_path: Path) -> None:
+    path, refused = tmp_path / "note", threading.Event()
+
+    def refuse_all(listener: socket.socket) -> None:
+        # Ended by the system's error for a listener that was shut down.
+        with suppress(OSError):
+            while True:
+                _reflect(listener)
+                refused.set()
+
+    with listen(LOOPBACK, 0) as other_job, ThreadPoolExecutor() as threads:
+        path.write_text(json.dumps({"port": other_job.getsockname()[1], "secret": None}))
+        path.chmod(0o600)
+        threads.submit(refuse_all, other_job)
+        waiting = threads.submit(connect_published, path, 30, SECRET)
+        refused.wait(30)
+        store = serve_published(path, SECRET)
+        wait([waiting])
+        other_job.shutdown(SHUT_RDWR)
+    try:
+        waiting.result().set("key", "value")
+        assert store.get("key", 1) == b"value"
+    finally:
+        store.close()
 
 
 def test_a_file_that_is_not_ours_is_not_believed(tmp_path: Path) -> None:
