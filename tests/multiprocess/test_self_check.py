@@ -19,6 +19,7 @@ from torch import nn
 from rankwise import testing
 from rankwise.comm.session import current
 from rankwise.errors import WrongGradients
+from rankwise.log import warn
 from rankwise.parallel.core import self_check
 from rankwise.parallel.core.device_mesh import mesh
 from rankwise.parallel.pipeline.pipeline import pipeline
@@ -116,6 +117,27 @@ def test_a_strategy_is_tried_out_once_and_leaves_nothing(way: str, world_size: i
         assert same
     for result in testing.run_ranks(partial(used, way=way, sizes=sizes, is_tested=True), world_size):
         assert result.get() == ([], True, num_groups)
+
+
+def test_a_trial_that_uses_another_strategy_says_nothing_after_the_trial_of_that(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As shard()'s does where the ranks have an axis for tensor parallelism and torch itself has split the model."""
+    monkeypatch.setattr(torch_versions, "TESTED", ((2, 1),))
+    monkeypatch.setattr(self_check, "_checked", set())
+
+    def inner(_: Bench) -> Iterable[Compared]:
+        warn("of the inner trial")
+        return []
+
+    def outer(_: Bench) -> Iterable[Compared]:
+        self_check.check_torch("tensor_parallel", inner)
+        warn("of the outer trial")
+        return []
+
+    self_check.check_torch("shard", outer)
+    warn("of the model")
+    assert caplog.messages == ["of the model"]
 
 
 def weigh_in_place(self: ShardSync, group: Any) -> None:
