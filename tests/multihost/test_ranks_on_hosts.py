@@ -44,6 +44,19 @@ for number in range(3):
         rw.barrier()
 """
 
+MAKE_A_FILE_ON_EACH_HOST = """
+import pathlib, sys, rankwise as rw
+with rw.join(timeout_seconds=30) as world:
+    first_ranks = rw.new_group([0, 2])
+    made = pathlib.Path(sys.argv[1], world.hostname)
+    with rw.rank_zero_first():
+        print(made.exists())
+        if first_ranks.rank is not None:
+            # Returns only where the first rank of either host is in the block.
+            rw.barrier(group=first_ranks)
+            made.touch()
+"""
+
 
 def largest_difference(left: Parameters, right: Parameters) -> float:
     """Return the largest difference, relative to the largest element of each tensor."""
@@ -63,6 +76,12 @@ def test_ranks_know_their_host_and_exchange_tensors_with_all(hosts: Hosts, ranks
             "all": [[number, host] for number, (host, _) in enumerate(places)],
             "from each": list(range(len(places))),
         }
+
+
+def test_the_first_rank_of_each_host_goes_first(hosts: Hosts, tmp_path: Path) -> None:
+    all_ended = hosts.run_ranks(MAKE_A_FILE_ON_EACH_HOST, 2, str(tmp_path))
+    assert [ended.exit_code for ended in all_ended] == [0] * 4, "\n".join(ended.stderr for ended in all_ended)
+    assert [ended.stdout for ended in all_ended] == ["False\n", "True\n"] * 2
 
 
 def test_a_world_can_be_left_and_joined_again_over_a_long_way(warm_python: WarmPython) -> None:

@@ -105,6 +105,8 @@ def _of_a_group(world: World) -> None:
             assert rw.broadcast_object({"from": world.rank}, source=3, group=group) == {"from": 3}
             assert rw.all_gather_object(str(world.rank), group=group) == ["0", "2", "3"]
             assert rw.reduce_scatter(torch.arange(5), group=group).tolist() == [[0, 3], [6, 9], [12]][group.rank or 0]
+            own = torch.tensor([[float(world.rank)]] * 3, dtype=torch.float64)
+            assert rw.reduce_scatter(own, "mean", group=group).tolist() == [[5 / 3]]
             sent = rw.all_to_all([[world.rank, to] for to in group.ranks], group=group)
             assert sent == [[source, world.rank] for source in group.ranks]
             rw.barrier(group=group)

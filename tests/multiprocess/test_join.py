@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import rankwise as rw
-from rankwise.errors import ConfigurationError, NotJoined
+from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -119,6 +120,31 @@ def test_a_rank_that_exits_with_code_zero_is_named(warm_python: WarmPython, tmp_
     for rank in (0, 2):
         assert ended[rank][0] == 1
         assert "rank 1 has left" in ended[rank][2]
+
+
+def _exit_of_one(world: World, code: int | str | None) -> None:
+    if world.rank == 1:
+        sys.exit(code)
+    rw.barrier()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (None, PeerMissing, "rank 1 has left"),
+        (0, PeerMissing, "rank 1 has left"),
+        (3, PeerFailed, "Rank 1 failed: SystemExit"),
+        ("no data", PeerFailed, "Rank 1 failed: SystemExit"),
+    ],
+)
+def test_an_exit_inside_the_block_is_a_failure_where_its_code_says_so(
+    code: int | str | None, kind: type[Exception], words: str
+) -> None:
+    other, exited = run_ranks(_exit_of_one, 2, code)
+    assert isinstance(exited.error, SystemExit)
+    assert exited.error.code == code
+    assert isinstance(other.error, kind), other.error
+    assert words in str(other.error)
 
 
 def test_a_port_in_use_is_said(warm_python: WarmPython, tmp_path: Path) -> None:

@@ -119,6 +119,22 @@ def test_a_value_sent_to_a_rank_that_has_left_is_an_error_of_the_sender() -> Non
     assert receiver.error is None
 
 
+def _backward_after_the_sender_left(world: World) -> None:
+    if world.rank == 0:
+        send(torch.ones(2, requires_grad=True), to=1)
+        recv(1)
+        return
+    received = recv(0)
+    send("so that there is a connection", to=0)
+    with pytest.raises(PeerMissing, match="rank 0 has left"):
+        recv(0)
+    received.sum().backward()
+
+
+def test_gradients_for_a_rank_that_has_left_are_no_loss() -> None:
+    assert [result.error for result in testing.run_ranks(_backward_after_the_sender_left, 2)] == [None, None]
+
+
 def _received_and_left(world: World) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
