@@ -49,6 +49,31 @@ def test_unequal_microsteps_give_the_gradient_of_the_whole_batch(run_ranks: RunR
         assert largest_difference(result.get(), whole) < TOLERANCE
 
 
+def _helper_with_a_block_of_its_own(world: World) -> Parameters:
+    """Three microsteps, the first of which is in a block within the block of the first two."""
+    model = rw.replicate(built(Net))
+    (x, y) = batches([17])[0]
+    mine = [part(t, world.rank, world.world_size) for t in (x, y)]
+
+    def microstep(index: int) -> None:
+        x_part, y_part = (part(t, index, 3) for t in mine)
+        nn.functional.mse_loss(model(x_part), y_part).backward()
+
+    with rw.no_sync(model):
+        with rw.no_sync(model):
+            microstep(0)
+        microstep(1)
+    microstep(2)
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_no_sync_inside_another_ends_with_the_outer_one(run_ranks: RunRanks, world_size: int) -> None:
+    whole = one_rank(_accumulated_equals_whole, 1)
+    for result in run_ranks(_helper_with_a_block_of_its_own, world_size):
+        assert largest_difference(result.get(), whole) < TOLERANCE
+
+
 def _part_called_itself(world: World, micro: int) -> Parameters:
     """Backwards that do not pass through the model's own output: a gradient that arrives begins them."""
     layers = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 2)]).double()
