@@ -100,6 +100,18 @@ class Glue(nn.Module):
         return self.c(torch.stack(kept) * mask + self.offset * steps).flatten(1)
 
 
+class PassingOn(nn.Module):
+    """A value that the middle block uses and that the last ones need too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        return self.d(torch.tanh(self.c(torch.tanh(self.b(h)))) * h)
+
+
 def test_a_program_is_what_forward_calls() -> None:
     model = Glue()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -117,10 +129,12 @@ def test_a_program_is_what_forward_calls() -> None:
     assert no_grad == ["abs", "max"]
 
 
-@pytest.mark.parametrize("cuts", [[1], [2], [1, 2]])
-def test_stages_one_after_the_other_are_the_model(cuts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("make", "cuts"), [(Glue, [1]), (Glue, [2]), (Glue, [1, 2]), (PassingOn, [1, 2]), (PassingOn, [1, 2, 3])]
+)
+def test_stages_one_after_the_other_are_the_model(make: type[nn.Module], cuts: list[int]) -> None:
     torch.manual_seed(0)
-    model = Glue().double()
+    model = make().double()
     x = torch.randn(5, 4, dtype=torch.float64)
     expected = model(x)
     expected.sum().backward()
