@@ -87,6 +87,29 @@ def test_recomputing_activations(recompute: str, tmp_path: Path) -> None:
         assert torch.allclose(left.grad, right.grad, rtol=1e-9, atol=1e-12), name
 
 
+class Attending(nn.Module):
+    """Queries, keys and values that differ: each is multiplied by a part of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, self.keys(x), self.values(x), need_weights=False)[0]
+
+
+def test_layers_before_a_weight_that_is_used_in_parts_get_their_gradients(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    one = Attending().double()
+    placed = place(copy.deepcopy(one), {"": "disk"}, offload_folder=tmp_path)
+    x = torch.randn(5, 3, 6, dtype=torch.float64)
+    for model in (one, placed):
+        model(x).square().sum().backward()
+    for (name, left), right in zip(placed.named_parameters(), one.parameters(), strict=True):
+        assert torch.allclose(left.grad, right.grad, rtol=1e-9, atol=1e-12), name
+
+
 def test_recomputing_a_layer_inside_a_block(tmp_path: Path) -> None:
     class Recomputing(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
