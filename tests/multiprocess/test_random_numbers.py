@@ -385,22 +385,30 @@ def test_a_generator_that_parts_takes_rank_zeros_state() -> None:
     assert state == other
 
 
-def _blocks(world: World) -> list[torch.Tensor]:
+def _wrong_blocks(_: World) -> None:
     with pytest.raises(ConfigurationError, match="does not know how many samples the ranks have"), rw.as_one_rank():
         pass
     with pytest.raises(ConfigurationError, match='one of "counter", "torch", "per_rank"'):
         rw.replicate(nn.Linear(1, 1), randomness="own")  # type: ignore[arg-type]
-    torch.manual_seed(0)
-    with rw.as_one_rank(num_samples=world.rank + 1):
-        return [torch.rand(world.rank + 1, 2), torch.rand(5)]
 
 
-def test_a_block_takes_the_number_of_samples() -> None:
+def test_a_block_needs_samples_and_a_known_randomness() -> None:
+    for result in testing.run_ranks(_wrong_blocks, 2):
+        result.get()
+
+
+def _blocks(world: World, numbers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    results = [one.get() for one in testing.run_ranks(_blocks, 3)]
-    rows = torch.cat([one for one, _ in results])
-    assert len(rows.unique()) == 12
-    assert all(torch.equal(other, results[0][1]) for _, other in results)
+    with rw.as_one_rank(num_samples=numbers[world.rank]):
+        return torch.rand(numbers[world.rank], 2), torch.rand(7)
+
+
+@pytest.mark.parametrize("numbers", [(1, 2, 3), (4, 0, 2)])
+def test_a_block_takes_the_number_of_samples(numbers: tuple[int, ...]) -> None:
+    rows, other = one_rank(_blocks, (6,))
+    results = [one.get() for one in testing.run_ranks(_blocks, 3, numbers)]
+    assert torch.equal(torch.cat([own for own, _ in results]), rows)
+    assert all(torch.equal(one, other) for _, one in results)
 
 
 def _after_leaving(_: World) -> bool:
