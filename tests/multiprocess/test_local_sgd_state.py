@@ -162,6 +162,29 @@ def test_weights_that_are_loaded_between_rounds_are_where_the_next_begins() -> N
         result.get()
 
 
+def _back_to_an_earlier_state(world: World) -> None:
+    for overlap in (0, 2):
+        model = built(Wide)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = rw.local_sgd(model, every=4, overlap=overlap, outer=rw.DiLoCo(momentum=0.0))
+        weights, state = {name: value.clone() for name, value in model.state_dict().items()}, outer.state_dict()
+        # In the middle of a round; with an overlap, what comes of the one before is still under way.
+        _train(world, model, optimizer, 5)
+        model.load_state_dict(weights)
+        outer.load_state_dict(state)
+        optimizer.param_groups[0]["lr"] = 0.0
+        _train(world, model, optimizer, 4)
+        outer.synchronize()
+        assert outer.num_rounds == 1
+        for name, value in values(model).items():
+            assert torch.equal(value, weights[name]), "nothing of before comes along"
+
+
+def test_a_state_that_is_loaded_in_the_middle_of_a_round_begins_a_new_one() -> None:
+    for result in run_plain_ranks(_back_to_an_earlier_state, 2):
+        result.get()
+
+
 # -- an island that has no numbers any more ----------------------------------------------------------
 
 
