@@ -307,6 +307,24 @@ def test_of_two_models_the_one_that_parts_is_named(run_ranks: RunRanks) -> None:
             result.get()
 
 
+def _a_model_joins_an_optimizer_later(world: World) -> None:
+    torch.manual_seed(0)
+    first, later = (rw.replicate(nn.Linear(3, 1).double()) for _ in range(2))
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.01)
+    for step, model in enumerate((first, later, later, later)):
+        if step == 1:
+            optimizer.add_param_group({"params": list(later.parameters()), "lr": 0.01 * (1 + world.rank)})
+        model(torch.ones(2, 3, dtype=torch.float64)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_model_whose_parameters_an_optimizer_was_given_later_is_compared_too(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_a_model_joins_an_optimizer_later, 2):
+        with pytest.raises(ReplicasDiffer, match="lr of SGD is not the same on all ranks before step 2"):
+            result.get()
+
+
 def _hooks_after_leaving(world: World) -> tuple[int, int]:
     training = Training(world)
     training.run(lambda _training, _step: None, 2)
