@@ -27,7 +27,22 @@ if TYPE_CHECKING:
 
     from rankwise.world.facts import World
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": Gpt, "llama": llama, "mlp": Mlp, "encoder": Encoder}
+
+def frozen_mlp() -> nn.Module:
+    """An MLP of which the embedding, and one of the layers to split, are not trained."""
+    model = Mlp()
+    model.first.requires_grad_(False)
+    model.get_submodule("layers.0.0").requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": Gpt,
+    "llama": llama,
+    "mlp": Mlp,
+    "frozen mlp": frozen_mlp,
+    "encoder": Encoder,
+}
 SIZES = (4, 3, 2)
 SIZES_WITH_NONE = (4, 3, 1)
 """The last one leaves a rank without samples, which attention's own ``view`` does not take on one device either."""
@@ -103,6 +118,7 @@ BY_HAND = {"layers.*.up": "column", "layers.*.down": "row", "layers.2": "replica
         ("encoder", {"tp": 2}, "auto", None),
         ("mlp", {"tp": 1}, "auto", None),
         ("mlp", {"tp": 3}, {"first": "vocab", "layers.0.0": "column", "layers.0.2": "row"}, None),
+        ("frozen mlp", {"tp": 2}, {"layers.0.0": "column", "layers.0.2": "row"}, None),
         ("gpt", {"dp_shard": 2, "tp": 2}, "auto", {"recompute": True}),
         ("mlp", {"dp_shard": 2, "tp": 2}, "auto", {}),
     ],
