@@ -48,7 +48,7 @@ def read_mistakes(words: list[str]) -> list[Mistake]:
     """Return the mistakes of all files, or those that one of the words is part of."""
     found: list[Mistake] = []
     for path in sorted(HERE.glob("*.toml")):
-        entries = [Mistake(**entry) for entry in tomllib.loads(path.read_text())["mistake"]]
+        entries = [Mistake(**entry) for entry in tomllib.loads(path.read_text()).get("mistake", [])]
         found += [one for one in entries if not words or any(word in f"{path.stem} {one.what}" for word in words)]
     return found
 
