@@ -7,12 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import rankwise
 from rankwise.compat.horovod.alias import ON_PATH
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROVIDE = "from rankwise.compat.horovod.alias import provide; provide(); provide()\n"
 
@@ -129,7 +127,7 @@ def test_a_real_horovod_is_not_hidden_by_the_path_that_commands_are_given(tmp_pa
     (tmp_path / "site" / "horovod").mkdir(parents=True)
     (tmp_path / "site" / "horovod" / "__init__.py").write_text("")
     (tmp_path / "program.py").write_text("import horovod.torch")
-    path = os.pathsep.join([ON_PATH, str(tmp_path / "site")])
+    path = os.pathsep.join([ON_PATH, str(tmp_path / "site"), str(Path(rankwise.__file__).parents[1])])
     ended = subprocess.run(
         [sys.executable, "program.py"],
         env={**os.environ, "PYTHONPATH": path},

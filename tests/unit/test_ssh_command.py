@@ -138,7 +138,7 @@ def run(tmp_path: Path, ssh: str, *options: str) -> tuple[int, str]:
             "ConfigurationError: There is no {python} on a.\n",
         ),
         (
-            'exec env {python} -S -c "import rankwise.launch.hosts.remote"',
+            'exec env -u PYTHONPATH {python} -S -c "import rankwise.launch.hosts.remote"',
             "ConfigurationError: There is no rankwise for {python} on a.\n",
         ),
         (
