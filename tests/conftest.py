@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import multiprocessing
 import os
 import select
@@ -31,22 +30,6 @@ PYTESTS_OWN = {"PYTEST_CURRENT_TEST"}
 MARK = "RANKWISE_TEST_RUN"
 """Every process that a test starts inherits this variable, and keeps it when its parent is gone."""
 FOLDERS_WITH_RANKS = {"multiprocess", "multihost"}
-PRELOADED = [
-    "rankwise.testing",
-    "numpy",
-    "pytest",
-    # torch imports its compiler when an optimizer first steps.
-    "torch._dynamo",
-    # Sockets, torch's profiler and pipelines import these when they are first used.
-    "encodings.idna",
-    "torch.profiler._cupti_monitor",
-    "rankwise.torch_private.fake",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "rankwise.compat.horovod",
-    "rankwise.compat.megengine",
-]
 LISTENING = "0A"
 """The state of a listening socket in /proc/net/tcp, as proc(5) numbers it."""
 
@@ -63,10 +46,7 @@ def _what_ranks_import_is_there(request: pytest.FixtureRequest) -> None:
     folders = {item.path.parent.name for item in request.session.items}
     if not folders & FOLDERS_WITH_RANKS:
         return
-    rooms = importlib.import_module("rankwise")._ROOM_OF.values()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        [*PRELOADED, *sorted({f"rankwise.{module}" for module in rooms})]
-    )
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", "tests.preloaded", "torch._dynamo"])
     # Whichever test is the first with ranks would start it with less.
     forkserver.ensure_running()
 

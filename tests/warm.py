@@ -12,11 +12,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import gc
+import importlib
 import importlib.util
 import json
 import os
-import pkgutil
 import runpy
 import select
 import signal
@@ -319,23 +318,6 @@ def _write_mark(mark: str) -> None:
         memory.write(mark.encode())
 
 
-def _import() -> None:
-    """Import what commands and their ranks import, so that they find it in memory."""
-    import rankwise.cli  # noqa: F401
-    from rankwise.launch.fork_server import fork_server
-    from rankwise.torch_private.compiler import import_compiler
-
-    fork_server._preload()
-    for package in "rankwise.launch", "rankwise.parallel":
-        for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-            importlib.import_module(found.name)
-    # Where torch has triton, the compiler brings bindings that complain at the end of what was frozen with them.
-    if importlib.util.find_spec("triton") is None:
-        import_compiler()
-    # What is in memory now is not looked through again in every fork.
-    gc.freeze()
-
-
 def _keep_modules() -> None:
     """Leave out of Python's end what was in memory before the fork: taking it apart costs a third of a second."""
     ctypes.CDLL(None).fflush(None)
@@ -348,7 +330,7 @@ def _keep_modules() -> None:
 def _main() -> None:
     # Before what is imported registers there: it is the last to run.
     atexit.register(_keep_modules)
-    _import()
+    importlib.import_module("preloaded")
     _KEPT.update(map(id, sys.modules.values()))
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if request is not None:
