@@ -39,5 +39,8 @@ for _name in PACKAGES:
 if importlib.util.find_spec("triton") is None:
     import_compiler()
     importlib.import_module("torch._inductor.lowering")
+# What most examples take a second for.
+if importlib.util.find_spec("sklearn") is not None:
+    importlib.import_module("sklearn.datasets")
 # Otherwise a fork copies all of it as soon as it collects garbage, or looks at every object.
 gc.freeze()
