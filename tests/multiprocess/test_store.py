@@ -10,6 +10,7 @@ import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from socket import SHUT_RDWR
 from typing import TYPE_CHECKING
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from stranger import LOOPBACK, SECRET, greet
 
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
-from rankwise.store import opening
+from rankwise.store import bootstrap, client, opening
+from rankwise.store.bootstrap import RankAddress, exchange_rank_addresses, rank_address_key
 from rankwise.store.opening import connect, serve
 from rankwise.store.published import connect_published, forget_published, serve_published
 from rankwise.store.server import AuthenticatedServer
@@ -37,6 +39,7 @@ from rankwise.store.wire import (
     receive_frame,
     send_frame,
 )
+from rankwise.world.environments import Reading
 
 if TYPE_CHECKING:
     import socket
@@ -52,6 +55,41 @@ def served(secret: bytes = SECRET) -> Iterator[tuple[Store, int]]:
         yield store, port
     finally:
         store.close()
+
+
+def test_a_rank_that_comes_after_the_others_have_said_so_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = RankAddress(hostname="late", address=None)
+    said: list[str] = []
+
+    with served() as (store, port):
+        other = connect(LOOPBACK, port, 10, secret=SECRET)
+
+        def say(text: str, *, all_ranks: bool) -> None:
+            assert all_ranks
+            said.append(text)
+            other.set(rank_address_key(1), json.dumps(asdict(late)))
+
+        monkeypatch.setattr(bootstrap, "NOTICE_SECONDS", 0.05)
+        monkeypatch.setattr(bootstrap, "warn", say)
+        found = exchange_rank_addresses(store, Reading(rank=0, world_size=2, source="env"), 20)
+    assert found[1] == late
+    assert len(said) == 1
+    assert "for rank 1:" in said[0]
+
+
+def test_calls_take_the_connection_that_was_opened_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def counted(host: str, port: int, secret: bytes, purpose: bytes, timeout_seconds: float) -> socket.socket:
+        opened.append(host)
+        return open_connection(host, port, secret, purpose, timeout_seconds)
+
+    with served() as (_, port):
+        monkeypatch.setattr(client, "open_connection", counted)
+        store = connect(LOOPBACK, port, 10, secret=SECRET)
+        store.set("key", "value")
+        assert store.get("key", 10) == b"value"
+    assert opened == [LOOPBACK]
 
 
 def test_a_store_keeps_what_it_is_told() -> None:
