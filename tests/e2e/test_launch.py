@@ -43,7 +43,7 @@ def _run_script(command: Command, text: str, **variables: str) -> str:
 
 
 EVERYTHING = """
-import functools, os, pickle, sys
+import functools, os, pickle, sys, tempfile
 import rankwise as rw
 
 print("the script runs")
@@ -59,8 +59,11 @@ class Box:
         main = sys.modules["__main__"]
         with rw.join() as world:
             total = rw.all_reduce(torch.ones(2))
+            # What is sent may be large, and takes its space as long as its file is open.
+            files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+            kept = [name for name in files if name.startswith(tempfile.gettempdir()) and name.endswith("(deleted)")]
             facts = [world.rank, total.tolist(), square(self.value) ** power, sys.argv[1:], os.getcwd() == cwd,
-                     sys.path == path, hasattr(main, "__file__"), pickle.loads(pickle.dumps(self)).value]
+                     sys.path == path, hasattr(main, "__file__"), pickle.loads(pickle.dumps(self)).value, kept]
             return Box(facts)
 
 def outer():
@@ -90,7 +93,7 @@ def test_a_function_of_main_runs_on_ranks_and_nothing_runs_twice(command: Comman
         "the script runs",
         "[True, True] True",
         "[11, 11]",
-        *[str([rank, [2.0, 2.0], 225, ["a", "-b"], True, True, False, 5]) for rank in range(2)],
+        *[str([rank, [2.0, 2.0], 225, ["a", "-b"], True, True, False, 5, []]) for rank in range(2)],
     ]
 
 
