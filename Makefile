@@ -7,7 +7,7 @@ PEERS_BIN := .venv-peers/bin
 PEERS_READY := .venv-peers/ready
 FRAMEWORKS_BIN := .venv-frameworks/bin
 FRAMEWORKS_READY := .venv-frameworks/ready
-# pytest, in one lane per core.
+# pytest, in lanes: three on two cores.
 LANES := $(BIN)/python tests/lanes.py
 CODE := src tests examples benchmarks docs/architecture.py
 VERSIONS := 3.13-2.15.0 3.12-2.14.1

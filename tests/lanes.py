@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 
 LANE = Path(__file__).with_name("lane")
+LANES_PER_CORE = 1.5
+"""A quarter of its time a test waits: for a limit to pass, a link to come back, a server to notice."""
 
 
 def main() -> int:
@@ -23,7 +25,7 @@ def main() -> int:
     if reason:
         sys.stdout.write(f"One lane only: {reason}.\n")
         return _pytest()
-    number = len(os.sched_getaffinity(0))
+    number = int(LANES_PER_CORE * len(os.sched_getaffinity(0)))
     python = shlex.join([str(LANE), sys.executable])
     # pytest's own folder has too long a name for the sockets that tests make in it.
     with tempfile.TemporaryDirectory(prefix="lanes.") as folder:

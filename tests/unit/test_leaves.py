@@ -65,6 +65,9 @@ def test_leaves_travel_as_json() -> None:
         (IMAGE, IMAGE[::-1]),
         (IMAGE > 3, IMAGE > 4),
         (b"1", b"2"),
+        # As float32 the first two would be equal; NumPy has no bfloat16.
+        (torch.tensor([2**40]), torch.tensor([2**40 + 1])),
+        (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0], dtype=torch.bfloat16)),
     ],
 )
 def test_other_data_are_unlike_on_one_host_and_between_hosts(one: Any, other: Any) -> None:

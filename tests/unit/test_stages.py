@@ -14,6 +14,7 @@ from torch import nn
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.core.blocks import blocks
 from rankwise.parallel.pipeline import micro_batches
+from rankwise.parallel.pipeline.argument_checks import checked_count
 from rankwise.parallel.pipeline.cost import block_costs
 from rankwise.parallel.pipeline.executor import Span
 from rankwise.parallel.pipeline.picture import Picture, svg, write_picture
@@ -361,6 +362,13 @@ def test_a_batch_is_split_as_evenly_as_it_goes() -> None:
     assert torch.equal(torch.cat([first[0], second[0]]), x["a"])
     with pytest.raises(ConfigurationError, match="first dimensions: 2, 3"):
         micro_batches.num_samples([torch.ones(2), torch.ones(3)], "x")
+
+
+def test_numbers_of_micro_batches_that_a_schedule_cannot_run_are_refused_with_the_nearest_it_can() -> None:
+    assert [checked_count(None, SCHEDULES[name], 2) for name in ("1f1b", "interleaved_1f1b")] == [2, 4]
+    assert checked_count(5, SCHEDULES["1f1b"], 2) == 5
+    with pytest.raises(ConfigurationError, match="pass micro_batches=4 or 6"):
+        checked_count(5, SCHEDULES["interleaved_1f1b"], 2)
 
 
 def test_a_picture_shows_every_span_and_the_bubble(tmp_path: Path) -> None:
