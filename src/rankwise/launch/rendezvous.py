@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
@@ -53,6 +53,7 @@ def find(options: LaunchOptions) -> JobAddress:
         listener = port.listen(seen.listens_on, number, options.node_rank)
     interface = interface_to(seen.address) if options.interface is None else known_interface(options.interface)
     if listener is not None:
+        wire.close_in_children(listener)
         number = listener.getsockname()[1]
     return JobAddress(
         address=(seen.address, number),
@@ -61,6 +62,32 @@ def find(options: LaunchOptions) -> JobAddress:
         interface=interface,
         notice=seen.notice if listener is not None else "",
     )
+
+
+def listen_towards(other: str, options: LaunchOptions) -> JobAddress:
+    """Return where this machine serves a job: on a port of the system's choice, in the network of another machine.
+
+    Args:
+        other: an address of the other machine; where ``options`` name an interface, it plays no part.
+        options: of node 0.
+
+    Raises:
+        ConfigurationError: there is no such interface, none leads there, or this machine cannot listen there.
+    """
+    if options.interface is None:
+        address = network.route_to(other).local_address
+    else:
+        name = known_interface(options.interface)
+        held = [address for one in network.interfaces() if one.name == name for address in one.addresses]
+        if not held:
+            raise ConfigurationError(
+                f"The network interface {name!r} has no address.",
+                where=socket.gethostname(),
+                evidence="\n".join(network.interface_lines()),
+                do="pass --interface with one that has, or leave it out",
+            )
+        address = held[0]
+    return find(replace(options, rendezvous=(address, port.ANY)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
