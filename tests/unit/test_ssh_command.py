@@ -6,6 +6,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,6 +29,7 @@ from rankwise.launch.messages import (
     refusal,
 )
 from rankwise.launch.options import LaunchOptions
+from rankwise.launch.rendezvous import listen_towards
 from rankwise.version import VERSION
 
 if TYPE_CHECKING:
@@ -117,6 +119,20 @@ def test_the_words_for_ssh_hold_no_secret_and_ask_nothing() -> None:
 def test_few_variables_are_passed_on() -> None:
     given = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", "RANKWISE_SECRET": "s", "HOME": "/root", "RANK": "0"}
     assert passed_on(given) == {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO"}
+
+
+def test_the_first_host_listens_on_the_interface_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKWISE_SECRET", "of the job")
+    options = LaunchOptions(nodes=(1, 2), node_rank=0, rendezvous=("10.0.0.9", 0), interface="lo")
+    job = listen_towards("10.0.0.9", options)
+    assert job.listener is not None
+    with job.listener:
+        assert (job.listener.getsockname(), job.interface, job.secret) == (job.address, "lo", "of the job")
+        assert job.address[0] == "127.0.0.1"
+    with pytest.raises(ConfigurationError) as error:
+        listen_towards("10.0.0.9", replace(options, interface="nowhere"))
+    assert error.value.what == "There is no interface nowhere with an address."
+    assert "lo: 127.0.0.1" in str(error.value.evidence)
 
 
 def run(tmp_path: Path, ssh: str, *options: str) -> tuple[int, str]:

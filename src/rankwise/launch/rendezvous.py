@@ -75,19 +75,16 @@ def listen_towards(other: str, options: LaunchOptions) -> JobAddress:
         ConfigurationError: there is no such interface, none leads there, or this machine cannot listen there.
     """
     if options.interface is None:
-        address = network.route_to(other).local_address
-    else:
-        name = known_interface(options.interface)
-        held = [address for one in network.interfaces() if one.name == name for address in one.addresses]
-        if not held:
-            raise ConfigurationError(
-                f"The network interface {name!r} has no address.",
-                where=socket.gethostname(),
-                evidence="\n".join(network.interface_lines()),
-                do="pass --interface with one that has, or leave it out",
-            )
-        address = held[0]
-    return find(replace(options, rendezvous=(address, port.ANY)))
+        return find(replace(options, rendezvous=(network.route_to(other).local_address, port.ANY)))
+    held = _addresses_on(options.interface)
+    if not held:
+        raise ConfigurationError(
+            f"There is no interface {options.interface} with an address.",
+            where=socket.gethostname(),
+            evidence="\n".join(network.interface_lines()),
+            do="pass --interface with one of these, or leave it out",
+        )
+    return find(replace(options, rendezvous=(held[0], port.ANY)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,10 +129,13 @@ def _seen_from_here(host: str, options: LaunchOptions) -> _SeenFromHere:
 def _every_interface(host: str, options: LaunchOptions) -> _SeenFromHere:
     address = network.main_address() or LOOPBACK
     if options.interface is not None:
-        held = [one.addresses for one in network.interfaces() if one.name == options.interface]
-        address = next((addresses[0] for addresses in held if addresses), address)
+        address = next(iter(_addresses_on(options.interface)), address)
     notice = f"[rankwise] {host} is no address of this machine that others reach; listening on every interface\n"
     return _SeenFromHere(address=address, listens_on=EVERY_INTERFACE, notice=notice)
+
+
+def _addresses_on(interface: str) -> list[str]:
+    return [address for one in network.interfaces() if one.name == interface for address in one.addresses]
 
 
 def known_interface(name: str) -> str:

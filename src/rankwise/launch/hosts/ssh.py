@@ -193,7 +193,7 @@ def _start(
         session.send(HostSpec(folder=_folder(), command=command, options=own, secret=secret, variables=variables))
     rendezvous = _answers(sessions, ssh, Ready)[0].rendezvous
     for session in sessions.all:
-        session.is_shown = True
+        session.show()
         session.send(Ready(rendezvous=rendezvous))
 
 
@@ -241,8 +241,8 @@ def _refusal(session: SshSession, refused: Refuse) -> ConfigurationError | Launc
 def _never_began(session: SshSession, ssh: Sequence[str]) -> ConfigurationError | LaunchError:
     """Return the problem with a host that ended without having sent a message."""
     host, code = session.host, session.exit_code
-    said = [line for line in session.early.decode(errors="replace").splitlines() if line.strip()]
-    evidence = "\n".join(line.strip() for line in said[-EVIDENCE_LINES:]) or None
+    said = [line.decode(errors="replace").strip() for line in session.early]
+    evidence = "\n".join(said[-EVIDENCE_LINES:]) or None
     if code == SSH_FAILED:
         return LaunchError(
             f"ssh does not lead to {host.name}.",

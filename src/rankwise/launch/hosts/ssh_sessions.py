@@ -11,9 +11,10 @@ import os
 import select
 import subprocess
 import time
+from collections import deque
 from typing import IO, TYPE_CHECKING, Self, cast
 
-from rankwise.launch.agent.output import IDLE_SECONDS, STDERR, STDOUT, Lines, Terminal
+from rankwise.launch.agent.output import IDLE_SECONDS, STDERR, STDOUT, TAIL_LINES, Lines, Terminal
 from rankwise.launch.hosts.message_stream import MessageExtractor, line
 from rankwise.launch.messages import MessageError
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 LEAVE_SECONDS = 5.0
 """How long a host has to leave once its stdin is closed."""
-EARLY_BYTES = 1 << 14
-"""How much is kept of what comes before a host's ranks start: what its shell writes, and ssh."""
 
 
 class SshSession:
@@ -38,15 +37,14 @@ class SshSession:
         self.host = host
         self.message: Message | None = None
         """The last that the host has sent: it waits for the answer to each before it sends another."""
-        self.early = b""
-        """What came before the host's ranks started, and was not shown."""
-        self.is_shown = False
-        """Whether what comes is shown."""
+        self.early: deque[bytes] = deque(maxlen=TAIL_LINES)
+        """The last lines before the host's ranks start, which are not shown: of its shell, and of ssh."""
         self.has_answered = False
         """Whether the host has sent anything at all."""
         self.exit_code: int | None = None
         self._extractor = MessageExtractor(token, host.name)
-        self._lines = {number: Lines(terminal=terminal) for number, terminal in terminals.items()}
+        self._terminals = terminals
+        self._lines = {number: Lines(terminal=None, tail=self.early) for number in terminals}
         self.process = subprocess.Popen(  # noqa: S603 - ssh, or what the person has named in its place
             argv,
             stdin=subprocess.PIPE,
@@ -89,8 +87,14 @@ class SshSession:
             return
         if source == self._ending:
             self._end()
+        # Once: a host that writes without end must not keep signals and other hosts waiting.
         elif not self._read(source):
             del self._streams[source]
+
+    def show(self) -> None:
+        """Show what comes from now on."""
+        self.show_rest()
+        self._lines = {number: Lines(terminal=terminal) for number, terminal in self._terminals.items()}
 
     def show_rest(self, *, after_seconds: float = 0.0) -> bool:
         """Show unfinished lines that are old enough; return whether some still wait."""
@@ -101,7 +105,8 @@ class SshSession:
     def _end(self) -> None:
         # To the last of what there is: others may hold the pipes of an ended ssh process open for long.
         for source in self._streams:
-            self._read(source)
+            while self._read(source):
+                pass
         self.show_rest()
         os.close(self._ending)
         with contextlib.suppress(OSError), self.process:
@@ -109,22 +114,18 @@ class SshSession:
         self.exit_code = self.process.returncode
 
     def _read(self, source: int) -> bool:
-        """Read all that has come through stdout or stderr; return whether more may come."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(source, 1 << 16):
-                self._take(self._streams[source], data)
+        """Read what has come through stdout or stderr; return whether there was anything."""
+        try:
+            data = os.read(source, 1 << 16)
+        except BlockingIOError:
             return False
-        return True
-
-    def _take(self, number: int, data: bytes) -> None:
+        number, has_data = self._streams[source], bool(data)
         if number == STDOUT:
             data, messages = self._extractor.take(data)
             if messages:
                 self.message, self.has_answered = messages[-1], True
-        if self.is_shown:
-            self._lines[number].take(data)
-        else:
-            self.early = (self.early + data)[-EARLY_BYTES:]
+        self._lines[number].take(data)
+        return has_data
 
 
 class SshSessions:
