@@ -53,7 +53,6 @@ def find(options: LaunchOptions) -> JobAddress:
         listener = port.listen(seen.listens_on, number, options.node_rank)
     interface = interface_to(seen.address) if options.interface is None else known_interface(options.interface)
     if listener is not None:
-        wire.close_in_children(listener)
         number = listener.getsockname()[1]
     return JobAddress(
         address=(seen.address, number),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One host's end of a job started over ssh: receives what to run on stdin, launches it, and ends with its caller.
 
-Two processes: the host's launcher, and one that sends it the caller's signals. Started by ``ssh`` through a shell of
-the host, and imported by nothing else.
+Two processes: one follows the caller to the end, the other, forked from it, is the host's launcher. Started by ``ssh``
+through a shell of the host, and imported by nothing else.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
 import socket
 import sys
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,13 +24,16 @@ from rankwise.launch.fork_server.entrypoint import find_module, find_script
 from rankwise.launch.hosts.message_stream import line, mark
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, Message, Ready, SignalHost, decode, refusal
 from rankwise.launch.rendezvous import LOOPBACK, JobAddress, listen_towards
+from rankwise.launch.report.exit_code import shell_code
 from rankwise.launch.report.reporter import TerminalReporter
 from rankwise.launch.start import launch
+from rankwise.store import wire
 from rankwise.version import VERSION
 from rankwise.world import network
 from rankwise.world.environments.reading import SECRET_NAME
 
 if TYPE_CHECKING:
+    from types import FrameType
     from typing import NoReturn
 
     from rankwise.launch.fork_server.entrypoint import Target
@@ -55,6 +58,8 @@ def main(token: str) -> NoReturn:
         caller.send(Ready(rendezvous=None if job is None else job.address))
         options = replace(spec.options, rendezvous=caller.receive(Ready).rendezvous)
         _follow(caller)
+        if job is not None and job.listener is not None:
+            wire.close_in_children(job.listener)
         reporter = _HostReporter(is_first=options.node_rank == 0)
         exit_code = launch(target, options, reporter, job)
         caller.send(EndJob(exit_code=exit_code, what=reporter.last_report))
@@ -127,30 +132,37 @@ def _prepare(spec: HostSpec) -> tuple[Target, JobAddress | None]:
 
 
 def _follow(caller: _Caller) -> None:
-    """Fork a process that passes on what the caller signals, and ends this one when the caller is gone."""
-    launcher = os.pidfd_open(os.getpid())
-    if os.fork():
-        os.close(launcher)
+    """Return in a fork of this process: the launcher. This one passes on what the caller signals, and ends with it."""
+    watcher = os.getpid()
+    signal.signal(signal.SIGCHLD, _end_as_launcher)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        descendants.die_with_parent()
+        if os.getppid() != watcher:
+            os._exit(LEFT_EXIT_CODE)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
         return
-    descendants.die_with_parent()
     for number in HANDLED:
-        signal.signal(number, signal.SIG_IGN)
-    # They are the ranks' too: ssh waits for them to be closed.
-    os.close(1)
-    os.close(2)
+        signal.signal(number, lambda number, _: os.kill(pid, number))
     try:
         while True:
-            number = signal.Signals[caller.receive(SignalHost).signal]
-            signal.pidfd_send_signal(launcher, number)
+            os.kill(pid, signal.Signals[caller.receive(SignalHost).signal])
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(launcher, signal.SIGHUP)
-            select.select([launcher], [], [], END_SECONDS)
-            signal.pidfd_send_signal(launcher, signal.SIGKILL)
-        os._exit(0)
+        # The caller is gone, or sends what is none of its signals.
+        os.kill(pid, signal.SIGHUP)
+        time.sleep(END_SECONDS)
+        os.kill(pid, signal.SIGKILL)
+        signal.pause()
+
+
+def _end_as_launcher(_number: int, _frame: FrameType | None) -> None:
+    """End this process as the launcher has ended, wherever it waits."""
+    pid, status = os.waitpid(-1, os.WNOHANG)
+    if pid:
+        os._exit(shell_code(os.waitstatus_to_exitcode(status)))
 
 
 class _HostReporter(TerminalReporter):
