@@ -100,6 +100,10 @@ def wait_for_end(pid: int) -> bool:
         return bool(select.select([ending], [], [], END_SECONDS)[0])
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def ssh_of(process: Started, host: str) -> int:
     """Return the process number of a command's ssh to a host."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -186,6 +190,15 @@ def test_a_host_whose_connection_ends_takes_the_job_with_it(job: Job) -> None:
     os.kill(ssh_of(process, "host1"), signal.SIGKILL)
     assert process.wait(END_SECONDS) != 0
     assert "[rankwise] host1 is gone: its ssh has ended with exit code -9\n" in job.said
+    for pid in pids.values():
+        assert wait_for_end(pid)
+
+
+def test_ranks_end_with_the_process_that_ssh_has_started(job: Job) -> None:
+    process, pids = job.begin()
+    # A rank's parent is the fork server, whose parent is the launcher.
+    os.kill(parent_of(parent_of(parent_of(pids[1]))), signal.SIGKILL)
+    assert process.wait(END_SECONDS) != 0
     for pid in pids.values():
         assert wait_for_end(pid)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,10 +15,21 @@ from hypothesis import strategies as st
 
 from rankwise.errors import ConfigurationError, LaunchError
 from rankwise.launch.hosts.host_list import Host, parse_hosts
-from rankwise.launch.hosts.message_stream import MessageExtractor, error_of, line, mark, refusal
+from rankwise.launch.hosts.message_stream import MessageExtractor, line, mark
 from rankwise.launch.hosts.ssh import passed_on, ssh_argv
-from rankwise.launch.messages import HostEnded, HostHere, HostRefused, HostSpec, decode, encode
+from rankwise.launch.messages import (
+    EndJob,
+    HostHere,
+    HostSpec,
+    Refuse,
+    RemoteCommand,
+    decode,
+    encode,
+    error_of,
+    refusal,
+)
 from rankwise.launch.options import LaunchOptions
+from rankwise.launch.rendezvous import listen_towards
 from rankwise.version import VERSION
 
 if TYPE_CHECKING:
@@ -58,13 +70,8 @@ def test_a_host_named_twice_is_refused() -> None:
 def test_a_host_spec_comes_through_whole() -> None:
     spec = HostSpec(
         folder="/work/ä b",
-        target="train.py",
-        is_module=False,
-        arguments=("--lr", "1e-3"),
-        options=LaunchOptions(num_ranks=3, max_restarts=2, check=True),
-        nodes=(1, 2),
-        node_rank=1,
-        peers=("10.0.0.1",),
+        command=RemoteCommand(target="train.py", is_module=False, arguments=("--lr", "1e-3")),
+        options=LaunchOptions(num_ranks=3, nodes=(1, 2), node_rank=1, rendezvous=("10.0.0.1", 0), check=True),
         secret="of the job",  # noqa: S106 - an example
         variables={"NCCL_DEBUG": "WARN"},
     )
@@ -78,7 +85,7 @@ def test_a_host_spec_comes_through_whole() -> None:
 def test_an_error_comes_through_whole(kind: type[ConfigurationError | LaunchError]) -> None:
     error = kind("It cannot be.", where="host0", evidence="one\ntwo", do="this")
     came = decode(encode(refusal(error)), "a")
-    assert isinstance(came, HostRefused)
+    assert isinstance(came, Refuse)
     came = error_of(came)
     assert (type(came), str(came)) == (kind, str(error))
 
@@ -88,7 +95,7 @@ def test_messages_are_found_wherever_the_stream_is_cut(data: st.DataObject) -> N
     """In the middle of a line too, and between bytes that look like the beginning of a mark."""
     written = st.lists(st.sampled_from([b"a", b"\n", b"\x1e", b"\x1erankwise ", b"\xff"]), max_size=4).map(b"".join)
     parts = [data.draw(written) for _ in range(3)]
-    sent = [HostHere(rankwise="1", hostname="a", address=None), HostEnded(exit_code=0, report="two\nlines")]
+    sent = [HostHere(rankwise="1", address="10.0.0.1"), EndJob(exit_code=0, what="two\nlines")]
     stream = parts[0] + mark("t") + line(sent[0]) + parts[1] + mark("t") + line(sent[1]) + parts[2] + b"end"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     extractor, output, messages = MessageExtractor("t", "a"), b"", []
@@ -112,6 +119,20 @@ def test_the_words_for_ssh_hold_no_secret_and_ask_nothing() -> None:
 def test_few_variables_are_passed_on() -> None:
     given = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", "RANKWISE_SECRET": "s", "HOME": "/root", "RANK": "0"}
     assert passed_on(given) == {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO"}
+
+
+def test_the_first_host_listens_on_the_interface_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKWISE_SECRET", "of the job")
+    options = LaunchOptions(nodes=(1, 2), node_rank=0, rendezvous=("10.0.0.9", 0), interface="lo")
+    job = listen_towards("10.0.0.9", options)
+    assert job.listener is not None
+    with job.listener:
+        assert (job.listener.getsockname(), job.interface, job.secret) == (job.address, "lo", "of the job")
+        assert job.address[0] == "127.0.0.1"
+    with pytest.raises(ConfigurationError) as error:
+        listen_towards("10.0.0.9", replace(options, interface="nowhere"))
+    assert error.value.what == "There is no interface nowhere with an address."
+    assert "lo: 127.0.0.1" in str(error.value.evidence)
 
 
 def run(tmp_path: Path, ssh: str, *options: str) -> tuple[int, str]:

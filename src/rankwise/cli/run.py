@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.arguments import add_command
 from rankwise.errors import ConfigurationError
@@ -144,19 +144,8 @@ def execute(options: argparse.Namespace) -> int:
     """Check the command, run it, and return the exit code, or end this process with it."""
     if options.hosts is not None:
         return _execute_on_hosts(options)
-    launch_options = LaunchOptions(
-        num_ranks=options.num_ranks,
-        device=options.device,
-        log_dir=options.log_dir,
-        max_restarts=options.max_restarts,
-        nodes=options.nodes or (1, 1),
-        node_rank=options.node_rank,
-        rendezvous=options.rendezvous,
-        rendezvous_timeout_seconds=options.rendezvous_timeout,
-        interface=options.interface,
-        check=options.check,
-        guard=options.guard,
-        torch_store=options.torch_store or asked_torch_store(),
+    launch_options = _launch_options(
+        options, nodes=options.nodes or (1, 1), node_rank=options.node_rank, rendezvous=options.rendezvous
     )
     target: Target
     if options.module:
@@ -171,7 +160,8 @@ def execute(options: argparse.Namespace) -> int:
 def _execute_on_hosts(options: argparse.Namespace) -> int:
     # Only who uses ssh waits for it.
     from rankwise.launch.hosts.host_list import parse_hosts  # noqa: PLC0415
-    from rankwise.launch.hosts.ssh import RemoteCommand, launch_on_hosts, split_command  # noqa: PLC0415
+    from rankwise.launch.hosts.ssh import launch_on_hosts, split_command  # noqa: PLC0415
+    from rankwise.launch.messages import RemoteCommand  # noqa: PLC0415
 
     for name, value in (("--rendezvous", options.rendezvous), ("--node-rank", options.node_rank)):
         if value is not None:
@@ -179,7 +169,16 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
                 f"{name} is for a command on each machine, and --hosts for one command for all.",
                 do=f"leave {name} out: the hosts meet at the first of them, and are numbered as they are named",
             )
-    host_options = LaunchOptions(
+    command = RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
+    hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
+    return launch_on_hosts(
+        command, hosts, _launch_options(options), nodes=options.nodes, ssh=ssh, show=TerminalReporter().show
+    )
+
+
+def _launch_options(options: argparse.Namespace, **meeting: Any) -> LaunchOptions:  # noqa: ANN401 - fields of several types
+    """Return what the command chooses for one machine; ``meeting`` is how it meets others."""
+    return LaunchOptions(
         num_ranks=options.num_ranks,
         device=options.device,
         log_dir=options.log_dir,
@@ -189,10 +188,8 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
         check=options.check,
         guard=options.guard,
         torch_store=options.torch_store or asked_torch_store(),
+        **meeting,
     )
-    command = RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
-    hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
-    return launch_on_hosts(command, hosts, host_options, nodes=options.nodes, ssh=ssh, show=TerminalReporter().show)
 
 
 def _count(text: str) -> int:

@@ -13,7 +13,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rankwise.errors import LaunchError
+from rankwise.errors import ConfigurationError, LaunchError, RankwiseError
 from rankwise.launch.options import LaunchOptions  # noqa: TC001 - looked up when a message is decoded
 from rankwise.launch.report.failure import FailedAttempt, Failure  # noqa: TC001 - as above
 
@@ -210,11 +210,14 @@ class ReportFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refuse:
-    """This machine cannot take part."""
+    """This machine cannot take part: a controller's answer to an agent, or a host's to ``--hosts``."""
 
     what: str
+    where: str = ""
     evidence: str
     advice: str
+    is_mistake: bool = True
+    """Whether it is a ``ConfigurationError``, rather than a ``LaunchError``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,28 +245,28 @@ class HostHere:
 
     rankwise: str
     """Its version."""
-    hostname: str
-    address: str | None
+    address: str
     """Under which other machines reach it, as far as it knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostSpec:
-    """What a host is to run, as which of the job's hosts."""
+class RemoteCommand:
+    """What every rank of every host runs, as it was typed: only the hosts look for it."""
 
-    folder: str
-    """The working directory."""
     target: str
     is_module: bool
     arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostSpec:
+    """What a host is to run."""
+
+    folder: str
+    """The working directory."""
+    command: RemoteCommand
     options: LaunchOptions
-    """Of this host alone: nothing in them concerns others."""
-    nodes: tuple[int, int]
-    """The fewest and the most hosts that the job runs on."""
-    node_rank: int
-    """The host of number 0 serves the job."""
-    peers: tuple[str, ...]
-    """Addresses of the other hosts, for the first to find the network that leads there."""
+    """Of this host. Their rendezvous is the second host, in whose network the first is to listen, and no port."""
     secret: str = field(repr=False)
     """Of this job: drawn for it, never in a file nor among a process's arguments."""
     variables: dict[str, str]
@@ -271,46 +274,18 @@ class HostSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostReady:
-    """A host has all it needs to start."""
+class Ready:
+    """From a host: it has all it needs to start. To a host: so have all, and it is to start its launcher."""
 
     rendezvous: tuple[str, int] | None
-    """Where it serves the job; ``None`` where another host does."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartHost:
-    """Start the host's launcher."""
-
-    rendezvous: tuple[str, int] | None
+    """Where the job is served; ``None`` from a host that does not serve it, and where there is one host only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SignalHost:
-    """Send the host's launcher a signal."""
+    """Send a host's launcher a signal. It ends with an :class:`EndJob` or a :class:`Refuse`."""
 
     signal: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostRefused:
-    """A host cannot take part: the fields of a ``ConfigurationError`` or a ``LaunchError``."""
-
-    is_mistake: bool
-    """Whether it is the first of the two."""
-    what: str
-    where: str | None
-    evidence: str | None
-    advice: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostEnded:
-    """The launcher of a host has ended."""
-
-    exit_code: int
-    report: str
-    """Text of a failure that has not been shown."""
 
 
 FromAgent = Hello | Heartbeat | RankFailed | RankDeparted | RanksEnded | RequestStop | NodeLeaves
@@ -327,9 +302,8 @@ ToAgent = (
     | EndJob
 )
 BothWays = Heartbeat | StacksRequest | StacksAnswer
-FromHost = HostHere | HostReady | HostRefused | HostEnded
-ToHost = HostSpec | StartHost | SignalHost
-Message = FromAgent | ToAgent | BothWays | FromHost | ToHost
+BetweenHosts = HostHere | HostSpec | Ready | SignalHost
+Message = FromAgent | ToAgent | BothWays | BetweenHosts
 
 _KINDS: dict[str, type[Message]] = {
     "hello": Hello,
@@ -353,14 +327,28 @@ _KINDS: dict[str, type[Message]] = {
     "end": EndJob,
     "host_here": HostHere,
     "host_spec": HostSpec,
-    "host_ready": HostReady,
-    "host_start": StartHost,
+    "host_ready": Ready,
     "host_signal": SignalHost,
-    "host_refused": HostRefused,
-    "host_ended": HostEnded,
 }
 """The name of each message on the wire."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def refusal(error: RankwiseError) -> Refuse:
+    """Return the message that a machine cannot take part because of ``error``."""
+    return Refuse(
+        what=error.what,
+        where=error.where or "",
+        evidence=error.evidence or "",
+        advice=error.do or "",
+        is_mistake=isinstance(error, ConfigurationError),
+    )
+
+
+def error_of(refused: Refuse) -> ConfigurationError | LaunchError:
+    """Return the error that :func:`refusal` was given."""
+    kind = ConfigurationError if refused.is_mistake else LaunchError
+    return kind(refused.what, where=refused.where or None, evidence=refused.evidence or None, do=refused.advice or None)
 
 
 def encode(message: Message) -> bytes:

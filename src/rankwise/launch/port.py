@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The port that a job is served on: chosen by the system, or taken as the rendezvous names it.
 
-A port is bound at once and held, never looked up and used later. Imported by ``rendezvous`` and by an ssh host.
+A port is bound at once and held, never looked up and used later. Imported by ``rendezvous``.
 """
 
 from __future__ import annotations
 
 import errno
-import socket
+from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
 from rankwise.store import wire
 
+if TYPE_CHECKING:
+    import socket
+
 ANY = 0
 """Has the system choose a free port."""
-BACKLOG = 1024
 
 
 def listen(address: str, port: int, node_rank: int | None) -> socket.socket | None:
@@ -31,6 +33,9 @@ def listen(address: str, port: int, node_rank: int | None) -> socket.socket | No
     try:
         return wire.listen(address, port)
     except ConfigurationError as error:
+        if port == ANY:
+            error.do = "name another network: --interface NAME"
+            raise
         if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
             raise
         # A second launcher on the machine of the first: the one that listens is the job's.
@@ -40,19 +45,4 @@ def listen(address: str, port: int, node_rank: int | None) -> socket.socket | No
             f"Port {port} of {address} is taken, and node 0 is to serve the job there.",
             do="give another --rendezvous port on every machine, or, where another launcher is node 0, another "
             f"--node-rank. What listens there: ss -ltnp 'sport = :{port}'",
-        ) from error
-
-
-def listen_for_hosts(address: str) -> socket.socket:
-    """Listen on a port that the system chooses, on the host that serves the others of ``--hosts``.
-
-    Raises:
-        ConfigurationError: this host cannot listen on the address.
-    """
-    try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, ANY), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigurationError(
-            f"The job cannot be served on {address}: {error.strerror}.", do="name another network: --interface NAME"
         ) from error

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
@@ -63,6 +63,29 @@ def find(options: LaunchOptions) -> JobAddress:
     )
 
 
+def listen_towards(other: str, options: LaunchOptions) -> JobAddress:
+    """Return where this machine serves a job: on a port of the system's choice, in the network of another machine.
+
+    Args:
+        other: an address of the other machine; where ``options`` name an interface, it plays no part.
+        options: of node 0.
+
+    Raises:
+        ConfigurationError: there is no such interface, none leads there, or this machine cannot listen there.
+    """
+    if options.interface is None:
+        return find(replace(options, rendezvous=(network.route_to(other).local_address, port.ANY)))
+    held = _addresses_on(options.interface)
+    if not held:
+        raise ConfigurationError(
+            f"There is no interface {options.interface} with an address.",
+            where=socket.gethostname(),
+            evidence="\n".join(network.interface_lines()),
+            do="pass --interface with one of these, or leave it out",
+        )
+    return find(replace(options, rendezvous=(held[0], port.ANY)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SeenFromHere:
     """The rendezvous as this machine sees it."""
@@ -105,10 +128,13 @@ def _seen_from_here(host: str, options: LaunchOptions) -> _SeenFromHere:
 def _every_interface(host: str, options: LaunchOptions) -> _SeenFromHere:
     address = network.main_address() or LOOPBACK
     if options.interface is not None:
-        held = [one.addresses for one in network.interfaces() if one.name == options.interface]
-        address = next((addresses[0] for addresses in held if addresses), address)
+        address = next(iter(_addresses_on(options.interface)), address)
     notice = f"[rankwise] {host} is no address of this machine that others reach; listening on every interface\n"
     return _SeenFromHere(address=address, listens_on=EVERY_INTERFACE, notice=notice)
+
+
+def _addresses_on(interface: str) -> list[str]:
+    return [address for one in network.interfaces() if one.name == interface for address in one.addresses]
 
 
 def known_interface(name: str) -> str:

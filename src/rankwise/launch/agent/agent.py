@@ -13,10 +13,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rankwise.errors import ConfigurationError, LaunchError, fold_ranks
+from rankwise.errors import LaunchError, fold_ranks
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.agent.controller_link import ControllerLink, ControllerLost
 from rankwise.launch.agent.ranks import FOR_RESTART, KILLED
+from rankwise.launch.agent.signals import Interrupted
 from rankwise.launch.agent.stragglers import Stragglers
 from rankwise.launch.controller.coordinator import RETURN_SECONDS
 from rankwise.launch.messages import (
@@ -39,6 +40,7 @@ from rankwise.launch.messages import (
     StopAttempt,
     StopRank,
     Wait,
+    error_of,
 )
 from rankwise.launch.report import failure_report
 from rankwise.launch.report.failure import Failure
@@ -63,14 +65,6 @@ WHERE_SECONDS = 2.0
 """How long before they are asked to end it is looked where ranks are."""
 TERMINATE_SECONDS = 1.0
 """How long a rank has to end between SIGTERM and SIGKILL, after another's failure."""
-
-
-class Interrupted(Exception):
-    """A signal has come that ends this machine's part of the job."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.number = number
 
 
 @dataclass(slots=True)
@@ -286,7 +280,7 @@ class Agent:
         self._reporter.report(message.failed, describe(message.failed))
 
     def _raise_refusal(self, message: Refuse) -> NoReturn:
-        raise ConfigurationError(message.what, evidence=message.evidence or None, do=message.advice)
+        raise error_of(message)
 
     def _rejoin_later(self, _: Wait) -> None:
         """Introduce this machine again a little later: another that is gone may still be known in its place."""

@@ -65,7 +65,7 @@ class ControllerLink:
         """Send a message. May be called from any thread.
 
         Raises:
-            LinkLost: it cannot be sent.
+            ControllerLost: it cannot be sent.
         """
         data = encode(message)
         try:
@@ -78,7 +78,7 @@ class ControllerLink:
         """See that the other end sends heartbeats.
 
         Raises:
-            LinkLost: the coordinator has been silent too long.
+            ControllerLost: the coordinator has been silent too long.
         """
         silent_seconds = time.monotonic() - self._last_received
         if silent_seconds > LOST_SECONDS and not select.select([self._connection], [], [], 0)[0]:
@@ -97,7 +97,7 @@ class ControllerLink:
         """Return the messages that have arrived; call it when the descriptor is readable.
 
         Raises:
-            LinkLost: the other end is gone.
+            ControllerLost: the other end is gone.
         """
         try:
             data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)

@@ -69,19 +69,48 @@ class Terminal:
                 self.problem = f"{_file_of(self.descriptor)}: {error.strerror}"
 
 
-@dataclass(eq=False)
-class _Stream:
+@dataclass(eq=False, kw_only=True)
+class Lines:
+    """One stream on its way to a terminal: whole lines at once, what remains unfinished after a moment."""
+
+    terminal: Terminal | None
+    """``None`` shows nothing."""
+    prefix: LinePrefix = field(default_factory=LinePrefix)
+    tail: deque[bytes] | None = None
+    """Gets each line that is not empty."""
+    pending: bytes = b""
+    since: float = field(default_factory=time.monotonic)
+    """When the last of it came."""
+
+    def take(self, data: bytes) -> None:
+        """Show the lines that ``data`` completes."""
+        self.pending += data
+        self.since = time.monotonic()
+        end = max(self.pending.rfind(mark) for mark in LINE_ENDS) + 1
+        self._show(end if len(self.pending) - end < LONGEST_LINE_BYTES else len(self.pending))
+
+    def show_rest(self, *, after_seconds: float = 0.0) -> None:
+        """Show the unfinished line, where it has been waiting so long."""
+        if time.monotonic() - self.since >= after_seconds:
+            self._show(len(self.pending))
+
+    def _show(self, num_bytes: int) -> None:
+        shown, self.pending = self.pending[:num_bytes], self.pending[num_bytes:]
+        if not shown:
+            return
+        if self.tail is not None:
+            self.tail.extend(line for line in shown.splitlines() if line.strip())
+        if self.terminal is not None and not self.terminal.is_gone:
+            self.terminal.write(self.prefix.applied_to(shown), self, ends_line=shown.endswith(b"\n"))
+
+
+@dataclass(eq=False, kw_only=True)
+class _Stream(Lines):
     """The reading end of one stream of one rank."""
 
     descriptor: int
-    rank: int
     number: int
-    terminal: Terminal | None
-    prefix: LinePrefix = field(default_factory=LinePrefix)
     file: BinaryIO | None = None
-    tail: deque[bytes] | None = None
-    pending: bytes = b""
-    since: float = field(default_factory=time.monotonic)
 
 
 class Output:
@@ -171,7 +200,7 @@ class Output:
             return os.dup(number)
         reader, writer = os.pipe()
         path = self.log_path(rank, attempt, number)
-        stream = _Stream(reader, rank, number, terminal, tail=tail)
+        stream = _Stream(descriptor=reader, number=number, terminal=terminal, tail=tail)
         if number == STDERR:
             stream.prefix = prefix_of(rank, world_size, is_tty=terminal.is_tty)
         if path is not None:
@@ -203,10 +232,8 @@ class Output:
                 stream = self._arrivals.popleft()
                 self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
                 streams.add(stream)
-            now = time.monotonic()
             for stream in streams:
-                if stream.pending and now - stream.since >= IDLE_SECONDS:
-                    _show(stream, rest=True)
+                stream.show_rest(after_seconds=IDLE_SECONDS)
 
     def _keep(self, stream: _Stream, data: bytes) -> None:
         """Write to the stream's file, or no more where that fails: a full disk must not stop the ranks."""
@@ -263,10 +290,10 @@ class Output:
         data = os.read(stream.descriptor, 1 << 16)
         if stream.file is not None:
             self._keep(stream, data)
-        stream.pending += data
-        stream.since = time.monotonic()
         is_over = not data or self._is_over(stream)
-        _show(stream, rest=is_over or len(stream.pending) > LONGEST_LINE_BYTES)
+        stream.take(data)
+        if is_over:
+            stream.show_rest()
         # What has just been shown may be what did not fit any more.
         is_over = is_over or self._is_over(stream)
         if is_over:
@@ -278,20 +305,6 @@ class Output:
                 self._num_open -= 1
                 self._all_over.notify_all()
         return not is_over
-
-
-def _show(stream: _Stream, *, rest: bool) -> None:
-    """Show the whole lines of what is pending, and with ``rest`` the unfinished one too."""
-    end = max(stream.pending.rfind(mark) for mark in LINE_ENDS) + 1
-    if rest:
-        end = len(stream.pending)
-    if not end:
-        return
-    shown, stream.pending = stream.pending[:end], stream.pending[end:]
-    if stream.tail is not None:
-        stream.tail.extend(line for line in shown.splitlines() if line.strip())
-    if stream.terminal is not None and not stream.terminal.is_gone:
-        stream.terminal.write(stream.prefix.applied_to(shown), stream, ends_line=shown.endswith(b"\n"))
 
 
 def _file_of(descriptor: int) -> str:

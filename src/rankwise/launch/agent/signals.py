@@ -2,7 +2,7 @@
 """Signals to the launcher, turned into something its loop can wait for.
 
 Before any process has been started a signal simply ends the launcher; afterwards it is heard in one
-place, never in the middle of something else. Imported by the launcher's start.
+place, never in the middle of something else. Imported by the launcher's start, the agent and ``ssh``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,14 @@ def end_quietly() -> None:
 def _end_now(number: int, _frame: FrameType | None) -> None:
     # Asked to save while there is nothing: the job may be started again all the same.
     os._exit(STOPPED_EXIT_CODE if number == signal.SIGUSR2 else 128 + number)
+
+
+class Interrupted(Exception):
+    """A signal has come that ends this process's part of the job."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
 
 
 class PendingSignals:

@@ -31,13 +31,13 @@ from rankwise.launch.messages import (
     RankDeparted,
     RankFailed,
     RanksEnded,
-    Refuse,
     RequestStop,
     StacksAnswer,
     StacksRequest,
     StartAttempt,
     decode,
     encode,
+    refusal,
 )
 from rankwise.store import keys
 from rankwise.store.server import AuthenticatedServer
@@ -136,7 +136,7 @@ class JobServer:
         try:
             hello = decode(await read_frame(reader, LARGEST_MESSAGE_BYTES), f"the launcher at {host} port {port}")
         except MessageError as error:
-            _write(writer, Refuse(what=error.what, evidence=error.evidence or "", advice=error.do or ""))
+            _write(writer, refusal(error))
             return
         if not isinstance(hello, Hello):
             return

@@ -10,13 +10,11 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from rankwise.launch.hosts.message_stream import error_of
-from rankwise.launch.messages import HostEnded, HostRefused, Message, SignalHost
+from rankwise.launch.messages import EndJob, Refuse, SignalHost, error_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.errors import ConfigurationError, LaunchError
     from rankwise.launch.hosts.ssh_sessions import SshSession, SshSessions
 
 CONCLUDE_SECONDS = 20.0
@@ -32,10 +30,8 @@ class HostMonitor:
         self._sessions = sessions
         self._min_nodes = min_nodes
         self._show = show
-        self._last: dict[int, Message] = {}
-        """The last message of each host that has sent one."""
-        self._ended: set[int] = set()
-        self._refusal: ConfigurationError | LaunchError | None = None
+        self._not_ended = list(sessions.all)
+        self._refusal: Refuse | None = None
         self._deadline: float | None = None
         self._were_signalled = False
         self._signal: signal.Signals | None = None
@@ -49,13 +45,19 @@ class HostMonitor:
         while self._sessions.running:
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             number = self._sessions.turn(left)
+            if number is None and self._sessions.is_unread and self._signal is None:
+                number = signal.SIGHUP
             if number is not None:
                 self._pass_on(number)
-            elif self._sessions.is_unread and self._signal is None:
-                self._pass_on(signal.SIGHUP)
-            self._note_ends()
-            if self._deadline is not None and time.monotonic() >= self._deadline and not self._end():
-                break
+            for session in [one for one in self._not_ended if one.exit_code is not None]:
+                self._not_ended.remove(session)
+                self._note_end(session)
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                if self._were_signalled:
+                    break
+                self._were_signalled = True
+                self._sessions.send_all(SignalHost(signal=signal.SIGTERM.name))
+                self._deadline = time.monotonic() + LEAVE_SECONDS
         return self._exit_code()
 
     def _pass_on(self, number: signal.Signals) -> None:
@@ -67,56 +69,33 @@ class HostMonitor:
         self._end_within(CONCLUDE_SECONDS if self._signal is None else LEAVE_SECONDS)
         self._signal = number
 
-    def _note_ends(self) -> None:
-        for number, session in enumerate(self._sessions.all):
-            if session.messages:
-                self._last[number] = session.messages.popleft()
-            if session.exit_code is not None and number not in self._ended:
-                self._ended.add(number)
-                self._note_end(number, session)
-
-    def _note_end(self, number: int, session: SshSession) -> None:
-        name, last = session.host.name, self._last.get(number)
-        continues = self._can_continue_without(number)
+    def _note_end(self, session: SshSession) -> None:
+        name, last = session.host.name, session.message
+        # Without any but the first, as long as enough are left.
+        continues = session is not self._sessions.all[0] and len(self._sessions.running) >= self._min_nodes
         if last is None and self._signal is None and not self._were_signalled:
             rest = "; the job goes on without it" if continues else ""
             self._show(f"[rankwise] {name} is gone: its ssh has ended with exit code {session.exit_code}{rest}\n")
-        if isinstance(last, HostRefused):
-            error = error_of(last)
-            if continues:
-                self._show(f"[rankwise] {name} takes no part. {error}\n")
-            else:
-                # Nothing will come of the others' waiting.
-                self._refusal = self._refusal or error
-                self._end_within(0.0)
+        if isinstance(last, Refuse) and continues:
+            self._show(f"[rankwise] {name} takes no part. {error_of(last)}\n")
+        elif isinstance(last, Refuse):
+            # Nothing will come of the others' waiting.
+            self._refusal = self._refusal or last
+            self._end_within(0.0)
         elif not continues:
             self._end_within(CONCLUDE_SECONDS)
-
-    def _can_continue_without(self, number: int) -> bool:
-        """Return whether the job can go on when a host has ended: any but the first, as long as enough are left."""
-        return number > 0 and len(self._sessions.running) >= self._min_nodes
 
     def _end_within(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
 
-    def _end(self) -> bool:
-        """Tell the hosts to end; return whether it is worth waiting for them."""
-        if self._were_signalled:
-            return False
-        self._were_signalled = True
-        self._sessions.send_all(SignalHost(signal=signal.SIGTERM.name))
-        self._deadline = time.monotonic() + LEAVE_SECONDS
-        return True
-
     def _exit_code(self) -> int:
         if self._refusal is not None:
-            raise self._refusal
-        first = self._last.get(0)
-        if isinstance(first, HostEnded):
-            self._show(first.report)
-            return first.exit_code
+            raise error_of(self._refusal)
+        ends = [one.message for one in self._sessions.all if isinstance(one.message, EndJob)]
+        if ends and ends[0] is self._sessions.all[0].message:
+            self._show(ends[0].what)
+            return ends[0].exit_code
         if self._signal is not None:
             return 128 + self._signal
-        others = [last.exit_code for last in self._last.values() if isinstance(last, HostEnded)]
-        return next((code for code in others if code), 1)
+        return next((end.exit_code for end in ends if end.exit_code), 1)

@@ -2,30 +2,14 @@
 """How ``rankwise run --hosts`` and a host exchange messages over ssh: lines of JSON on the host's stdin and stdout.
 
 A host's messages share its stdout with what its ranks write, and come behind a mark that no rank knows. Imported by
-both ends, ``ssh`` and ``remote``.
+both ends, ``ssh_sessions`` and ``remote``.
 """
 
 from __future__ import annotations
 
-from rankwise.errors import ConfigurationError, LaunchError, RankwiseError
-from rankwise.launch.messages import HostRefused, Message, decode, encode
+import re
 
-
-def refusal(error: RankwiseError) -> HostRefused:
-    """Return the message that a host cannot take part because of ``error``."""
-    return HostRefused(
-        is_mistake=isinstance(error, ConfigurationError),
-        what=error.what,
-        where=error.where,
-        evidence=error.evidence,
-        advice=error.do,
-    )
-
-
-def error_of(refused: HostRefused) -> ConfigurationError | LaunchError:
-    """Return the error that :func:`refusal` was given."""
-    kind = ConfigurationError if refused.is_mistake else LaunchError
-    return kind(refused.what, where=refused.where, evidence=refused.evidence, do=refused.advice)
+from rankwise.launch.messages import Message, decode, encode
 
 
 def mark(token: str) -> bytes:
@@ -45,6 +29,7 @@ class MessageExtractor:
         """Take the token of the job, and the name of the host for errors."""
         self._host = host
         self._mark = mark(token)
+        self._message = re.compile(re.escape(self._mark) + rb"([^\n]*)\n")
         self._held = b""
 
     def take(self, data: bytes) -> tuple[bytes, list[Message]]:
@@ -53,24 +38,11 @@ class MessageExtractor:
         Raises:
             MessageError: what stands behind a mark is no message.
         """
-        self._held += data
-        output = b""
-        messages: list[Message] = []
-        while True:
-            before, found, behind = self._held.partition(self._mark)
-            if not found:
-                end = len(before) - self._num_of_mark_at_end(before)
-                self._held = before[end:]
-                return output + before[:end], messages
-            text, end_of_line, rest = behind.partition(b"\n")
-            output += before
-            if not end_of_line:
-                self._held = found + text
-                return output, messages
-            self._held = rest
-            messages.append(decode(text, self._host))
-
-    def _num_of_mark_at_end(self, data: bytes) -> int:
-        """Return how many bytes at the end of ``data`` may be the beginning of a mark."""
-        start = data.rfind(self._mark[:1], max(0, len(data) - len(self._mark)))
-        return len(data) - start if start >= 0 and self._mark.startswith(data[start:]) else 0
+        # Output and messages in turn.
+        *parts, output = self._message.split(self._held + data)
+        # No message holds the mark's first byte.
+        _, begun, rest = output.rpartition(self._mark[:1])
+        tail = begun + rest
+        self._held = tail if begun and (tail.startswith(self._mark) or self._mark.startswith(tail)) else b""
+        shown = b"".join(parts[::2]) + output[: len(output) - len(self._held)]
+        return shown, [decode(text, self._host) for text in parts[1::2]]

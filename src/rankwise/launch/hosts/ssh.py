@@ -12,28 +12,27 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from rankwise.errors import ConfigurationError, LaunchError
-from rankwise.launch import auth
-from rankwise.launch.agent.signals import PendingSignals, end_quietly
+from rankwise.launch import auth, port
+from rankwise.launch.agent.signals import Interrupted, PendingSignals, end_quietly
 from rankwise.launch.hosts.host_monitor import HostMonitor
-from rankwise.launch.hosts.message_stream import error_of
 from rankwise.launch.hosts.ssh_sessions import SshSession, SshSessions
-from rankwise.launch.messages import HostHere, HostReady, HostRefused, HostSpec, MessageError, StartHost
+from rankwise.launch.messages import HostHere, HostSpec, MessageError, Ready, Refuse, error_of
 from rankwise.version import VERSION
 from rankwise.world.device import kinds
 
 if TYPE_CHECKING:
-    import signal
     from collections.abc import Callable, Mapping, Sequence
 
     from rankwise.launch.hosts.host_list import Host
+    from rankwise.launch.messages import RemoteCommand
     from rankwise.launch.options import LaunchOptions
 
-Answer = TypeVar("Answer", HostHere, HostReady)
+Answer = TypeVar("Answer", HostHere, Ready)
 
 SSH_OPTIONS = (
     "BatchMode=yes",  # nobody is there to type a password
@@ -56,25 +55,8 @@ _PREFIXES = ("NCCL_", "TORCH_")
 # A file of the home folder must not stand for a module; what ranks import from comes with their script.
 _PROGRAM = (
     "import sys; sys.flags.safe_path or sys.path.__setitem__(0, sys.exec_prefix); "
-    "from rankwise.launch.hosts.remote import main; sys.exit(main(sys.argv[1]))"
+    "from rankwise.launch.hosts.remote import main; main(sys.argv[1])"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RemoteCommand:
-    """What every rank of every host runs, as it was typed: only the hosts look for it."""
-
-    target: str
-    is_module: bool
-    arguments: tuple[str, ...]
-
-
-class _Interrupted(Exception):
-    """A signal came before any rank was started."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.number = number
 
 
 def launch_on_hosts(
@@ -115,8 +97,8 @@ def launch_on_hosts(
     with SshSessions(token, PendingSignals()) as sessions:
         try:
             _connect(sessions, hosts, ssh, token)
-            _begin(sessions, ssh, _host_specs(command, hosts, options, (least, most)))
-        except _Interrupted as interrupted:
+            _start(sessions, ssh, command, options, (least, most))
+        except Interrupted as interrupted:
             return 128 + interrupted.number
         return HostMonitor(sessions, least, show).follow()
 
@@ -162,33 +144,6 @@ def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name in PASSED_ON or name.startswith(_PREFIXES)}
 
 
-def _host_specs(
-    command: RemoteCommand, hosts: Sequence[Host], options: LaunchOptions, nodes: tuple[int, int]
-) -> Callable[[Sequence[HostHere]], list[HostSpec]]:
-    """Return what makes each host's spec, once all have sent where they are."""
-    shared = auth.draw()
-
-    def host_specs(heres: Sequence[HostHere]) -> list[HostSpec]:
-        addresses = [here.address for here in heres]
-        return [
-            HostSpec(
-                folder=_folder(),
-                target=command.target,
-                is_module=command.is_module,
-                arguments=command.arguments,
-                options=options if host.num_ranks is None else replace(options, num_ranks=host.num_ranks),
-                nodes=nodes,
-                node_rank=number,
-                peers=tuple(one for other, one in enumerate(addresses) if other != number and one is not None),
-                secret=shared,
-                variables=passed_on(os.environ),
-            )
-            for number, host in enumerate(hosts)
-        ]
-
-    return host_specs
-
-
 def _folder() -> str:
     """Return the working directory by the name it was entered under: links may lead elsewhere on other machines."""
     entered, real = os.environ.get("PWD", ""), Path.cwd()
@@ -218,19 +173,28 @@ def _connect(sessions: SshSessions, hosts: Sequence[Host], ssh: Sequence[str], t
             ) from error
 
 
-def _begin(
-    sessions: SshSessions, ssh: Sequence[str], host_specs: Callable[[Sequence[HostHere]], list[HostSpec]]
+def _start(
+    sessions: SshSessions, ssh: Sequence[str], command: RemoteCommand, options: LaunchOptions, nodes: tuple[int, int]
 ) -> None:
     """Start all hosts' ranks, or none: first all are there, then all are ready, then all start."""
     heres = _answers(sessions, ssh, HostHere)
     for session, here in zip(sessions.all, heres, strict=True):
-        _check_version(session.host, here.rankwise, ssh)
-    for session, spec in zip(sessions.all, host_specs(heres), strict=True):
-        session.send(spec)
-    rendezvous = _answers(sessions, ssh, HostReady)[0].rendezvous
+        if here.rankwise != VERSION:
+            raise ConfigurationError(
+                f"{session.host.name} has rankwise {here.rankwise}, and this machine {VERSION}.",
+                do=_install(session.host, ssh),
+            )
+    options = replace(options, nodes=nodes, rendezvous=(heres[1].address, port.ANY) if heres[1:] else None)
+    secret = auth.draw()
+    for node_rank, session in enumerate(sessions.all):
+        num_ranks = session.host.num_ranks or options.num_ranks
+        own = replace(options, num_ranks=num_ranks, node_rank=node_rank)
+        variables = passed_on(os.environ)
+        session.send(HostSpec(folder=_folder(), command=command, options=own, secret=secret, variables=variables))
+    rendezvous = _answers(sessions, ssh, Ready)[0].rendezvous
     for session in sessions.all:
-        session.is_shown = True
-        session.send(StartHost(rendezvous=rendezvous))
+        session.show()
+        session.send(Ready(rendezvous=rendezvous))
 
 
 def _answers(sessions: SshSessions, ssh: Sequence[str], kind: type[Answer]) -> list[Answer]:
@@ -238,23 +202,23 @@ def _answers(sessions: SshSessions, ssh: Sequence[str], kind: type[Answer]) -> l
 
     Raises:
         ConfigurationError, LaunchError: one of them cannot take part.
-        _Interrupted: a signal came.
+        Interrupted: a signal came.
     """
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:
         for session in sessions.all:
-            first = session.messages[0] if session.messages else None
-            if isinstance(first, HostRefused):
-                raise _refusal(session, first)
-            if first is not None and not isinstance(first, kind):
+            answer = session.message
+            if isinstance(answer, Refuse):
+                raise _refusal(session, answer)
+            if answer is not None and not isinstance(answer, kind):
                 raise MessageError(
-                    f"{session.host.name} sent {type(first).__name__}, and {kind.__name__} was expected."
+                    f"{session.host.name} sent {type(answer).__name__}, and {kind.__name__} was expected."
                 )
-            if first is None and session.exit_code is not None:
+            if answer is None and session.exit_code is not None:
                 raise _never_began(session, ssh)
-        silent = [one.host.name for one in sessions.all if not one.messages]
+        silent = [one.host.name for one in sessions.all if one.message is None]
         if not silent:
-            return [cast("Answer", session.messages.popleft()) for session in sessions.all]
+            return [cast("Answer", session.take()) for session in sessions.all]
         left = deadline - time.monotonic()
         if left <= 0:
             raise LaunchError(
@@ -263,17 +227,10 @@ def _answers(sessions: SshSessions, ssh: Sequence[str], kind: type[Answer]) -> l
             )
         number = sessions.turn(left)
         if number is not None:
-            raise _Interrupted(number)
+            raise Interrupted(number)
 
 
-def _check_version(host: Host, version: str, ssh: Sequence[str]) -> None:
-    if version != VERSION:
-        raise ConfigurationError(
-            f"{host.name} has rankwise {version}, and this machine {VERSION}.", do=_install(host, ssh)
-        )
-
-
-def _refusal(session: SshSession, refused: HostRefused) -> ConfigurationError | LaunchError:
+def _refusal(session: SshSession, refused: Refuse) -> ConfigurationError | LaunchError:
     error = error_of(refused)
     if error.do is None and isinstance(error, ConfigurationError):
         folder = _folder()
@@ -284,8 +241,8 @@ def _refusal(session: SshSession, refused: HostRefused) -> ConfigurationError | 
 def _never_began(session: SshSession, ssh: Sequence[str]) -> ConfigurationError | LaunchError:
     """Return the problem with a host that ended without having sent a message."""
     host, code = session.host, session.exit_code
-    said = [line for line in session.early.decode(errors="replace").splitlines() if line.strip()]
-    evidence = "\n".join(line.strip() for line in said[-EVIDENCE_LINES:]) or None
+    said = [line.decode(errors="replace").strip() for line in session.early]
+    evidence = "\n".join(said[-EVIDENCE_LINES:]) or None
     if code == SSH_FAILED:
         return LaunchError(
             f"ssh does not lead to {host.name}.",

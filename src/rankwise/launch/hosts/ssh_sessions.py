@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
+import select
 import subprocess
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Self
+from typing import IO, TYPE_CHECKING, Self, cast
 
-from rankwise.launch.agent.output import IDLE_SECONDS, LONGEST_LINE_BYTES, STDERR, STDOUT, Terminal
+from rankwise.launch.agent.output import IDLE_SECONDS, STDERR, STDOUT, TAIL_LINES, Lines, Terminal
 from rankwise.launch.hosts.message_stream import MessageExtractor, line
 from rankwise.launch.messages import MessageError
 
@@ -24,36 +24,10 @@ if TYPE_CHECKING:
 
     from rankwise.launch.agent.signals import PendingSignals
     from rankwise.launch.hosts.host_list import Host
-    from rankwise.launch.messages import Message, ToHost
+    from rankwise.launch.messages import Message
 
 LEAVE_SECONDS = 5.0
 """How long a host has to leave once its stdin is closed."""
-EARLY_BYTES = 1 << 14
-"""How much is kept of what comes before a host's first message: what its shell writes, and ssh."""
-
-
-class _Lines:
-    """One stream of one host: shown by whole lines, and what stays unfinished after a moment."""
-
-    def __init__(self, terminal: Terminal) -> None:
-        self.pending = b""
-        self._terminal = terminal
-        self._since = 0.0
-
-    def take(self, data: bytes) -> None:
-        self.pending += data
-        self._since = time.monotonic()
-        end = max(self.pending.rfind(b"\n"), self.pending.rfind(b"\r")) + 1
-        self._show(end if len(self.pending) - end < LONGEST_LINE_BYTES else len(self.pending))
-
-    def show_rest(self, *, after_seconds: float = 0.0) -> None:
-        if time.monotonic() - self._since >= after_seconds:
-            self._show(len(self.pending))
-
-    def _show(self, num_bytes: int) -> None:
-        shown, self.pending = self.pending[:num_bytes], self.pending[num_bytes:]
-        if shown and not self._terminal.is_gone:
-            self._terminal.write(shown, self, ends_line=shown.endswith(b"\n"))
 
 
 class SshSession:
@@ -61,17 +35,16 @@ class SshSession:
 
     def __init__(self, host: Host, argv: Sequence[str], token: str, terminals: dict[int, Terminal]) -> None:
         self.host = host
-        self.messages: deque[Message] = deque()
-        """What the host has sent and nothing has taken yet."""
-        self.early = b""
-        """What came before the host's part began, and was not shown."""
-        self.is_shown = False
-        """Whether what comes is shown."""
+        self.message: Message | None = None
+        """The last that the host has sent: it waits for the answer to each before it sends another."""
+        self.early: deque[bytes] = deque(maxlen=TAIL_LINES)
+        """The last lines before the host's ranks start, which are not shown: of its shell, and of ssh."""
         self.has_answered = False
         """Whether the host has sent anything at all."""
         self.exit_code: int | None = None
         self._extractor = MessageExtractor(token, host.name)
-        self._lines = {number: _Lines(terminal) for number, terminal in terminals.items()}
+        self._terminals = terminals
+        self._lines = {number: Lines(terminal=None, tail=self.early) for number in terminals}
         self.process = subprocess.Popen(  # noqa: S603 - ssh, or what the person has named in its place
             argv,
             stdin=subprocess.PIPE,
@@ -80,37 +53,79 @@ class SshSession:
             # Ctrl-C comes to this process alone, which passes it on.
             start_new_session=True,
         )
+        pipes = (self.process.stdin, self.process.stdout, self.process.stderr)
+        self._stdin, stdout, stderr = (cast("IO[bytes]", pipe) for pipe in pipes)
+        self._streams = {stdout.fileno(): STDOUT, stderr.fileno(): STDERR}
+        for source in self._streams:
+            os.set_blocking(source, False)
+        self._ending = os.pidfd_open(self.process.pid)
 
-    def send(self, message: ToHost) -> None:
+    @property
+    def sources(self) -> list[int]:
+        """The descriptors that are readable when there is something to :meth:`read`."""
+        return [*self._streams, self._ending]
+
+    def send(self, message: Message) -> None:
         """Send the host a message; nothing happens where it has ended."""
-        stdin = self.process.stdin
-        if stdin is not None and not stdin.closed:
-            with contextlib.suppress(OSError):
-                stdin.write(line(message))
-                stdin.flush()
+        with contextlib.suppress(OSError, ValueError):
+            self._stdin.write(line(message))
+            self._stdin.flush()
+
+    def take(self) -> Message | None:
+        """Return the message that the host waits for the answer to."""
+        taken, self.message = self.message, None
+        return taken
 
     def hang_up(self) -> None:
         """Let the host end its part by itself."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
+        with contextlib.suppress(OSError):
+            self._stdin.close()
 
-    def read(self, number: int, data: bytes) -> None:
-        """Take in what has come through stdout or stderr."""
-        if number == STDOUT:
-            data, messages = self._extractor.take(data)
-            self.messages += messages
-            self.has_answered = self.has_answered or bool(messages)
-        if self.is_shown:
-            self._lines[number].take(data)
-        else:
-            self.early = (self.early + data)[-EARLY_BYTES:]
+    def read(self, source: int) -> None:
+        """Take in what has come; nothing happens where the session has ended."""
+        if self.exit_code is not None:
+            return
+        if source == self._ending:
+            self._end()
+        # Once: a host that writes without end must not keep signals and other hosts waiting.
+        elif not self._read(source):
+            del self._streams[source]
+
+    def show(self) -> None:
+        """Show what comes from now on."""
+        self.show_rest()
+        self._lines = {number: Lines(terminal=terminal) for number, terminal in self._terminals.items()}
 
     def show_rest(self, *, after_seconds: float = 0.0) -> bool:
         """Show unfinished lines that are old enough; return whether some still wait."""
         for lines in self._lines.values():
             lines.show_rest(after_seconds=after_seconds)
         return any(lines.pending for lines in self._lines.values())
+
+    def _end(self) -> None:
+        # To the last of what there is: others may hold the pipes of an ended ssh process open for long.
+        for source in self._streams:
+            while self._read(source):
+                pass
+        self.show_rest()
+        os.close(self._ending)
+        with contextlib.suppress(OSError), self.process:
+            pass
+        self.exit_code = self.process.returncode
+
+    def _read(self, source: int) -> bool:
+        """Read what has come through stdout or stderr; return whether there was anything."""
+        try:
+            data = os.read(source, 1 << 16)
+        except BlockingIOError:
+            return False
+        number, has_data = self._streams[source], bool(data)
+        if number == STDOUT:
+            data, messages = self._extractor.take(data)
+            if messages:
+                self.message, self.has_answered = messages[-1], True
+        self._lines[number].take(data)
+        return has_data
 
 
 class SshSessions:
@@ -121,14 +136,26 @@ class SshSessions:
         self._token = token
         self._signals = signals
         self._terminals = {STDOUT: Terminal(STDOUT), STDERR: Terminal(STDERR)}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(signals.fileno(), selectors.EVENT_READ)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        """End the parts of all hosts, and the connections."""
+        for session in self.running:
+            session.hang_up()
+            if not session.has_answered:
+                # Perhaps on its way to a host that never answers.
+                session.process.terminate()
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while self.running:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                for session in self.running:
+                    session.process.kill()
+            # What a host sends wrongly ends nothing any more.
+            with contextlib.suppress(MessageError):
+                self.turn(left if left > 0 else None)
 
     @property
     def running(self) -> list[SshSession]:
@@ -146,80 +173,30 @@ class SshSessions:
         Raises:
             OSError: there is no such command.
         """
-        session = SshSession(host, argv, self._token, self._terminals)
-        self.all.append(session)
-        for number, pipe in ((STDOUT, session.process.stdout), (STDERR, session.process.stderr)):
-            if pipe is not None:
-                os.set_blocking(pipe.fileno(), False)
-                self._selector.register(pipe, selectors.EVENT_READ, (session, number))
-        ending = os.pidfd_open(session.process.pid)
-        self._selector.register(ending, selectors.EVENT_READ, (session, 0))
+        self.all.append(SshSession(host, argv, self._token, self._terminals))
 
-    def send_all(self, message: ToHost) -> None:
+    def send_all(self, message: Message) -> None:
         """Send a message to every host that has not ended."""
         for session in self.running:
             session.send(message)
 
     def turn(self, timeout_seconds: float | None) -> signal.Signals | None:
-        """Take in what comes next, waiting for it at most so long; return a signal where one has come."""
+        """Take in what comes next, waiting for it at most so long; return a signal where one has come.
+
+        Raises:
+            MessageError: a host has sent what is no message.
+        """
         unfinished = [one for one in self.all if one.show_rest(after_seconds=IDLE_SECONDS)]
         if unfinished:
             timeout_seconds = IDLE_SECONDS if timeout_seconds is None else min(IDLE_SECONDS, timeout_seconds)
+        sessions = {source: one for one in self.running for source in one.sources}
+        poll = select.poll()
+        for source in (self._signals.fileno(), *sessions):
+            poll.register(source, select.POLLIN)
         number = None
-        for key, _ in self._selector.select(timeout_seconds):
-            if key.fd == self._signals.fileno():
+        for source, _ in poll.poll(None if timeout_seconds is None else timeout_seconds * 1000):
+            if source in sessions:
+                sessions[source].read(source)
+            else:
                 number = self._signals.take()
-                continue
-            session, stream = key.data
-            # It may have ended earlier in this turn.
-            if session.exit_code is None:
-                if stream:
-                    self._read(session, stream, key.fd)
-                else:
-                    self._end(session, key.fd)
         return number
-
-    def _read(self, session: SshSession, stream: int, descriptor: int) -> None:
-        """Read until there is nothing more for now."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(descriptor, 1 << 16):
-                session.read(stream, data)
-            self._selector.unregister(descriptor)
-
-    def _end(self, session: SshSession, ending: int) -> None:
-        """Take in the last of what an ended ssh process has written; others may hold its pipes open for long."""
-        own = [key for key in self._selector.get_map().values() if key.data and key.data[0] is session]
-        for key in own:
-            if key.data[1]:
-                self._read(session, key.data[1], key.fd)
-        for key in own:
-            if key.fd in self._selector.get_map():
-                self._selector.unregister(key.fd)
-        os.close(ending)
-        session.show_rest()
-        session.exit_code = session.process.wait()
-        for pipe in (session.process.stdin, session.process.stdout, session.process.stderr):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-
-    def _drain(self, timeout_seconds: float | None) -> None:
-        """Take in what comes while the sessions end; what a host sends wrongly ends nothing any more."""
-        with contextlib.suppress(MessageError):
-            self.turn(timeout_seconds)
-
-    def _close(self) -> None:
-        """End the parts of all hosts, and the connections."""
-        for session in self.running:
-            session.hang_up()
-            if not session.has_answered:
-                # Perhaps on its way to a host that never answers.
-                session.process.terminate()
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while self.running and (left := deadline - time.monotonic()) > 0:
-            self._drain(left)
-        for session in self.running:
-            session.process.kill()
-        while self.running:
-            self._drain(None)
-        self._selector.close()
