@@ -10,14 +10,19 @@ from __future__ import annotations
 import json
 import traceback
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current
 from rankwise.errors import PeerFailed, RankwiseError, fold_values, rank_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator, Sequence
+
+    from rankwise.world.facts import World
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -42,37 +47,88 @@ def all_ranks_succeed(label: str, *, call: str = "all_ranks_succeed()") -> Gener
         yield
     except Exception as error:  # noqa: BLE001 - handed to every rank, then raised
         own = error
+    _share(label, Outcome(None, own), call)
+
+
+def results_of_all(label: str, work: Callable[[], T], *, call: str) -> list[T]:
+    """Do ``work`` on every rank and return the results of all, in rank order; if it raises anywhere, raise everywhere.
+
+    Called by: every rank, in the same order. As :func:`all_ranks_succeed`, and as many collectives.
+
+    Args:
+        label: what the work does, for the error.
+        work: returns something JSON-able.
+        call: what the ranks are compared by.
+
+    Raises:
+        CollectiveMismatch, PeerFailed: as :func:`all_ranks_succeed`.
+    """
+    return _share(label, outcome_of(work), call)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a rank's work."""
+
+    value: Any
+    """JSON-able; where there was no error."""
+    error: Exception | None
+
+    def as_json(self) -> list[Any]:
+        """Return what :func:`values_of` reads."""
+        if self.error is None:
+            return [self.value]
+        is_ours = isinstance(self.error, RankwiseError)
+        return [type(self.error).__name__, str(self.error) if is_ours else _with_traceback(self.error)]
+
+
+def outcome_of(work: Callable[[], object]) -> Outcome:
+    """Do ``work``, and return its result or its error."""
     try:
-        failures = _share_failure(own, call)
+        return Outcome(work(), None)
+    except Exception as error:  # noqa: BLE001 - handed to every rank, then raised
+        return Outcome(None, error)
+
+
+def values_of(label: str, own: Outcome, outcomes: Sequence[list[Any]], world: World) -> list[Any]:
+    """Return the values of all ranks' outcomes, in rank order.
+
+    Args:
+        label: what was done, for the error.
+        own: outcome of this rank, whose error is raised as it is.
+        outcomes: of all ranks, as JSON.
+        world: of this rank.
+
+    Raises:
+        PeerFailed: another rank's is an error; the lowest failing rank is named.
+    """
+    if own.error is not None:
+        raise own.error
+    for rank, outcome in enumerate(outcomes):
+        if len(outcome) > 1:
+            kind, text = outcome
+            raise PeerFailed(
+                f"Rank {rank} failed in {label}: {kind}.",
+                rank=rank,
+                where=f"{rank_prefix(rank, world.world_size)}, reported on {world}",
+                evidence=text.rstrip(),
+                do=f"mend the error of rank {rank}; this rank had none",
+            )
+    return [value for (value,) in outcomes]
+
+
+def _share(label: str, own: Outcome, call: str) -> list[Any]:
+    try:
+        outcomes = gather_json(own.as_json(), what=call)
     except RankwiseError as error:
-        if own is None:
+        if own.error is None:
             raise
-        raise error from own
-    if own is not None:
-        raise own
-    if failures:
-        rank, text = min(failures.items())
-        raise _peer_failed(label, rank, text)
+        raise error from own.error
+    return values_of(label, own, outcomes, current().world)
 
 
-def _share_failure(own: Exception | None, call: str) -> dict[int, dict[str, str]]:
-    report = None
-    if own is not None:
-        detail = str(own) if isinstance(own, RankwiseError) else "".join(traceback.format_exception(own))
-        report = {"type": type(own).__name__, "text": detail}
-    reports = gather_json(report, what=call)
-    return {rank: report for rank, report in enumerate(reports) if report is not None}
-
-
-def _peer_failed(label: str, rank: int, failure: dict[str, str]) -> PeerFailed:
-    world = current().world
-    return PeerFailed(
-        f"Rank {rank} failed in {label}: {failure['type']}.",
-        rank=rank,
-        where=f"{rank_prefix(rank, world.world_size)}, reported on {world}",
-        evidence=failure["text"].rstrip(),
-        do=f"mend the error of rank {rank}; this rank had none",
-    )
+def _with_traceback(error: Exception) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 @contextmanager
