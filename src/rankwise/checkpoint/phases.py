@@ -105,7 +105,7 @@ class StoreRanks:
         step = self._step
         self._step += 1
         own = outcome_of(work)
-        self.store.set(self._key(step, self.rank), json.dumps(own.as_json()))
+        self.store.set(self._key(step, self.rank), json.dumps(own[0]))
         return values_of(label, own, self._gather(label, step), self._session.world)
 
     def forget(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import traceback
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwise.comm.collectives import gather_json
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 T = TypeVar("T")
+
+Outcome = tuple[list[Any], Exception | None]
+"""What became of a rank's work: as JSON its value, or kind and text of its error; and the error itself."""
 
 
 @contextmanager
@@ -42,52 +44,28 @@ def all_ranks_succeed(label: str, *, call: str = "all_ranks_succeed()") -> Gener
         CollectiveMismatch: another rank is in another call.
         PeerFailed: the block failed on another rank; the lowest failing rank is named.
     """
-    own: Exception | None = None
     try:
         yield
+        own: Outcome = [None], None
     except Exception as error:  # noqa: BLE001 - handed to every rank, then raised
-        own = error
-    _share(label, Outcome(None, own), call)
+        own = _failure(error)
+    _share(label, own, call)
 
 
 def results_of_all(label: str, work: Callable[[], T], *, call: str) -> list[T]:
-    """Do ``work`` on every rank and return the results of all, in rank order; if it raises anywhere, raise everywhere.
+    """Do as :func:`all_ranks_succeed`, and return what ``work`` returns on each rank, in rank order.
 
-    Called by: every rank, in the same order. As :func:`all_ranks_succeed`, and as many collectives.
-
-    Args:
-        label: what the work does, for the error.
-        work: returns something JSON-able.
-        call: what the ranks are compared by.
-
-    Raises:
-        CollectiveMismatch, PeerFailed: as :func:`all_ranks_succeed`.
+    Called by: every rank, in the same order. ``work`` returns something JSON-able.
     """
     return _share(label, outcome_of(work), call)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a rank's work."""
-
-    value: Any
-    """JSON-able; where there was no error."""
-    error: Exception | None
-
-    def as_json(self) -> list[Any]:
-        """Return what :func:`values_of` reads."""
-        if self.error is None:
-            return [self.value]
-        is_ours = isinstance(self.error, RankwiseError)
-        return [type(self.error).__name__, str(self.error) if is_ours else _with_traceback(self.error)]
-
-
 def outcome_of(work: Callable[[], object]) -> Outcome:
-    """Do ``work``, and return its result or its error."""
+    """Do ``work``, and return what became of it."""
     try:
-        return Outcome(work(), None)
+        return [work()], None
     except Exception as error:  # noqa: BLE001 - handed to every rank, then raised
-        return Outcome(None, error)
+        return _failure(error)
 
 
 def values_of(label: str, own: Outcome, outcomes: Sequence[list[Any]], world: World) -> list[Any]:
@@ -102,8 +80,8 @@ def values_of(label: str, own: Outcome, outcomes: Sequence[list[Any]], world: Wo
     Raises:
         PeerFailed: another rank's is an error; the lowest failing rank is named.
     """
-    if own.error is not None:
-        raise own.error
+    if own[1] is not None:
+        raise own[1]
     for rank, outcome in enumerate(outcomes):
         if len(outcome) > 1:
             kind, text = outcome
@@ -118,17 +96,19 @@ def values_of(label: str, own: Outcome, outcomes: Sequence[list[Any]], world: Wo
 
 
 def _share(label: str, own: Outcome, call: str) -> list[Any]:
+    told, error = own
     try:
-        outcomes = gather_json(own.as_json(), what=call)
-    except RankwiseError as error:
-        if own.error is None:
+        outcomes = gather_json(told, what=call)
+    except RankwiseError as lost:
+        if error is None:
             raise
-        raise error from own.error
+        raise lost from error
     return values_of(label, own, outcomes, current().world)
 
 
-def _with_traceback(error: Exception) -> str:
-    return "".join(traceback.format_exception(error))
+def _failure(error: Exception) -> Outcome:
+    text = str(error) if isinstance(error, RankwiseError) else "".join(traceback.format_exception(error))
+    return [type(error).__name__, text], error
 
 
 @contextmanager
