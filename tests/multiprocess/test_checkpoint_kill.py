@@ -106,6 +106,20 @@ def _amid_replacing(die: Die) -> None:
     Path.rename = hooked  # type: ignore[method-assign]
 
 
+def _before_the_commit(die: Die) -> None:
+    folder.commit = lambda *_: die()  # type: ignore[assignment]
+
+
+def _after_the_commit(die: Die) -> None:
+    commit = folder.commit
+
+    def then_die(staging: Path, target: Path, token: str) -> None:
+        commit(staging, target, token)
+        die()
+
+    folder.commit = then_die
+
+
 def _between_the_rename_and_the_disk(die: Die) -> None:
     sync_folder = folder.sync_folder
 
@@ -135,11 +149,19 @@ POINTS: dict[str, Callable[[Die], None]] = {
     "amid the tensors": _amid_the_tensors,
     "before the tensors are on disk": _before_the_tensors_are_on_disk,
     "amid the manifest": _amid_the_manifest,
+    "before the commit": _before_the_commit,
     "amid replacing": _amid_replacing,
     "between the rename and the disk": _between_the_rename_and_the_disk,
+    "after the commit": _after_the_commit,
     "amid removing an old one": _amid_removing_an_old_one,
 }
-RANK_ZERO_ONLY = list(POINTS)[-4:]
+RANK_ZERO_ONLY = list(POINTS)[-6:]
+COMMITTED = {
+    "between the rename and the disk",
+    "after the commit",
+    "amid removing an old one",
+    "after completing",
+}
 CASES = [(point, 0) for point in POINTS] + [(point, 1) for point in POINTS if point not in RANK_ZERO_ONLY]
 
 
@@ -187,19 +209,11 @@ def test_a_job_killed_amid_a_save_loses_at_most_that_save(
     assert {result.exit_code for result in results} == {-9}
 
     number, left = run_ranks(_restore_and_save, 1, str(tmp_path))[0].get()
-    committed = STAGES.index("committing")
-    if point == "between the rename and the disk" or point.startswith("amid removing"):
-        expected = {3}
-    elif (
-        any(point.endswith(stage) for stage in STAGES[:committed]) or "manifest" in point or "tensors" in point
-    ) or point == "amid replacing":
-        expected = {2}
-    elif victim == 0:
-        expected = {2} if point == f"before {STAGES[committed]}" else {3}
-    else:
+    if victim == 1 and point.endswith("completing"):
         # The other rank may have been killed before or after its rename.
-        expected = {2, 3} if point.endswith(STAGES[committed]) else {3}
-    assert number in expected
+        assert number in {2, 3}
+    else:
+        assert number == (3 if point in COMMITTED else 2)
     # The lock of the killed job has made way for the next one's.
     assert [name.startswith(folder.PREFIX) for name in left] == [False, True, True]
     assert left[0] == f"{folder_lock.PREFIX}2"

@@ -155,8 +155,8 @@ def _confirm_twice(session: Session) -> None:
     ranks = StoreRanks(session, store.clone(), "a save")
     if session.world.rank == 0:
         # What ranks said before they failed counts.
-        store.set("rankwise/checkpoint/a save/0/2", '{"value": 20}')
-        store.set("rankwise/checkpoint/a save/0/3", '{"value": 30}')
+        store.set("rankwise/checkpoint/a save/0/2", "[20]")
+        store.set("rankwise/checkpoint/a save/0/3", "[30]")
     assert ranks.confirm("writing", lambda: session.world.rank) == [0, 1, 20, 30]
     ranks.confirm("renaming", lambda: None)
 

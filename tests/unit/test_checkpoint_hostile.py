@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -129,3 +130,12 @@ def test_many_parts_are_checked_in_time(dim: int) -> None:
     shape = (2 * num, 3) if dim == 0 else (3, 2 * num)
     assert tiles(regions, shape)
     assert not tiles([*regions[:-2], region(2 * num - 4, 3), region(2 * num - 2, 1)], shape)
+
+
+@pytest.mark.parametrize("counts", [(150, 140), (28, 28, 28)])
+def test_many_parts_along_several_dims_are_checked_in_time(counts: tuple[int, ...]) -> None:
+    places = itertools.product(*map(range, counts))
+    regions = [Region(tuple(2 * number for number in place), (2,) * len(counts)) for place in places]
+    shape = tuple(2 * count for count in counts)
+    assert tiles(regions, shape)
+    assert not tiles([*regions[:-1], regions[0]], shape)

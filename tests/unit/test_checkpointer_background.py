@@ -81,12 +81,12 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_memory(
 def test_an_error_in_the_background_is_raised_at_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    def break_(job: saving.SaveJob) -> None:
+    def break_(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     checkpoints = Checkpointer(tmp_path, asynchronous=True)
     with monkeypatch.context() as patch:
-        patch.setitem(saving.STAGES, "committing", break_)
+        patch.setattr(folder, "commit", break_)
         checkpoints.save(n={})
         with pytest.raises(CheckpointError, match="No space left on device"):
             leave() if how == "leave" else getattr(checkpoints, how)(

@@ -19,7 +19,7 @@ from rankwise.checkpoint import files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
 from rankwise.checkpoint.load import load_into, looks_complete, verify
 from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
-from rankwise.checkpoint.save import PendingSave, agree_on_target, make_job, write
+from rankwise.checkpoint.save import PendingSave, make_job, propose, write
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health.preemption import StepSource
@@ -133,8 +133,10 @@ class Checkpointer:
         _refuse_immutable(objects)
         self.wait()
         ranks = CollectiveRanks(current())
-        folder_lock.refuse_other_job(ranks, self._lock, objects.values())
-        path = self._restore(ranks, objects)
+        found, unfinished = folder_lock.refuse_other_job(ranks, self._lock, objects.values(), self._list_checkpoints)
+        for name in unfinished:
+            warn(f"{self.directory / name} is an unfinished save; it is passed over")
+        path = self._restore(ranks, found, objects)
         self._save_at_stop(objects, is_restored=True)
         return path
 
@@ -156,10 +158,7 @@ class Checkpointer:
             self._save(session, None, objects, asynchronous=False)
             session.preemption.stop()
 
-    def _restore(self, ranks: CheckpointRanks, objects: dict[str, object]) -> Path | None:
-        found, unfinished = ranks.confirm(f"looking into {self.directory}", self._list_checkpoints)[0]
-        for name in unfinished:
-            warn(f"{self.directory / name} is an unfinished save; it is passed over")
+    def _restore(self, ranks: CheckpointRanks, found: list[str], objects: dict[str, object]) -> Path | None:
         for name in found:
             path = self.directory / name
             saved, damage = verify(ranks, path)
@@ -241,11 +240,11 @@ class Checkpointer:
         session.prepare_save()
         ranks = CollectiveRanks(session)
         content = contents.read(ranks, objects)
-        folder_lock.acquire_for_job(ranks, self._lock)
         if self._locked_in is not session:
             session.at_end(self._unlock)
             self._locked_in = session
-        target, token = agree_on_target(ranks, lambda: self._choose(step))
+        path, token = folder_lock.acquire_for_job(ranks, self._lock, lambda: propose(ranks, lambda: self._choose(step)))
+        target = Path(path)
         if asynchronous:
             self._save_in_background(session, content, target, token)
         else:

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from rankwise.checkpoint.phases import CheckpointRanks
 
 
+_Told = tuple[str, list[Any] | None]
+"""What a rank tells of its state: a digest, and a report where it is spread."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
     """What a checkpoint will hold; the same on every rank, but for what each of them writes."""
@@ -68,6 +72,11 @@ class _OwnState:
     report: StateReport
     is_spread: bool
     """Whether something of it lies on other ranks."""
+
+    @property
+    def frames(self) -> dict[str, Json]:
+        """The skeletons of optimizers, without the entries of their parameters: the same on every rank."""
+        return {name: _without_entries(self.objects[name].state) for name in self.report.entries}
 
 
 def part_name(number: int) -> str:
@@ -137,33 +146,30 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
     Raises:
         CheckpointError: something cannot be saved, differs between ranks, or lies on none of them.
     """
+    num_counting = _num_counting(ranks)
     own: list[_OwnState] = []
 
-    def read_own() -> tuple[str, bool]:
+    def read_own() -> _Told:
         own.append(_read_own(objects))
-        return _digest(own[0]) if ranks.world_size > 1 else "", own[0].is_spread
+        return _told(own[0], is_spread=own[0].is_spread or num_counting < ranks.world_size)
 
-    digests = ranks.confirm("reading the state to save", read_own)
+    told = ranks.confirm("reading the state to save", read_own)
     mine = own[0]
+    is_spread_on = [report is not None for _, report in told]
+    if any(is_spread_on) and not all(is_spread_on):
+        told = ranks.confirm("finding out which rank holds what", lambda: _told(mine, is_spread=True))
+    frames = mine.frames if any(is_spread_on) else {}
+    if len({digest for digest, _ in told}) > 1:
+        raise _difference(ranks, mine, frames)
     held = {name: dtensor_layout.local(tensor) for name, tensor in mine.tensors.items()}
-    num_counting = _num_counting(ranks)
-    if num_counting == ranks.world_size and not any(is_spread for _, is_spread in digests):
-        if len({digest for digest, _ in digests}) > 1:
-            raise _difference(ranks, mine)
+    if not any(is_spread_on):
         everywhere = range(ranks.world_size)
         layouts = {
             name: TensorLayout(dtype=dtype, shape=shape, holders={whole(shape): everywhere})
             for name, (dtype, shape, _) in mine.report.tensors.items()
         }
         return Gathered(objects=mine.objects, layouts=layouts, held=held)
-    frames = {
-        name: _without_entries(entry.state) for name, entry in mine.objects.items() if name in mine.report.entries
-    }
-    digest = _digest_of({**{name: entry.state for name, entry in mine.objects.items()}, **frames})
-    reported = ranks.confirm("finding out which rank holds what", lambda: (digest, mine.report.as_json()))
-    if len({digest for digest, _ in reported}) > 1:
-        raise _difference(ranks, mine, frames)
-    reports = [report_of(sections) for _, sections in reported[:num_counting]]
+    reports = [report_of(sections) for _, sections in told[:num_counting] if sections is not None]
     united = {name: _with_entries(frame, united_entries(name, reports)) for name, frame in frames.items()}
     merged = {
         name: ObjectEntry(kind=entry.kind, state=united.get(name, entry.state)) for name, entry in mine.objects.items()
@@ -238,23 +244,27 @@ def kind_of(item: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _digest(own: _OwnState) -> str:
+def _told(own: _OwnState, *, is_spread: bool) -> _Told:
+    """Return a digest of what must be the same on every rank; and the report, where the state is spread over ranks."""
+    skeletons = {name: entry.state for name, entry in own.objects.items()}
+    if is_spread:
+        return _digest_of({**skeletons, **own.frames}), own.report.as_json()
     tensors = {name: (dtype, shape) for name, (dtype, shape, _) in own.report.tensors.items()}
-    return _digest_of([tensors, {name: entry.state for name, entry in own.objects.items()}])
+    return _digest_of([tensors, skeletons]), None
 
 
 def _digest_of(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _difference(ranks: CheckpointRanks, own: _OwnState, frames: Mapping[str, Json] | None = None) -> CheckpointError:
+def _difference(ranks: CheckpointRanks, own: _OwnState, frames: Mapping[str, Json]) -> CheckpointError:
     """Return the error for state that differs between ranks. Called by: every rank."""
 
     def leaves() -> dict[str, str]:
         texts = {name: f"{dtype}{list(shape)}" for name, (dtype, shape, _) in own.report.tensors.items()}
         found: dict[str, str] = {}
         for name, entry in own.objects.items():
-            found.update(state.leaves((frames or {}).get(name, entry.state), name, texts))
+            found.update(state.leaves(frames.get(name, entry.state), name, texts))
         return found
 
     leaves_of = dict(enumerate(ranks.confirm("comparing the state to save", leaves)))

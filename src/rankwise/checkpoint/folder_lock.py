@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -28,11 +28,13 @@ from rankwise.health.preemption import StepSource
 from rankwise.log import log, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable
     from pathlib import Path
 
     from rankwise.checkpoint.phases import CheckpointRanks
 
+
+T = TypeVar("T")
 
 PREFIX = ".rankwise-lock-"
 REFRESH_SECONDS = 4.0
@@ -275,10 +277,18 @@ REPORTED_BY_THE_SAVE = {
 """What keeps a lock file from being written and a checkpoint too, which has better words for it."""
 
 
-def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock) -> None:
+def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock, then: Callable[[], T]) -> T:
     """Return when this job alone saves into the folder.
 
     Called by: every rank.
+
+    Args:
+        ranks: who saves.
+        lock: of the folder.
+        then: called on every rank, on rank zero once it has the lock; returns something JSON-able.
+
+    Returns:
+        What ``then`` returns on rank zero.
 
     Raises:
         CheckpointError: another job saves there; on every rank.
@@ -292,10 +302,10 @@ def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock) -> None:
                 warn(f"{lock.folder} cannot be locked ({error}): make sure that no other job saves there")
             yield []
 
-    _conclude(ranks, lock, steps())
+    return _conclude(ranks, lock, steps(), then)
 
 
-def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable[object]) -> None:
+def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable[object], then: Callable[[], T]) -> T:
     """Look whether another job saves where this one resumes from. Only reads.
 
     Called by: every rank.
@@ -305,14 +315,17 @@ def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable
         lock: of the folder.
         objects: that are restored. With a loader among them this job saves there when it is stopped, if not before;
             with an optimizer it likely will; with neither it may as well only read.
+        then: called on every rank, on rank zero after the look; returns something JSON-able.
+
+    Returns:
+        What ``then`` returns on rank zero.
 
     Raises:
         CheckpointError: another job saves there, and a loader is among the objects; on every rank.
     """
     objects = list(objects)
     if any(isinstance(item, StepSource) for item in objects):
-        _conclude(ranks, lock, lock.find_other_job(watches=True))
-        return
+        return _conclude(ranks, lock, lock.find_other_job(watches=True), then)
 
     def mention() -> Generator[LockVerdict]:
         if any(isinstance(item, torch.optim.Optimizer) for item in objects):
@@ -322,16 +335,22 @@ def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable
                 warn(f"another job saves into {lock.folder}: {owner}. This job cannot, until it ends")
         yield []
 
-    _conclude(ranks, lock, mention())
+    return _conclude(ranks, lock, mention(), then)
 
 
-def _conclude(ranks: CheckpointRanks, lock: FolderLock, steps: Generator[LockVerdict]) -> None:
+def _conclude(ranks: CheckpointRanks, lock: FolderLock, steps: Generator[LockVerdict], then: Callable[[], T]) -> T:
     """Have rank zero go on with ``steps``, one at a time: the others must not wait long for it."""
-    verdict: LockVerdict = None
-    while verdict is None:
-        verdict = ranks.confirm(f"locking {lock.folder}", lambda: next(steps) if ranks.rank == 0 else None)[0]
-    if verdict:
-        owner, do = verdict
-        raise CheckpointError(
-            f"Another job saves into {lock.folder}.", where=f"reported on {current().world}", evidence=owner, do=do
-        )
+
+    def step() -> tuple[LockVerdict, T | None]:
+        verdict = next(steps) if ranks.rank == 0 else []
+        return verdict, then() if verdict == [] else None
+
+    while True:
+        verdict, result = ranks.confirm(f"looking into {lock.folder}", step)[0]
+        if verdict:
+            owner, do = verdict
+            raise CheckpointError(
+                f"Another job saves into {lock.folder}.", where=f"reported on {current().world}", evidence=owner, do=do
+            )
+        if verdict is not None:
+            return cast("T", result)

@@ -145,7 +145,7 @@ def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapp
     """
     trees: dict[str, saved_tree.SavedTree] = {}
 
-    def compare() -> tuple[list[str], list[str]]:
+    def compare_and_read() -> tuple[list[str], list[str]]:
         names = objects or saved.objects
         for name in names:
             if name not in saved.objects:
@@ -160,9 +160,11 @@ def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapp
             trees[name].fit(item)
         # Those most likely to refuse come first; modules last, as they were compared in full.
         order = sorted(objects, key=lambda name: _late(objects[name]))
-        return order, [place for tree in trees.values() for place in tree.elsewhere]
+        elsewhere = [place for tree in trees.values() for place in tree.elsewhere]
+        saved_tree.read(path, list(trees.values()))
+        return order, elsewhere
 
-    reported = ranks.confirm(f"comparing {path} with what is here", compare)
+    reported = ranks.confirm(f"comparing {path} with what is here and reading it", compare_and_read)
     _refuse_different_objects([names for names, _ in reported])
     # What a pipeline's stages hold is elsewhere on other ranks; what is elsewhere on all would be loaded nowhere.
     elsewhere = [places for _, places in reported]
@@ -174,7 +176,6 @@ def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapp
             evidence=f"so are {len(nowhere) - 1} more\nno object has changed",
             do="give the model memory first: model.to_empty(device=...)",
         )
-    ranks.confirm(f"reading {path}", lambda: saved_tree.read(path, list(trees.values())))
     results: dict[str, Any] = {name: tree.tree for name, tree in trees.items()}
     done: list[str] = []
 

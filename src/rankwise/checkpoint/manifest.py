@@ -12,6 +12,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rankwise.errors import CheckpointError
@@ -311,18 +312,29 @@ def tiles(regions: Collection[Region], shape: tuple[int, ...]) -> bool:
 
 def _overlap(regions: Collection[Region], num_dims: int) -> bool:
     """Return whether two regions have an element in common."""
-    if not num_dims:
-        return len(regions) > 1
-    # Along the dim that most of them begin elsewhere in, few lie beside one another.
-    dim = max(range(num_dims), key=lambda dim: len({region.offsets[dim] for region in regions}))
-    under_way: list[Region] = []
+    # Cut along planes that cross no region, until each lies alone: what ranks hold can be cut so, in any of their ways.
+    left = [list(regions)]
+    while left:
+        group = left.pop()
+        cut = next((found for dim in range(num_dims) if len(found := _cut(group, dim)) > 1), None)
+        if cut is not None:
+            left += cut
+        elif any(one.common(other) for one, other in combinations(group, 2)):
+            return True
+    return False
+
+
+def _cut(regions: Collection[Region], dim: int) -> list[list[Region]]:
+    """Return regions in groups that do not meet along a dim."""
+    groups: list[list[Region]] = []
+    end = 0
     for region in sorted(regions, key=lambda region: region.offsets[dim]):
         start = region.offsets[dim]
-        under_way = [one for one in under_way if one.offsets[dim] + one.shape[dim] > start]
-        if any(region.common(one) for one in under_way):
-            return True
-        under_way.append(region)
-    return False
+        if not groups or start >= end:
+            groups.append([])
+        groups[-1].append(region)
+        end = max(end, start + region.shape[dim])
+    return groups
 
 
 def _known_file(entry: dict[str, Any], files: Mapping[str, FileEntry]) -> str:

@@ -12,10 +12,9 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rankwise.comm.agreement import all_ranks_succeed
-from rankwise.comm.collectives import gather_json
+from rankwise.comm.agreement import outcome_of, results_of_all, values_of
 from rankwise.comm.session import current_or_none
-from rankwise.errors import PeerFailed, PeerMissing, RankwiseError, fold_ranks, rank_prefix
+from rankwise.errors import PeerMissing, RankwiseError, fold_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,9 +79,7 @@ class CollectiveRanks:
 
     def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
         """Do ``work`` on every rank. As :meth:`CheckpointRanks.confirm`."""
-        with all_ranks_succeed(label):
-            result = work()
-        return gather_json(result, what="saving or loading")
+        return results_of_all(label, work, call="saving or loading")
 
 
 class StoreRanks:
@@ -107,21 +104,9 @@ class StoreRanks:
         """Do ``work`` on every rank. As :meth:`CheckpointRanks.confirm`."""
         step = self._step
         self._step += 1
-        own: Exception | None = None
-        report: dict[str, Any] = {}
-        try:
-            report["value"] = work()
-        except Exception as error:  # noqa: BLE001 - told to every rank, then raised
-            own = error
-            report["error"] = {"type": type(error).__name__, "text": str(error)}
-        self.store.set(self._key(step, self.rank), json.dumps(report))
-        reports = self._gather(label, step)
-        if own is not None:
-            raise own
-        for rank, other in enumerate(reports):
-            if "error" in other:
-                raise self._peer_failed(label, rank, other["error"])
-        return [other["value"] for other in reports]
+        own = outcome_of(work)
+        self.store.set(self._key(step, self.rank), json.dumps(own[0]))
+        return values_of(label, own, self._gather(label, step), self._session.world)
 
     def forget(self) -> None:
         """Delete this rank's reports from the store. Only when every rank has ended the last step."""
@@ -131,7 +116,7 @@ class StoreRanks:
     def _key(self, step: int, rank: int) -> str:
         return f"rankwise/checkpoint/{self._name}/{step}/{rank}"
 
-    def _gather(self, label: str, step: int) -> list[dict[str, Any]]:
+    def _gather(self, label: str, step: int) -> list[list[Any]]:
         keys = [self._key(step, rank) for rank in range(self.world_size)]
         detector = self._session.detector
         started = time.monotonic()
@@ -172,12 +157,3 @@ class StoreRanks:
 
     def _missing(self, keys: list[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self.store.check(key)]
-
-    def _peer_failed(self, label: str, rank: int, failure: dict[str, str]) -> PeerFailed:
-        return PeerFailed(
-            f"Rank {rank} failed in {label}: {failure['type']}.",
-            rank=rank,
-            where=f"{rank_prefix(rank, self.world_size)}, reported on {self._session.world}",
-            evidence=failure["text"],
-            do=f"mend the error of rank {rank}; this rank had none",
-        )

@@ -60,7 +60,7 @@ class SaveJob:
     retire: Callable[[], None]
     """Removes old checkpoints, once the new one is there."""
     written: list[dict[str, Any] | None] = field(default_factory=list[dict[str, Any] | None])
-    """What each rank has written, by rank; known from the manifest's stage on."""
+    """What each rank has written, by rank; known in the last stage."""
 
     @property
     def staging(self) -> Path:
@@ -98,22 +98,17 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
     current().prepare_save()
     ranks = CollectiveRanks(current())
     content = contents.read(ranks, objects)
-    target, token = agree_on_target(ranks, lambda: Path(directory).absolute())
+    path, token = ranks.confirm(
+        "choosing the checkpoint's directory", lambda: propose(ranks, lambda: Path(directory).absolute())
+    )[0]
+    target = Path(path)
     write(ranks, make_job(ranks, content, target, token, sweep=target.name))
     return target
 
 
-def agree_on_target(ranks: CheckpointRanks, choose: Callable[[], Path]) -> tuple[Path, str]:
-    """Return rank zero's choice of a directory, and a token for this save.
-
-    Called by: every rank.
-    """
-
-    def propose() -> list[str]:
-        return [str(choose()), secrets.token_hex(8)] if ranks.rank == 0 else []
-
-    path, token = ranks.confirm("choosing the checkpoint's directory", propose)[0]
-    return Path(path), token
+def propose(ranks: CheckpointRanks, choose: Callable[[], Path]) -> list[str]:
+    """Return, on rank zero, the directory that it chooses and a token for the save; nothing on the others."""
+    return [str(choose()), secrets.token_hex(8)] if ranks.rank == 0 else []
 
 
 def make_job(
@@ -178,9 +173,7 @@ def write_tensors(job: SaveJob) -> dict[str, Any] | None:
 
 
 def write_manifest(job: SaveJob) -> None:
-    """Check that every file has arrived whole, then write the manifest."""
-    if job.rank != 0:
-        return
+    """Check that every file has arrived whole, then write the manifest. Rank zero only."""
     entries = [
         FileEntry(name=part["name"], size_bytes=part["size_bytes"], checksums=tuple(part["checksums"]))
         for part in job.written
@@ -206,15 +199,11 @@ def write_manifest(job: SaveJob) -> None:
     folder.sync_folder(job.staging)
 
 
-def commit(job: SaveJob) -> None:
-    """Let the checkpoint appear under its name."""
+def complete(job: SaveJob) -> None:
+    """Let the checkpoint appear under its name; then remove those that are no longer kept."""
     if job.rank == 0:
+        write_manifest(job)
         folder.commit(job.staging, job.target, job.token)
-
-
-def retire(job: SaveJob) -> None:
-    """Remove checkpoints that are no longer kept."""
-    if job.rank == 0:
         job.retire()
 
 
@@ -223,9 +212,7 @@ _WRITING = "writing the tensors of"
 STAGES: dict[str, Callable[[SaveJob], Any]] = {
     "preparing": prepare,
     _WRITING: write_tensors,
-    "writing the manifest of": write_manifest,
-    "committing": commit,
-    "removing checkpoints older than": retire,
+    "completing": complete,
 }
 """What a save does, in this order. Every rank confirms each stage before any begins the next."""
 

@@ -10,14 +10,21 @@ from __future__ import annotations
 import json
 import traceback
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current
 from rankwise.errors import PeerFailed, RankwiseError, fold_values, rank_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator, Sequence
+
+    from rankwise.world.facts import World
+
+T = TypeVar("T")
+
+Outcome = tuple[list[Any], Exception | None]
+"""What became of a rank's work: as JSON its value, or kind and text of its error; and the error itself."""
 
 
 @contextmanager
@@ -37,42 +44,71 @@ def all_ranks_succeed(label: str, *, call: str = "all_ranks_succeed()") -> Gener
         CollectiveMismatch: another rank is in another call.
         PeerFailed: the block failed on another rank; the lowest failing rank is named.
     """
-    own: Exception | None = None
     try:
         yield
+        own: Outcome = [None], None
     except Exception as error:  # noqa: BLE001 - handed to every rank, then raised
-        own = error
+        own = _failure(error)
+    _share(label, own, call)
+
+
+def results_of_all(label: str, work: Callable[[], T], *, call: str) -> list[T]:
+    """Do as :func:`all_ranks_succeed`, and return what ``work`` returns on each rank, in rank order.
+
+    Called by: every rank, in the same order. ``work`` returns something JSON-able.
+    """
+    return _share(label, outcome_of(work), call)
+
+
+def outcome_of(work: Callable[[], object]) -> Outcome:
+    """Do ``work``, and return what became of it."""
     try:
-        failures = _share_failure(own, call)
-    except RankwiseError as error:
-        if own is None:
+        return [work()], None
+    except Exception as error:  # noqa: BLE001 - handed to every rank, then raised
+        return _failure(error)
+
+
+def values_of(label: str, own: Outcome, outcomes: Sequence[list[Any]], world: World) -> list[Any]:
+    """Return the values of all ranks' outcomes, in rank order.
+
+    Args:
+        label: what was done, for the error.
+        own: outcome of this rank, whose error is raised as it is.
+        outcomes: of all ranks, as JSON.
+        world: of this rank.
+
+    Raises:
+        PeerFailed: another rank's is an error; the lowest failing rank is named.
+    """
+    if own[1] is not None:
+        raise own[1]
+    for rank, outcome in enumerate(outcomes):
+        if len(outcome) > 1:
+            kind, text = outcome
+            raise PeerFailed(
+                f"Rank {rank} failed in {label}: {kind}.",
+                rank=rank,
+                where=f"{rank_prefix(rank, world.world_size)}, reported on {world}",
+                evidence=text.rstrip(),
+                do=f"mend the error of rank {rank}; this rank had none",
+            )
+    return [value for (value,) in outcomes]
+
+
+def _share(label: str, own: Outcome, call: str) -> list[Any]:
+    told, error = own
+    try:
+        outcomes = gather_json(told, what=call)
+    except RankwiseError as lost:
+        if error is None:
             raise
-        raise error from own
-    if own is not None:
-        raise own
-    if failures:
-        rank, text = min(failures.items())
-        raise _peer_failed(label, rank, text)
+        raise lost from error
+    return values_of(label, own, outcomes, current().world)
 
 
-def _share_failure(own: Exception | None, call: str) -> dict[int, dict[str, str]]:
-    report = None
-    if own is not None:
-        detail = str(own) if isinstance(own, RankwiseError) else "".join(traceback.format_exception(own))
-        report = {"type": type(own).__name__, "text": detail}
-    reports = gather_json(report, what=call)
-    return {rank: report for rank, report in enumerate(reports) if report is not None}
-
-
-def _peer_failed(label: str, rank: int, failure: dict[str, str]) -> PeerFailed:
-    world = current().world
-    return PeerFailed(
-        f"Rank {rank} failed in {label}: {failure['type']}.",
-        rank=rank,
-        where=f"{rank_prefix(rank, world.world_size)}, reported on {world}",
-        evidence=failure["text"].rstrip(),
-        do=f"mend the error of rank {rank}; this rank had none",
-    )
+def _failure(error: Exception) -> Outcome:
+    text = str(error) if isinstance(error, RankwiseError) else "".join(traceback.format_exception(error))
+    return [type(error).__name__, text], error
 
 
 @contextmanager

@@ -40,12 +40,22 @@ def gather_texts(exchange: SupportsAllGather, text: str, *, what: str) -> list[s
 
 def packed(text: str) -> torch.Tensor:
     """Return a text as [TEXT_BYTES] bytes."""
-    return torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+    return row_of(text.encode()[:TEXT_BYTES], TEXT_BYTES)
 
 
 def unpacked(rows: torch.Tensor) -> list[str]:
     """Return the texts of [number, TEXT_BYTES]."""
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    return [one.rstrip(b"\0").decode(errors="replace") for one in bytes_of_rows(rows)]
+
+
+def row_of(data: bytes, size_bytes: int) -> torch.Tensor:
+    """Return bytes as [size_bytes], filled up with zeros."""
+    return torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8)
+
+
+def bytes_of_rows(rows: torch.Tensor) -> list[bytes]:
+    """Return the bytes of [number, size_bytes]."""
+    return [row.numpy().tobytes() for row in rows]
 
 
 def calls_differ(

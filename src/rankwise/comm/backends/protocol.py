@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from rankwise.health.failure_detector import FailureDetector
 
+NOTE_BYTES = 256
+"""What a rank can tell the others in the same collective in which they agree on a call."""
+
 
 @dataclass(frozen=True)
 class ChannelSize:
@@ -95,6 +98,15 @@ class Exchange(Protocol):
         Raises:
             CollectiveMismatch: it does not; from here, or from that collective. Nothing was sent, and the ranks can
                 go on.
+        """
+        ...
+
+    def gather_notes(self, note: bytes, what: str) -> list[bytes]:
+        """Return the notes of all ranks in rank order, each filled up to ``NOTE_BYTES`` with zeros: one collective.
+
+        Args:
+            note: at most ``NOTE_BYTES``.
+            what: the call that it belongs to, on every rank. Raises as :meth:`agree` does.
         """
         ...
 

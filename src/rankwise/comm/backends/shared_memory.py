@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, calls_differ
+from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
 from rankwise.comm.backends.hierarchical import CrossHostGroup, TwoLevelChannel
 from rankwise.comm.backends.mapping import PAGE_BYTES, open_together, rounded_up
-from rankwise.comm.backends.protocol import describe_channels
+from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
 from rankwise.comm.backends.reducing import can_reduce
 from rankwise.comm.backends.shared_channel import ChannelLayout, SharedChannel, lay_out
 from rankwise.comm.backends.staging import CallsDiffer, Staging
@@ -97,6 +97,13 @@ class SharedMemory:
             self._torch_group.agree(what)
         else:
             self._agreed = what
+
+    def gather_notes(self, note: bytes, what: str) -> list[bytes]:
+        """Return the notes of all ranks, once they have agreed on ``what``."""
+        if self._cross_host is not None:
+            return self._torch_group.gather_notes(note, what)
+        self._agreed = what
+        return bytes_of_rows(self.all_gather(row_of(note, NOTE_BYTES), what=what))
 
     def barrier(self, what: str) -> None:
         """Return when every rank has come to ``what``."""

@@ -36,6 +36,10 @@ class ThroughHost:
         """Hold the next collective to belong to the call that ``what`` says."""
         self.inner.agree(what)
 
+    def gather_notes(self, note: bytes, what: str) -> list[bytes]:
+        """Return the notes of all ranks, once they have agreed on ``what``."""
+        return self.inner.gather_notes(note, what)
+
     def barrier(self, what: str) -> None:
         """Return when every rank has come to ``what``."""
         self.inner.barrier(what)

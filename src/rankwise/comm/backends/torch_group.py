@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, calls_differ
-from rankwise.comm.backends.protocol import describe_channels
+from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
+from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
 from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
 from rankwise.health.diagnosis import is_of_a_signal_handler
@@ -36,6 +36,7 @@ REDUCE_OPS = {
 }
 CPU_CHANNEL_BYTES = 8 * 2**20
 OTHER_CHANNEL_BYTES = 25 * 2**20
+DIGEST_BYTES = 8
 _WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 
@@ -140,13 +141,19 @@ class TorchGroup:
 
     def agree(self, what: str) -> None:
         """Find out whether every rank calls the same: Gloo takes tensors for one another, or ends the process."""
-        digests = self._all_gather(
-            torch.tensor([zlib.crc32(what.encode())]), self.detector.ticket(what, self.exchange_id)
-        )
-        if bool((digests != digests[0]).any()):
+        self.gather_notes(b"", what)
+
+    def gather_notes(self, note: bytes, what: str) -> list[bytes]:
+        """Return the notes of all ranks, once they have agreed on ``what``."""
+        # All agreements are of one size: Gloo would take another call's for this one's.
+        digest = zlib.crc32(what.encode()).to_bytes(DIGEST_BYTES, "little")
+        row = row_of(digest + note, DIGEST_BYTES + NOTE_BYTES)
+        rows = bytes_of_rows(self._all_gather(row, self.detector.ticket(what, self.exchange_id)))
+        if any(not one.startswith(digest) for one in rows):
             raise calls_differ(
                 self._gather_calls, what, self.detector.hostname, self.world_ranks, self.detector.world_size
             )
+        return [one[DIGEST_BYTES:] for one in rows]
 
     def _gather_calls(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._all_gather(tensor, self.detector.ticket(WHAT_EACH_CALLED, self.exchange_id))

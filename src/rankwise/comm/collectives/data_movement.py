@@ -110,7 +110,8 @@ def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
     gathered: list[list[object]] = []
     for number, (leaf, tensor) in enumerate(zip(leaves, tensors, strict=True)):
         data = bytes_of(plain(tensor))
-        rows = [data.clone()] if exchange is None else gather_rows(exchange, data, what)
+        sizes = [_num_bytes(of_rank[number], tensor) for of_rank in shapes]
+        rows = [data.clone()] if exchange is None else gather_rows(exchange, data, sizes, what)
         # Each for itself: a rank that keeps one need not keep all.
         gathered.append(
             [

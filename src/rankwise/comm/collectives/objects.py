@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rankwise.comm.collectives.group import agreed, rank_in_group, source_in_group
+from rankwise.comm.backends.protocol import NOTE_BYTES
+from rankwise.comm.collectives.group import agreed, exchange_of, rank_in_group, source_in_group
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.collectives.group import Group
 
 T = TypeVar("T")
+
+_LENGTH_BYTES = 8
+SHORT_BYTES = NOTE_BYTES - _LENGTH_BYTES
+"""What is no longer is gathered in one collective, anything else in two."""
 
 
 def barrier(*, group: Group | None = None) -> None:
@@ -48,10 +55,9 @@ def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
         PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
     """
     payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    exchange = agreed("all_gather_object()", group)
     return [
         pickle.loads(one)  # noqa: S301 - from a rank of this job
-        for one in gather_bytes(exchange, payload, "all_gather_object")
+        for one in gather_bytes(exchange_of(group), payload, "all_gather_object()")
     ]
 
 
@@ -100,22 +106,37 @@ def gather_json(value: object, *, what: str, group: Group | None = None) -> list
     """
     # A seed or a length may be an integer of NumPy's.
     payload = json.dumps(value, default=operator.index).encode()
-    return [json.loads(one) for one in gather_bytes(agreed(what, group), payload, what)]
+    return [json.loads(one) for one in gather_bytes(exchange_of(group), payload, what)]
 
 
-def gather_bytes(exchange: Exchange | None, payload: bytes, name: str) -> list[bytes]:
-    """Return the bytes of every rank, which may differ in length."""
+def gather_bytes(exchange: Exchange | None, payload: bytes, what: str) -> list[bytes]:
+    """Return the bytes of every rank, which may differ in length.
+
+    Called by: every rank of ``exchange``, of the call ``what``.
+    """
     if exchange is None:
         return [payload]
-    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    rows = gather_rows(exchange, data, name)
-    return [row.numpy().tobytes() for row in rows]
+    head = len(payload).to_bytes(_LENGTH_BYTES, "little")
+    notes = exchange.gather_notes(head + payload[:SHORT_BYTES], what)
+    lengths = [int.from_bytes(note[:_LENGTH_BYTES], "little") for note in notes]
+    starts = [note[_LENGTH_BYTES:][:length] for note, length in zip(notes, lengths, strict=True)]
+    if max(lengths) <= SHORT_BYTES:
+        return starts
+    rest = torch.frombuffer(bytearray(payload), dtype=torch.uint8)[SHORT_BYTES:]
+    rests = gather_rows(exchange, rest, [max(0, length - SHORT_BYTES) for length in lengths], what)
+    return [b"".join((start, row.numpy().data)) for start, row in zip(starts, rests, strict=True)]
 
 
-def gather_rows(exchange: Exchange, data: torch.Tensor, name: str) -> list[torch.Tensor]:
-    """Return the [n] bytes of every rank, whose n may differ."""
-    sizes = exchange.all_gather(torch.tensor([data.numel()]), what=f"{name}: sizes").flatten()
-    padded = data.new_zeros(int(sizes.max()))
+def gather_rows(exchange: Exchange, data: torch.Tensor, sizes: Sequence[int], what: str) -> list[torch.Tensor]:
+    """Return the [n] bytes of every rank.
+
+    Args:
+        exchange: of the ranks.
+        data: of this one.
+        sizes: n of each rank, in rank order.
+        what: in words.
+    """
+    padded = data.new_zeros(max(sizes))
     padded[: data.numel()] = data
-    rows = exchange.all_gather(padded, what=f"{name}: values")
-    return [row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)]
+    rows = exchange.all_gather(padded, what=f"{what}: values")
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
