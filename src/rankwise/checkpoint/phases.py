@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from rankwise.comm.agreement import all_ranks_succeed
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current_or_none
-from rankwise.errors import PeerFailed, PeerMissing, RankwiseError, fold_ranks, rank_prefix
+from rankwise.errors import PeerMissing, RankwiseError, fold_ranks
+from rankwise.health.diagnosis import peer_failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,14 +114,14 @@ class StoreRanks:
             report["value"] = work()
         except Exception as error:  # noqa: BLE001 - told to every rank, then raised
             own = error
-            report["error"] = {"type": type(error).__name__, "text": str(error)}
+            report["error"] = {"error_type": type(error).__name__, "text": str(error)}
         self.store.set(self._key(step, self.rank), json.dumps(report))
         reports = self._gather(label, step)
         if own is not None:
             raise own
         for rank, other in enumerate(reports):
             if "error" in other:
-                raise self._peer_failed(label, rank, other["error"])
+                raise peer_failed(self._session.world, rank, **other["error"], label=label)
         return [other["value"] for other in reports]
 
     def forget(self) -> None:
@@ -172,12 +173,3 @@ class StoreRanks:
 
     def _missing(self, keys: list[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self.store.check(key)]
-
-    def _peer_failed(self, label: str, rank: int, failure: dict[str, str]) -> PeerFailed:
-        return PeerFailed(
-            f"Rank {rank} failed in {label}: {failure['type']}.",
-            rank=rank,
-            where=f"{rank_prefix(rank, self.world_size)}, reported on {self._session.world}",
-            evidence=failure["text"],
-            do=f"mend the error of rank {rank}; this rank had none",
-        )

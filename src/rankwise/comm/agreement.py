@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current
-from rankwise.errors import PeerFailed, RankwiseError, fold_values, rank_prefix
+from rankwise.errors import RankwiseError, fold_values
+from rankwise.health.diagnosis import peer_failed
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -26,8 +27,8 @@ def all_ranks_succeed(label: str, *, call: str = "all_ranks_succeed()") -> Gener
 
     Called by: every rank, in the same order.
 
-    The rank that failed raises its own error, every other rank raises :class:`PeerFailed` with that error's
-    text. No process ends and the group stays usable: the caller may catch the error and go on.
+    The rank that failed raises its own error, every other rank raises PeerFailed with that error's text. No process
+    ends and the group stays usable: the caller may catch the error and go on.
 
     Args:
         label: what the block does, for the error: ``"saving"``. It may differ between ranks.
@@ -51,28 +52,17 @@ def all_ranks_succeed(label: str, *, call: str = "all_ranks_succeed()") -> Gener
     if own is not None:
         raise own
     if failures:
-        rank, text = min(failures.items())
-        raise _peer_failed(label, rank, text)
+        rank, failure = min(failures.items())
+        raise peer_failed(current().world, rank, **failure, label=label)
 
 
 def _share_failure(own: Exception | None, call: str) -> dict[int, dict[str, str]]:
     report = None
     if own is not None:
         detail = str(own) if isinstance(own, RankwiseError) else "".join(traceback.format_exception(own))
-        report = {"type": type(own).__name__, "text": detail}
+        report = {"error_type": type(own).__name__, "text": detail}
     reports = gather_json(report, what=call)
     return {rank: report for rank, report in enumerate(reports) if report is not None}
-
-
-def _peer_failed(label: str, rank: int, failure: dict[str, str]) -> PeerFailed:
-    world = current().world
-    return PeerFailed(
-        f"Rank {rank} failed in {label}: {failure['type']}.",
-        rank=rank,
-        where=f"{rank_prefix(rank, world.world_size)}, reported on {world}",
-        evidence=failure["text"].rstrip(),
-        do=f"mend the error of rank {rank}; this rank had none",
-    )
 
 
 @contextmanager
