@@ -162,8 +162,7 @@ class DataLoader(StepSource):
         self._cursor = EpochCursor()
         self._pin = pins(self.device) if pin_memory is None else pin_memory
         data_rank, data_world_size = current().data_rank("a DataLoader")
-        current().num_loaders += 1
-        self._number = current().num_loaders
+        self._number = current().new_loader()
         with all_ranks_succeed("DataLoader"):
             refuse(unknown)
             options = WorkerOptions(
@@ -268,24 +267,22 @@ class DataLoader(StepSource):
                 break
             stop, batch = fetched
             if session is not None:
-                session.failure_note = note_on_short_batch(self._shards, position, stop)
-                session.share_note = share_note
-                session.take(self._in_hand(position, stop, batch))
+                session.take(
+                    self._in_hand(position, stop, batch),
+                    failure_note=note_on_short_batch(self._shards, position, stop),
+                    share_note=share_note,
+                )
             position = stop
             self._cursor.take(iteration, stop)
             in_hand = None if session is None else session.batch
             try:
                 yield batch
             except GeneratorExit:
-                # What is trained on after a loop that was broken off does not come from it.
-                if session is not None and session.batch is in_hand:
-                    session.batch = None
+                if session is not None:
+                    session.break_off(in_hand)
                 raise
         if session is not None:
-            session.failure_note = None
-            session.share_note = None
-            session.batch = None
-            session.batches.pop(self._number, None)
+            session.finish_loop(self._number)
         self._cursor.finish(iteration)
 
     def _in_hand(self, start: int, stop: int, batch: Batch) -> CurrentBatch:

@@ -98,8 +98,7 @@ class ShardedSampler(Sampler[list[int]]):
         self._number: int | None = None
         if rank is None or world_size is None:
             rank, world_size = current().data_rank("a ShardedSampler")
-            current().num_loaders += 1
-            self._number = current().num_loaders
+            self._number = current().new_loader()
         with all_ranks_succeed("ShardedSampler") if joined else nullcontext():
             check_order(dataset, is_stream=False, shuffle=bool(shuffle), sampler=sampler)
             self._length = dataset if isinstance(dataset, int) else len(dataset)

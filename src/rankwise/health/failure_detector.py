@@ -94,6 +94,14 @@ class FailureDetector:
                 self._is_checking = False
         return self.recorder.begin(what, exchange_id)
 
+    def check_by(self, check: Callable[[str], None]) -> None:
+        """Have ``check`` compare the words of each collective on all ranks before it begins."""
+        self.check = check
+
+    def refuse_all(self, error: RankwiseError) -> None:
+        """Have every collective of this rank raise ``error`` from now on."""
+        self.error = error
+
     def reason_of(self, error: BaseException) -> RankwiseError | None:
         """Return the error of another rank's failure, where ``error`` is only a connection that broke because of it.
 

@@ -33,12 +33,12 @@ def no_sync(*models: nn.Module) -> Generator[None]:
     found = [registered_strategy(model, "no_sync") for model in models]
     before = [one.is_accumulating for one in found]
     for one in found:
-        one.is_accumulating = True
+        one.set_accumulating(True)
     try:
         yield
     finally:
         for one, was in zip(found, before, strict=True):
-            one.is_accumulating = was
+            one.set_accumulating(was)
 
 
 @contextmanager
@@ -59,8 +59,8 @@ def weight(model: nn.Module, amount: float | torch.Tensor) -> Generator[None]:
     """
     found = registered_strategy(model, "weight")
     before = found.given_weight
-    found.given_weight = float(amount)
+    found.set_given_weight(float(amount))
     try:
         yield
     finally:
-        found.given_weight = before
+        found.set_given_weight(before)

@@ -17,6 +17,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
@@ -361,7 +362,6 @@ def prepare(sock: socket.socket) -> None:
 
 
 _of_this_process: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_follows_forks: list[bool] = []
 
 
 def close_in_children(sock: socket.socket) -> None:
@@ -371,9 +371,12 @@ def close_in_children(sock: socket.socket) -> None:
     notice that the rank is gone.
     """
     _of_this_process.add(sock)
-    if not _follows_forks:
-        _follows_forks.append(True)
-        os.register_at_fork(after_in_child=_close_all)
+    _follow_forks()
+
+
+@cache
+def _follow_forks() -> None:
+    os.register_at_fork(after_in_child=_close_all)
 
 
 def _close_all() -> None:

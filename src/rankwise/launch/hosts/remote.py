@@ -172,8 +172,7 @@ def _address_of(listener: socket.socket) -> tuple[str, int]:
 
 
 def _located(error: RankwiseError) -> RankwiseError:
-    error.where = error.where or socket.gethostname()
-    return error
+    return error.supplement(where=error.where or socket.gethostname())
 
 
 # -- the process that follows the caller ---------------------------------------------------------------

@@ -22,7 +22,7 @@ from rankwise.launch.agent.signals import PendingSignals, end_quietly
 from rankwise.launch.hosts.host_monitor import HostMonitor
 from rankwise.launch.hosts.message_stream import error_of
 from rankwise.launch.hosts.ssh_sessions import SshSession, SshSessions
-from rankwise.launch.messages import HostHere, HostReady, HostRefused, HostSpec, MessageError, StartHost
+from rankwise.launch.messages import HostHere, HostReady, HostRefused, HostSpec, MessageError
 from rankwise.version import VERSION
 from rankwise.world.device import kinds
 
@@ -229,8 +229,7 @@ def _begin(
         session.send(spec)
     rendezvous = _answers(sessions, ssh, HostReady)[0].rendezvous
     for session in sessions.all:
-        session.is_shown = True
-        session.send(StartHost(rendezvous=rendezvous))
+        session.start(rendezvous)
 
 
 def _answers(sessions: SshSessions, ssh: Sequence[str], kind: type[Answer]) -> list[Answer]:
@@ -277,7 +276,7 @@ def _refusal(session: SshSession, refused: HostRefused) -> ConfigurationError | 
     error = error_of(refused)
     if error.do is None and isinstance(error, ConfigurationError):
         folder = _folder()
-        error.do = f"bring it there: rsync -a {shlex.quote(folder)}/ {session.host.destination}:{folder}/"
+        error.supplement(do=f"bring it there: rsync -a {shlex.quote(folder)}/ {session.host.destination}:{folder}/")
     return error
 
 

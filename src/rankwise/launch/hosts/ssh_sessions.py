@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from rankwise.launch.agent.output import IDLE_SECONDS, LONGEST_LINE_BYTES, STDERR, STDOUT, Terminal
 from rankwise.launch.hosts.message_stream import MessageExtractor, line
-from rankwise.launch.messages import MessageError
+from rankwise.launch.messages import MessageError, StartHost
 
 if TYPE_CHECKING:
     import signal
@@ -88,6 +88,11 @@ class SshSession:
             with contextlib.suppress(OSError):
                 stdin.write(line(message))
                 stdin.flush()
+
+    def start(self, rendezvous: tuple[str, int] | None) -> None:
+        """Have the host start its ranks, and show what they write."""
+        self.is_shown = True
+        self.send(StartHost(rendezvous=rendezvous))
 
     def hang_up(self) -> None:
         """Let the host end its part by itself."""

@@ -38,16 +38,18 @@ class GradientStrategy(Protocol):
         """Whether another microstep follows the one under way."""
         ...
 
-    @is_accumulating.setter
-    def is_accumulating(self, value: bool) -> None: ...
+    def set_accumulating(self, value: bool) -> None:  # noqa: FBT001 - what it sets
+        """Say whether another microstep follows the one under way."""
+        ...
 
     @property
     def given_weight(self) -> float | None:
         """What the user says the loss is a mean over."""
         ...
 
-    @given_weight.setter
-    def given_weight(self, value: float | None) -> None: ...
+    def set_given_weight(self, amount: float | None) -> None:
+        """Say what the loss is a mean over."""
+        ...
 
 
 _registered: WeakKeyDictionary[nn.Module, Callable[[], GradientStrategy | None]] = WeakKeyDictionary()

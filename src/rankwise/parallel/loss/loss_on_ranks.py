@@ -100,9 +100,7 @@ class LossOnRanks:
         self.forward_weight: float | None = None
         """Samples of the latest forward, for a backward that does not pass through its output."""
         self.is_given_by_forward = False
-        """Whether the user gave a function that says of a forward what the loss is a mean over."""
         self.is_averaged_elsewhere = False
-        """Whether servers or islands average what this rank computes, by the weight that it tells them."""
         self.cautions: dict[Mode, str] = {}
         """What to warn of where a loss is of a mode, since the result is then not that of one rank."""
         self.weight = 0.0
@@ -125,9 +123,30 @@ class LossOnRanks:
         """Of what the loss reduces, where they are the samples."""
         self._is_reported = False
         self.guard: StateGuard | None = None
-        """Whose numbers travel with the reports."""
         self._group = group
         self._channel = None if group is None else ReportChannel(group, model_name)
+
+    def set_given_weight(self, amount: float | None) -> None:
+        """Say what the losses of backwards from here on are a mean over; ``None`` to have that found out."""
+        self.given_weight = amount
+
+    def note_forward(self, amount: float | None) -> None:
+        """Note how many samples the latest forward had."""
+        self.forward_weight = amount
+
+    def expect_weights(self, *, by_forward: bool = False, averages_elsewhere: bool = False) -> None:
+        """Say where weights come from and go to. Called by: the strategy, before the first forward.
+
+        Args:
+            by_forward: the user gave a function that says of a forward what the loss is a mean over.
+            averages_elsewhere: servers or islands average what this rank computes, by the weight that it tells them.
+        """
+        self.is_given_by_forward = by_forward
+        self.is_averaged_elsewhere = averages_elsewhere
+
+    def guard_by(self, guard: StateGuard) -> None:
+        """Have the numbers of ``guard`` travel with the reports."""
+        self.guard = guard
 
     def owns(self, variable: object) -> bool:
         """Return whether something is a parameter of the model."""

@@ -57,9 +57,12 @@ class StagedModel:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self.on_mean: Callable[[float], None] | None = None
-        """Called at the end of a step with what its gradients are the mean over, on all ranks together."""
         self.cautions: dict[Mode, str] = {}
         """What to warn of where a loss is of a mode, since the result is then not that of one rank."""
+
+    def report_mean_to(self, listener: Callable[[float], None]) -> None:
+        """Call ``listener`` at the end of a step with what gradients are the mean over, on all ranks together."""
+        self.on_mean = listener
 
     def note_weight(self, total: float) -> None:
         """Note what the gradients of a step are a mean of."""
@@ -71,8 +74,8 @@ class StagedModel:
         """Never: each step is whole."""
         return False
 
-    @is_accumulating.setter
-    def is_accumulating(self, value: bool) -> None:
+    def set_accumulating(self, value: bool) -> None:  # noqa: FBT001 - as other strategies have it
+        """Refuse."""
         if value:
             raise ConfigurationError(
                 "no_sync() is not for a pipeline: each step(x, target) leaves exact means, and steps add up.",
@@ -84,9 +87,9 @@ class StagedModel:
         """Never given: there is no backward to say it for."""
         return None
 
-    @given_weight.setter
-    def given_weight(self, value: float | None) -> None:
-        if value is not None:
+    def set_given_weight(self, amount: float | None) -> None:
+        """Refuse."""
+        if amount is not None:
             raise ConfigurationError(
                 "weight() is not for a pipeline: there is no backward() to put into its block.",
                 do="pass weight= to rankwise.pipeline()",
@@ -186,8 +189,10 @@ class StagePlan:
         except ConfigurationError as error:
             if tied:
                 names = "; ".join(" = ".join(names) for names in tied)
-                error.evidence = f"{error.evidence}\nshared: {names}"
-                error.do = "do not share parameters across the model (tie_word_embeddings=False), or " + str(error.do)
+                error.supplement(
+                    evidence=f"{error.evidence}\nshared: {names}",
+                    do=f"do not share parameters across the model (tie_word_embeddings=False), or {error.do}",
+                )
             raise
 
     def _together(self, tied: Sequence[Sequence[str]]) -> list[tuple[int, int]]:

@@ -131,19 +131,13 @@ class Client:
         return None if self._session.store is None else self._session.store.prefixed(PREFIX)
 
 
-_clients: list[Client] = []
-
-
 def get_client() -> Client:
     """Return what sets and gets values for every rank to see.
 
     Raises:
         NotJoined: no world has been joined.
     """
-    session = current()
-    if not _clients or not _clients[0].is_of(session):
-        _clients[:] = [Client(session)]
-    return _clients[0]
+    return current().once(Client)
 
 
 def _bytes_of(value: object) -> bytes:

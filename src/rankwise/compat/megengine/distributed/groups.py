@@ -38,8 +38,8 @@ class Group:
         try:
             self._group: collectives.Group | None = collectives.new_group(self._proc_ranks)
         except (CollectiveMismatch, PeerMissing) as error:
-            error.do = (
-                f"call dist.new_group({list(self._proc_ranks)}) on every rank of the world, also on those outside: "
+            error.supplement(
+                do=f"call dist.new_group({list(self._proc_ranks)}) on every rank of the world, also on those outside: "
                 "MegEngine had the members alone call it"
             )
             raise
