@@ -66,7 +66,7 @@ def _share_failure(own: Exception | None, call: str) -> dict[int, dict[str, str]
 
 
 @contextmanager
-def rank_zero_first(label: str = "rank_zero_first") -> Generator[None]:
+def local_rank_zero_first(label: str = "local_rank_zero_first") -> Generator[None]:
     """Run the block on the first rank of each machine, then on the others; raise everywhere if it raises.
 
     Called by: every rank, in the same order. For downloading, unpacking, building a cache: what one process

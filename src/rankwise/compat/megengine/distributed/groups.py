@@ -190,7 +190,7 @@ def synchronized(func: Callable[P, T]) -> Callable[P, T]:
     """Have every call of ``func`` return when every rank has come to its end; decorator.
 
     Called by: what it makes, every rank, in the same order. For one rank first, as for a download, there is
-    :func:`rankwise.rank_zero_first`.
+    :func:`rankwise.local_rank_zero_first`.
     """
 
     @wraps(func)
