@@ -171,7 +171,7 @@ class FailureDetector:
             if are_optional and not has_changed:
                 # Perhaps nobody has reported that an optional rank has ended.
                 silent_ranks.update(diagnosis.unanswered(self.poll_status(without=silent_ranks), others))
-        post(self.store, {"kind": "end", "rank": self.world.rank}, self.next_event)
+        post(self.store, {"kind": "detector_ended", "rank": self.world.rank}, self.next_event)
         # A thread inside torch while the interpreter ends would abort the process.
         self._thread.join(END_SECONDS)
 
@@ -208,7 +208,7 @@ class FailureDetector:
             self._optional.update(event["ranks"])
         elif kind == "left":
             self.departures.setdefault(rank, event)
-        elif kind == "end":
+        elif kind == "detector_ended":
             return bool(rank == self.world.rank)
         elif kind == "roll_call":
             situation = self.recorder.situation(self._awaited, self._main_thread_id, event)

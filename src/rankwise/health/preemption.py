@@ -274,7 +274,7 @@ class Preemption:
         """
         if event["kind"] == "left":
             self._has_departures = True
-        elif event["kind"] == "stop":
+        elif event["kind"] == "stop_requested":
             self._read_stop(store, event["reason"], next_event)
         elif event["kind"] == "stop_at":
             with self._changed:

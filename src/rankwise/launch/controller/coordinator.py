@@ -340,7 +340,7 @@ class Coordinator:
         if self._attempt is None:
             return
         if not self._is_one_rank:
-            self._events.append((self._attempt.number, {"kind": "stop", "rank": None, "reason": reason}))
+            self._events.append((self._attempt.number, {"kind": "stop_requested", "rank": None, "reason": reason}))
             return
         # One rank alone follows no event log.
         save = SaveAndStop(attempt=self._attempt.number)
