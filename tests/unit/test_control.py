@@ -178,7 +178,7 @@ def test_an_error_of_the_launcher_is_told_to_who_asks(launcher: Callable[..., _L
 def test_the_command_prints_what_the_job_answers(
     launcher: Callable[..., _Launcher], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher(lambda request: {"text": f"asked to {request['do']}\n"}, number=2)
+    launcher(lambda request: {"text": f"asked to {request['kind']}\n"}, number=2)
     assert main(["stacks"]) == 0
     assert capsys.readouterr().out == "asked to stacks\n"
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.launch.agent.signals import HANDLED, end_quietly
-from rankwise.launch.fork_server.entrypoint import find_module, find_script
+from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.hosts.message_stream import line, mark, refusal
 from rankwise.launch.messages import (
     FromHost,
@@ -137,8 +137,7 @@ def _prepare(spec: HostSpec) -> tuple[Target, socket.socket | None]:
             do="run rankwise in a folder that is at the same place on every host",
         ) from error
     os.environ.update({**spec.variables, "PWD": spec.folder})
-    find = find_module if spec.is_module else find_script
-    target = find(spec.target, spec.arguments)
+    target = find_target(spec.target, spec.arguments, is_module=spec.is_module)
     if spec.node_rank > 0 or spec.nodes[1] == 1:
         return target, None
     address = _serving_address(spec)
