@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop, StreamReader, StreamWriter
+    from asyncio import StreamReader, StreamWriter
     from collections.abc import Mapping, Sequence
 
 PROTOCOL = b"rankwise-wire/01"
@@ -122,20 +122,20 @@ def _receive(sock: socket.socket, num_bytes: int) -> bytes:
 
 async def receive_frame_on_loop(sock: socket.socket, limit: int = LONGEST_FRAME_BYTES) -> bytes:
     """Return the next frame of at most ``limit`` bytes, and read not a byte behind it. Raises as the plain one does."""
-    head, loop = bytearray(NUMBER.size), asyncio.get_running_loop()
-    await fill_on_loop(sock, memoryview(head), loop)
+    head = bytearray(NUMBER.size)
+    await fill_on_loop(sock, memoryview(head))
     data = bytearray(checked_length(head, limit))
-    await fill_on_loop(sock, memoryview(data), loop)
+    await fill_on_loop(sock, memoryview(data))
     return bytes(data)
 
 
-async def fill_on_loop(sock: socket.socket, memory: memoryview, loop: AbstractEventLoop) -> None:
+async def fill_on_loop(sock: socket.socket, memory: memoryview) -> None:
     """Read as many bytes as ``memory`` takes.
 
     Raises:
         ConnectionError: the connection ended before.
     """
-    done = 0
+    loop, done = asyncio.get_running_loop(), 0
     while done < memory.nbytes:
         count = await loop.sock_recv_into(sock, memory[done:])
         if not count:

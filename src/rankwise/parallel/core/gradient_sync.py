@@ -91,20 +91,15 @@ class GradientSync:
         """Whether a backward is one of several before the next exact gradient."""
         return self._accumulation.is_continued
 
-    def set_accumulating(self, value: bool) -> None:  # noqa: FBT001 - what it sets
-        """Say whether another backward follows before the next exact gradient."""
-        self._accumulation.set_continued(value)
+    def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
+        """Say whether another backward follows before the next exact gradient; return what was said before."""
         if value:
             self._accumulation.expect(sorted(self._hooked), self._share)
+        return self._accumulation.set_continued(value)
 
-    @property
-    def given_weight(self) -> float | None:
-        """What the user says that the loss is a mean over."""
-        return self.loss.given_weight
-
-    def set_given_weight(self, amount: float | None) -> None:
-        """Say what the loss is a mean over."""
-        self.loss.set_given_weight(amount)
+    def set_given_weight(self, amount: float | None) -> float | None:
+        """Say what the loss is a mean over; return what was said before."""
+        return self.loss.set_given_weight(amount)
 
     @property
     def weight(self) -> float:

@@ -33,22 +33,12 @@ class GradientStrategy(Protocol):
         """Parameters of the model."""
         ...
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether another microstep follows the one under way."""
+    def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
+        """Say whether another microstep follows the one under way; return what was said before."""
         ...
 
-    def set_accumulating(self, value: bool) -> None:  # noqa: FBT001 - what it sets
-        """Say whether another microstep follows the one under way."""
-        ...
-
-    @property
-    def given_weight(self) -> float | None:
-        """What the user says the loss is a mean over."""
-        ...
-
-    def set_given_weight(self, amount: float | None) -> None:
-        """Say what the loss is a mean over."""
+    def set_given_weight(self, amount: float | None) -> float | None:
+        """Say what the loss is a mean over; return what was said before."""
         ...
 
 

@@ -95,7 +95,7 @@ class LossOnRanks:
         self.reports_at_start = reports_at_start
         self._ids = set(map(id, parameters))
         self._accumulation = accumulation
-        self.given_weight: float | None = None
+        self._given_weight: float | None = None
         """What the user says around this backward that its loss is a mean over."""
         self.forward_weight: float | None = None
         """Samples of the latest forward, for a backward that does not pass through its output."""
@@ -126,9 +126,10 @@ class LossOnRanks:
         self._group = group
         self._channel = None if group is None else ReportChannel(group, model_name)
 
-    def set_given_weight(self, amount: float | None) -> None:
-        """Say what the losses of backwards from here on are a mean over; ``None`` to have that found out."""
-        self.given_weight = amount
+    def set_given_weight(self, amount: float | None) -> float | None:
+        """Say what losses are a mean over from here on, ``None`` to have it found out; return what was said before."""
+        before, self._given_weight = self._given_weight, amount
+        return before
 
     def note_forward(self, amount: float | None) -> None:
         """Note how many samples the latest forward had."""
@@ -159,7 +160,7 @@ class LossOnRanks:
     @property
     def is_given(self) -> bool:
         """Whether the user says what the loss is a mean over, so that it need not be read."""
-        return self.given_weight is not None or self.is_given_by_forward
+        return self._given_weight is not None or self.is_given_by_forward
 
     @property
     def is_sum(self) -> bool:
@@ -239,7 +240,7 @@ class LossOnRanks:
         elif self._verdict.mode is Mode.MEAN:
             self.weight = self._verdict.weight
         else:
-            self.weight = _checked(self.given_weight if self.given_weight is not None else forward_weight)
+            self.weight = _checked(self._given_weight if self._given_weight is not None else forward_weight)
 
     def check_unit(self) -> None:
         """Raise if the microsteps of an accumulation cannot be added up: their weights count different things.

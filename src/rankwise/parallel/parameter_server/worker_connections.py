@@ -94,7 +94,6 @@ class WorkerConnections:
     # -- on the thread -----------------------------------------------------------------------------
 
     async def _serve(self, sock: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         greeting: Head = json.loads(await receive_frame_on_loop(sock))
         worker = int(greeting["worker"])
         is_shared = self._share(worker, greeting["memory"])
@@ -113,7 +112,7 @@ class WorkerConnections:
                     return
                 pieces, rows = receive_buffers(head, body, is_shared=is_shared)
                 for piece in pieces:
-                    await fill_on_loop(sock, piece, loop)
+                    await fill_on_loop(sock, piece)
                 self._put(ReceivedMessage(worker, ServerMessage(head, rows)))
         except OSError as error:
             reason = str(error) or reason

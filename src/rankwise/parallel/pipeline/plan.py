@@ -69,31 +69,23 @@ class StagedModel:
         if self.on_mean is not None:
             self.on_mean(total)
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Never: each step is whole."""
-        return False
-
-    def set_accumulating(self, value: bool) -> None:  # noqa: FBT001 - as other strategies have it
-        """Refuse."""
+    def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - as other strategies have it
+        """Refuse: each step is whole."""
         if value:
             raise ConfigurationError(
                 "no_sync() is not for a pipeline: each step(x, target) leaves exact means, and steps add up.",
                 do="call step() several times before optimizer.step()",
             )
+        return False
 
-    @property
-    def given_weight(self) -> float | None:
-        """Never given: there is no backward to say it for."""
-        return None
-
-    def set_given_weight(self, amount: float | None) -> None:
-        """Refuse."""
+    def set_given_weight(self, amount: float | None) -> float | None:
+        """Refuse: there is no backward to say it for."""
         if amount is not None:
             raise ConfigurationError(
                 "weight() is not for a pipeline: there is no backward() to put into its block.",
                 do="pass weight= to rankwise.pipeline()",
             )
+        return None
 
 
 @dataclass(eq=False)

@@ -104,26 +104,16 @@ class ShardSync:
         model = self._model()
         return [] if model is None else list(model.parameters())
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether another microstep follows the one under way."""
-        return self._accumulation.is_continued
-
-    def set_accumulating(self, value: bool) -> None:  # noqa: FBT001 - what it sets
-        """Say whether another microstep follows the one under way."""
-        self._accumulation.set_continued(value)
+    def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
+        """Say whether another microstep follows the one under way; return what was said before."""
         model = self._model()
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(not value)
+        return self._accumulation.set_continued(value)
 
-    @property
-    def given_weight(self) -> float | None:
-        """What the user says that the loss is a mean over."""
-        return self.loss.given_weight
-
-    def set_given_weight(self, amount: float | None) -> None:
-        """Say what the loss is a mean over."""
-        self.loss.set_given_weight(amount)
+    def set_given_weight(self, amount: float | None) -> float | None:
+        """Say what the loss is a mean over; return what was said before."""
+        return self.loss.set_given_weight(amount)
 
     def report_mean_to(self, listener: Callable[[float], None]) -> None:
         """Call ``listener`` at the end of backward with what gradients are the mean over, on all ranks together."""

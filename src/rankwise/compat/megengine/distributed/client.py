@@ -90,10 +90,6 @@ class Client:
             )
         collectives.barrier()
 
-    def is_of(self, session: Session) -> bool:
-        """Return whether it belongs to ``session``."""
-        return self._session is session
-
     def _content(self, key: str) -> bytes:
         store, detector = self._store(key), self._session.detector
         if store is None or detector is None:
