@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankwise.cli.arguments import add_command
@@ -143,19 +144,11 @@ def execute(options: argparse.Namespace) -> int:
     """Check the command, run it, and return the exit code, or end this process with it."""
     if options.hosts is not None:
         return _execute_on_hosts(options)
-    launch_options = LaunchOptions(
-        num_ranks=options.num_ranks,
-        device=options.device,
-        log_dir=options.log_dir,
-        max_restarts=options.max_restarts,
+    launch_options = replace(
+        _options_of_each_host(options),
         nodes=options.nodes or (1, 1),
         node_rank=options.node_rank,
         rendezvous=options.rendezvous,
-        rendezvous_timeout_seconds=options.rendezvous_timeout,
-        interface=options.interface,
-        check=options.check,
-        guard=options.guard,
-        torch_store=options.torch_store or asked_torch_store(),
     )
     target = find_target(options.target, options.arguments, is_module=options.module)
     exit_code = launch(target, launch_options, TerminalReporter())
@@ -174,7 +167,14 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
                 f"{name} is for a command on each machine, and --hosts for one command for all.",
                 do=f"leave {name} out: the hosts meet at the first of them, and are numbered as they are named",
             )
-    host_options = LaunchOptions(
+    host_options = _options_of_each_host(options)
+    command = RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
+    hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
+    return launch_on_hosts(command, hosts, host_options, nodes=options.nodes, ssh=ssh, show=TerminalReporter().show)
+
+
+def _options_of_each_host(options: argparse.Namespace) -> LaunchOptions:
+    return LaunchOptions(
         num_ranks=options.num_ranks,
         device=options.device,
         log_dir=options.log_dir,
@@ -185,9 +185,6 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
         guard=options.guard,
         torch_store=options.torch_store or asked_torch_store(),
     )
-    command = RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
-    hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
-    return launch_on_hosts(command, hosts, host_options, nodes=options.nodes, ssh=ssh, show=TerminalReporter().show)
 
 
 def _count(text: str) -> int:
