@@ -77,7 +77,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     with rw.join() as world:
-        with rw.rank_zero_first("making volumes"):  # the others then find them made
+        with rw.local_rank_zero_first("making volumes"):  # the others then find them made
             make_volumes(options.data, options.volumes, options.size)
         dataset = crops(options.data, options.volumes, options.crop)
         loader = rw.DataLoader(

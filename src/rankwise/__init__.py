@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rankwise.checkpoint.import_weights import load_weights
     from rankwise.checkpoint.load import load
     from rankwise.checkpoint.save import save
-    from rankwise.comm.agreement import rank_zero_first
+    from rankwise.comm.agreement import local_rank_zero_first
     from rankwise.comm.collectives import (
         all_gather,
         all_gather_object,
@@ -83,6 +83,7 @@ _ROOM_OF = {
     "leave": "comm.join",
     "load": "checkpoint.load",
     "load_weights": "checkpoint.import_weights",
+    "local_rank_zero_first": "comm.agreement",
     "local_sgd": "parallel.local_sgd.local_sgd",
     "log": "log",
     "mean": "comm.collectives",
@@ -95,7 +96,6 @@ _ROOM_OF = {
     "placement": "parallel.place.place",
     "print": "progress",
     "progress": "progress",
-    "rank_zero_first": "comm.agreement",
     "recv": "comm.point_to_point.send_recv",
     "reduce_scatter": "comm.collectives",
     "replicate": "parallel.replicate",
@@ -133,6 +133,7 @@ __all__ = [
     "leave",
     "load",
     "load_weights",
+    "local_rank_zero_first",
     "local_sgd",
     "log",
     "mean",
@@ -145,7 +146,6 @@ __all__ = [
     "placement",
     "print",
     "progress",
-    "rank_zero_first",
     "recv",
     "reduce_scatter",
     "replicate",

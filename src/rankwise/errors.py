@@ -7,7 +7,7 @@ fields; only :meth:`RankwiseError.__str__` turns them into text. Imported by eve
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,6 +69,13 @@ class RankwiseError(Exception):
                 lines.append(f"  {name:<9} {first}")
                 lines.extend(f"  {'':<9} {line}" for line in rest)
         return "\n".join(lines)
+
+    def supplement(self, *, where: str | None = None, evidence: str | None = None, do: str | None = None) -> Self:
+        """Replace the fields that are given, by what only a caller further up knows; return the error."""
+        self.where = where or self.where
+        self.evidence = evidence or self.evidence
+        self.do = do or self.do
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep the keyword fields when the error crosses a process border."""

@@ -17,23 +17,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rankwise")
 
-_speaker: dict[str, str | bool] = {"prefix": "", "is_rank_zero": True, "is_muted": False}
+
+class _Speaker:
+    """Who speaks in this process."""
+
+    prefix = ""
+    is_rank_zero = True
+    is_muted = False
+
+
+_speaker = _Speaker()
 
 
 def speak_as(prefix: str, *, is_rank_zero: bool) -> None:
     """Tell the log which rank this process is. Called when a world is joined and left."""
-    _speaker["prefix"] = prefix
-    _speaker["is_rank_zero"] = is_rank_zero
+    _speaker.prefix = prefix
+    _speaker.is_rank_zero = is_rank_zero
 
 
 @contextmanager
 def muted() -> Generator[None]:
     """Say nothing inside the block: what is done there is not the user's."""
-    before, _speaker["is_muted"] = _speaker["is_muted"], True
+    before, _speaker.is_muted = _speaker.is_muted, True
     try:
         yield
     finally:
-        _speaker["is_muted"] = before
+        _speaker.is_muted = before
 
 
 def log(message: str, *, all_ranks: bool = False) -> None:
@@ -52,9 +61,9 @@ def warn(message: str, *, all_ranks: bool = False) -> None:
 
 
 def _emit(level: int, message: str, *, all_ranks: bool) -> None:
-    if _speaker["is_muted"] or level < logger.level or not (all_ranks or _speaker["is_rank_zero"]):
+    if _speaker.is_muted or level < logger.level or not (all_ranks or _speaker.is_rank_zero):
         return
-    text = f"{_speaker['prefix']} {message}" if all_ranks and _speaker["prefix"] else message
+    text = f"{_speaker.prefix} {message}" if all_ranks and _speaker.prefix else message
     if logger.hasHandlers():
         logger.log(level, text)
         return

@@ -49,7 +49,7 @@ import pathlib, sys, rankwise as rw
 with rw.join(timeout_seconds=30) as world:
     first_ranks = rw.new_group([0, 2])
     made = pathlib.Path(sys.argv[1], world.hostname)
-    with rw.rank_zero_first():
+    with rw.local_rank_zero_first():
         print(made.exists())
         if first_ranks.rank is not None:
             # Returns only where the first rank of either host is in the block.

@@ -227,8 +227,8 @@ def test_agreement_turns_one_error_into_everyones_and_goes_on(run_ranks: RunRank
     assert values == expected
 
 
-def _rank_zero_first(world: World, path: str) -> bool:
-    with agreement.rank_zero_first("making the file"):
+def _local_rank_zero_first(world: World, path: str) -> bool:
+    with agreement.local_rank_zero_first("making the file"):
         existed = os.path.exists(path)  # noqa: PTH110
         if world.rank == 0:
             with open(path, "w", encoding="utf-8"):  # noqa: PTH123
@@ -238,7 +238,7 @@ def _rank_zero_first(world: World, path: str) -> bool:
 
 def test_rank_zero_goes_first(run_ranks: RunRanks, tmp_path: os.PathLike[str]) -> None:
     path = os.path.join(tmp_path, "made")  # noqa: PTH118
-    assert [r.get() for r in run_ranks(_rank_zero_first, 3, path)] == [False, True, True]
+    assert [r.get() for r in run_ranks(_local_rank_zero_first, 3, path)] == [False, True, True]
 
 
 def _same(world: World) -> None:

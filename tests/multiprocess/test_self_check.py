@@ -151,14 +151,14 @@ def weigh_in_place(self: ShardSync, group: Any) -> None:
             self._weigh()
             self._used.add(self._number_of[id(one)])
             gradient.mul_(self._factor)
-            if self.is_accumulating:
+            if self._accumulation.is_continued:
                 earlier = one.unsharded_accumulated_grad
                 if earlier is None:
                     one.unsharded_accumulated_grad = gradient
                 else:
                     earlier += gradient
                 parameter.grad = None
-        if not self.is_accumulating and one.unsharded_accumulated_grad is not None:
+        if not self._accumulation.is_continued and one.unsharded_accumulated_grad is not None:
             one.unsharded_accumulated_grad.mul_(self._carried_factor)
 
 

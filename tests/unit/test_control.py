@@ -81,8 +81,8 @@ def test_a_job_is_found_asked_and_answered(launcher: Callable[..., _Launcher]) -
     launcher(lambda request: {"you asked": request, "long": "x" * 500_000}, number=2)
     (job,) = jobs()
     assert (job.pid, job.ranks, job.command) == (os.getpid(), [0, 1], COMMAND)
-    answer = control_socket.ask(job, {"do": "stacks"})
-    assert answer["you asked"] == {"do": "stacks"}
+    answer = control_socket.ask(job, {"kind": "stacks"})
+    assert answer["you asked"] == {"kind": "stacks"}
     assert len(answer["long"]) == 500_000
 
 
@@ -152,7 +152,7 @@ def test_what_a_machine_answers_too_late_is_not_shown_when_it_is_asked_again(
         other: Any = _OtherMachine(service, is_slow=comes == "after the next question")
 
         def ask() -> dict[str, Any]:
-            asked = terminal.submit(control_socket.ask, job, {"do": "stacks"})
+            asked = terminal.submit(control_socket.ask, job, {"kind": "stacks"})
             select.select([service], [], [], 10)
             service.serve(other)
             return asked.result()["ranks"]
@@ -170,7 +170,7 @@ def test_an_error_of_the_launcher_is_told_to_who_asks(launcher: Callable[..., _L
     launcher(fail, number=2)
     (job,) = jobs()
     with pytest.raises(LaunchError, match="the store is slow") as caught:
-        control_socket.ask(job, {"do": "stacks"})
+        control_socket.ask(job, {"kind": "stacks"})
     assert caught.value.evidence == "TimeoutError: the store is slow"
     assert "ask again" in (caught.value.do or "")
 
@@ -178,7 +178,7 @@ def test_an_error_of_the_launcher_is_told_to_who_asks(launcher: Callable[..., _L
 def test_the_command_prints_what_the_job_answers(
     launcher: Callable[..., _Launcher], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher(lambda request: {"text": f"asked to {request['do']}\n"}, number=2)
+    launcher(lambda request: {"text": f"asked to {request['kind']}\n"}, number=2)
     assert main(["stacks"]) == 0
     assert capsys.readouterr().out == "asked to stacks\n"
 

@@ -113,6 +113,6 @@ def test_a_stranger_version_is_named_and_refused(serve: Callable[[int], tuple[Jo
     connection = wire.open_connection("127.0.0.1", port, SECRET, "agent", 5)
     wire.send_frame(connection, b'{"node": {"node_id": "b"}}')
     answer = wire.receive_frame(connection, 1 << 16)
-    assert b'"do": "refuse"' in answer
+    assert b'"kind": "Refuse"' in answer
     assert b"the launcher at 127.0.0.1 port" in answer
     connection.close()

@@ -278,7 +278,7 @@ def test_a_machine_that_comes_later_is_taken_in_where_the_ranks_can_save() -> No
     scene.heartbeat_all_but("b", "c", seconds=LAST_CALL_SECONDS + 1)
     scene.sent()
     scene.node_joined("b")
-    assert [(number, event["kind"]) for number, event in scene.events] == [(0, "stop")]
+    assert [(number, event["kind"]) for number, event in scene.events] == [(0, "stop_requested")]
     scene.ranks_ended("a", 0, has_stopped=True)
     assert scene.starts() == {"a": (1, 0, 4), "b": (1, 2, 4)}
 

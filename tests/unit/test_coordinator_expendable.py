@@ -118,7 +118,9 @@ def test_an_elastic_job_grows_and_restarts_with_all_that_it_lost() -> None:
     scene.coordinator.node_lost("b", scene.now, "is gone")
     assert scene.sent(StopAttempt) == []
     scene.node_joined("new b")
-    assert [event["kind"] for _, event in scene.events] == ["stop"], "the ranks save for the machine that has come"
+    assert [event["kind"] for _, event in scene.events] == ["stop_requested"], (
+        "the ranks save for the machine that has come"
+    )
     scene.ranks_ended("a", 0, has_stopped=True)
     assert scene.starts() == {"a": (1, 0, 4), "new b": (1, 2, 4)}
     scene.coordinator.set_optional_ranks(0, [2, 3])

@@ -53,8 +53,8 @@ def test_every_world_hears_of_everything_once() -> None:
 def test_two_events_alike_are_two() -> None:
     job = _Job()
     for _ in range(2):
-        job.logs.post({"kind": "stop", "rank": None, "reason": "SIGUSR2"})
-    assert job.kinds(0) == ["stop", "stop"]
+        job.logs.post({"kind": "stop_requested", "rank": None, "reason": "SIGUSR2"})
+    assert job.kinds(0) == ["stop_requested", "stop_requested"]
 
 
 def test_who_may_go_is_declared_anew_in_each_world() -> None:

@@ -15,7 +15,7 @@ from rankwise.launch.messages import Hello, Message, MessageError, Node, RankFai
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.report.failure import Failure
 
-LONG = b'{"do": "' + b"x" * 500 + b'"}'
+LONG = b'{"kind": "' + b"x" * 500 + b'"}'
 
 
 def example(kind: Any) -> Any:
@@ -64,16 +64,16 @@ def test_a_time_that_is_no_time_comes_through() -> None:
         b"\xff",
         b"[]",
         b"{}",
-        b'{"do": "run"}',
-        b'{"do": ["stop"]}',
-        b'{"do": "stop"}',
-        b'{"do": "stop", "attempt": 0}',
-        b'{"do": "stop", "attempt": "0", "settle_seconds": 0}',
-        b'{"do": "stop", "attempt": true, "settle_seconds": 0}',
-        b'{"do": "stop", "attempt": 0, "settle_seconds": 0, "more": 1}',
-        b'{"do": "departed", "attempt": 0, "ranks": [0, null]}',
-        b'{"do": "host_start", "rendezvous": ["a", 1, 2]}',
-        b'{"do": "end_ranks", "attempt": 0, "report": {"ends": {"a": "b"}}}',
+        b'{"kind": "Run"}',
+        b'{"kind": ["StopAttempt"]}',
+        b'{"kind": "StopAttempt"}',
+        b'{"kind": "StopAttempt", "attempt": 0}',
+        b'{"kind": "StopAttempt", "attempt": "0", "settle_seconds": 0}',
+        b'{"kind": "StopAttempt", "attempt": true, "settle_seconds": 0}',
+        b'{"kind": "StopAttempt", "attempt": 0, "settle_seconds": 0, "more": 1}',
+        b'{"kind": "RanksDeparted", "attempt": 0, "ranks": [0, null]}',
+        b'{"kind": "Ready", "rendezvous": ["a", 1, 2]}',
+        b'{"kind": "RanksEnded", "attempt": 0, "report": {"ends": {"a": "b"}}}',
         b"[" * 100_000,
         LONG,
     ],
@@ -85,17 +85,17 @@ def test_anything_else_is_an_error_that_names_the_sender(data: bytes) -> None:
 
 
 def test_a_number_without_a_fraction_is_a_number_of_seconds() -> None:
-    assert decode(b'{"do": "stop", "attempt": 0, "settle_seconds": 5}', "a") == StopAttempt(
+    assert decode(b'{"kind": "StopAttempt", "attempt": 0, "settle_seconds": 5}', "a") == StopAttempt(
         attempt=0, settle_seconds=5.0
     )
 
 
 def test_a_launcher_of_a_later_version_is_understood_well_enough_to_be_refused() -> None:
     node = {"node_id": "b", "hostname": "b", "num_ranks": 1, "job": {"rankwise": "9"}, "of a later version": 1}
-    data = json.dumps({"do": "hello", "node": node}).encode()
+    data = json.dumps({"kind": "Hello", "node": node}).encode()
     known = Node(node_id="b", hostname="b", num_ranks=1, job={"rankwise": "9"})
     assert decode(data, "b") == Hello(node=known)
 
 
 def test_no_field_has_the_name_that_tells_messages_apart() -> None:
-    assert [kind.__name__ for kind in messages._KINDS.values() if any(one.name == "do" for one in fields(kind))] == []
+    assert [kind.__name__ for kind in messages._KINDS.values() if any(one.name == "kind" for one in fields(kind))] == []

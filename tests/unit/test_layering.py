@@ -18,6 +18,7 @@ PURE = (
     "world.facts",
     "world.network",
     "world.environments",
+    "world.processes",
     "world.device.kinds",
     "data.epoch_order",
     "data.shards",

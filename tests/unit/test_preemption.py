@@ -28,7 +28,7 @@ def test_a_rank_that_has_come_to_its_end_is_not_waited_for() -> None:
     preemption = Preemption(rank=0, world_size=2, store=store, timeout_seconds=30.0)
     event_log.post_departure(store, rank=1)
     event_log.post_stop(store, reason="the test")
-    for event in ({"kind": "left", "rank": 1}, {"kind": "stop", "rank": None, "reason": "the test"}):
+    for event in ({"kind": "left", "rank": 1}, {"kind": "stop_requested", "rank": None, "reason": "the test"}):
         preemption.read(store, event, 3)
     assert preemption.is_asked
     assert not preemption.is_here()

@@ -16,7 +16,7 @@ from rankwise.health import preemption
 from rankwise.health.preemption_signals import listen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 @dataclass
@@ -33,6 +33,9 @@ class Asked:
 
     def ask(self, name: str) -> None:
         self.names.append(name)
+
+    def heed(self, names: Sequence[str]) -> None:
+        self.signals = tuple(names)
 
 
 @pytest.fixture
@@ -65,16 +68,18 @@ def test_a_handler_that_the_script_installs_later_stays(own: list[int]) -> None:
 
 def test_what_came_before_joining_asks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "early", ["SIGUSR2"])
-    asked = Asked()
-    listen(asked, [])()
-    assert asked.names == ["SIGUSR2"]
+    stop = preemption.Preemption()
+    listen(stop, [])()
+    assert stop.was_asked
 
 
 PROGRAM = """
 import os, signal, types
 from rankwise.health.preemption_signals import listen
 
-stop = types.SimpleNamespace(was_asked=True, will_notice=True, ask=lambda name: print("asked", flush=True))
+stop = types.SimpleNamespace(
+    was_asked=True, will_notice=True, heed=lambda names: None, ask=lambda name: print("asked", flush=True)
+)
 listen(stop, ["SIGTERM"])
 for _ in range(4):
     os.kill(os.getpid(), signal.SIGTERM)

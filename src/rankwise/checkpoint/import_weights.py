@@ -240,5 +240,6 @@ def _copy_all(files: TensorFiles, copies: list[_TensorRead]) -> None:
                 else:
                     memory.copy_(files.read_slice(copy.name, region.within(whole(tuple(copy.here.shape)))))
         except CheckpointError as error:
-            error.evidence = f"{error.evidence or ''}\n{number} of {len(copies)} weights are loaded already".strip()
+            loaded = f"{number} of {len(copies)} weights are loaded already"
+            error.supplement(evidence=f"{error.evidence or ''}\n{loaded}".strip())
             raise

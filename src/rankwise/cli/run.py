@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.cli.arguments import add_command
 from rankwise.errors import ConfigurationError
-from rankwise.launch.fork_server.entrypoint import find_module, find_script
+from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
 from rankwise.launch.report.reporter import TerminalReporter
 from rankwise.launch.start import launch
@@ -19,7 +19,6 @@ from rankwise.world.environments.reading import parse_address
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.launch.fork_server.entrypoint import Target
 
 DESCRIPTION = """\
 Run a training script, or a module, on several ranks of this machine, or of several machines.
@@ -147,11 +146,7 @@ def execute(options: argparse.Namespace) -> int:
     launch_options = _launch_options(
         options, nodes=options.nodes or (1, 1), node_rank=options.node_rank, rendezvous=options.rendezvous
     )
-    target: Target
-    if options.module:
-        target = find_module(options.target, options.arguments)
-    else:
-        target = find_script(options.target, options.arguments)
+    target = find_target(options.target, options.arguments, is_module=options.module)
     exit_code = launch(target, launch_options, TerminalReporter())
     # Every rank is gone and all is said: what Python would still take down, torch first, keeps the person waiting.
     os._exit(exit_code)

@@ -46,7 +46,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Ask the job, print what it answers, and return the exit code."""
-    answer = control_socket.ask(_chosen(control_socket.jobs(), options.job), {"do": "stacks"})
+    answer = control_socket.ask(_chosen(control_socket.jobs(), options.job), {"kind": "stacks"})
     sys.stdout.write(json.dumps(answer) + "\n" if options.json else answer["text"])
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.cli.arguments import add_command
-from rankwise.launch.fork_server.entrypoint import find_module, find_script
+from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.slurm.script import SAVE_SECONDS, JobOptions, batch_script
 from rankwise.launch.slurm.steps import follow, submit
 
@@ -78,9 +78,8 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Check the command, submit it, follow the job, and return its exit code."""
-    find = find_module if options.module else find_script
     # Now rather than in an hour, when the job starts.
-    find(options.target, options.arguments)
+    find_target(options.target, options.arguments, is_module=options.module)
     name = options.target.rpartition(".")[2] if options.module else Path(options.target).stem
     job = JobOptions(
         nodes=options.nodes,

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current
-from rankwise.errors import PeerFailed, RankwiseError, fold_values, rank_prefix
+from rankwise.errors import RankwiseError, fold_values
+from rankwise.health.diagnosis import peer_failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -33,8 +34,8 @@ def all_ranks_succeed(label: str, *, call: str = "all_ranks_succeed()") -> Gener
 
     Called by: every rank, in the same order.
 
-    The rank that failed raises its own error, every other rank raises :class:`PeerFailed` with that error's
-    text. No process ends and the group stays usable: the caller may catch the error and go on.
+    The rank that failed raises its own error, every other rank raises PeerFailed with that error's text. No process
+    ends and the group stays usable: the caller may catch the error and go on.
 
     Args:
         label: what the block does, for the error: ``"saving"``. It may differ between ranks.
@@ -85,13 +86,7 @@ def values_of(label: str, own: Outcome, outcomes: Sequence[list[Any]], world: Wo
     for rank, outcome in enumerate(outcomes):
         if len(outcome) > 1:
             kind, text = outcome
-            raise PeerFailed(
-                f"Rank {rank} failed in {label}: {kind}.",
-                rank=rank,
-                where=f"{rank_prefix(rank, world.world_size)}, reported on {world}",
-                evidence=text.rstrip(),
-                do=f"mend the error of rank {rank}; this rank had none",
-            )
+            raise peer_failed(world, rank, error_type=kind, text=text, label=label)
     return [value for (value,) in outcomes]
 
 
@@ -112,7 +107,7 @@ def _failure(error: Exception) -> Outcome:
 
 
 @contextmanager
-def rank_zero_first(label: str = "rank_zero_first") -> Generator[None]:
+def local_rank_zero_first(label: str = "local_rank_zero_first") -> Generator[None]:
     """Run the block on the first rank of each machine, then on the others; raise everywhere if it raises.
 
     Called by: every rank, in the same order. For downloading, unpacking, building a cache: what one process

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import socket
 import sys
 import tempfile
 import traceback
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -124,18 +125,18 @@ def join(
         )
     check_exchange(exchange)
     reading = _read(init_method, rank, world_size)
-    _num_joins[0] += 1
+    number = next(_join_numbers)
     if reading.world_size == 1:
         world = _world(reading, device, backend, [socket.gethostname()])
         session = Session(world=world, open_group=partial(_open_group_of_one, world))
     else:
-        job_store, serves, addresses = _join_store(reading, timeout_seconds)
+        job_store, serves, addresses = _join_store(reading, timeout_seconds, number)
         world = _world(reading, device, backend, [place.hostname for place in addresses])
         transport_interface.choose(reading, addresses)
         session = _open_group(world, job_store, timeout_seconds, serves_store=serves)
     accelerator.use(world.device)
     set_current(session)
-    session.on_close = listen(session.preemption, reading.stop_signals)
+    session.call_last(listen(session.preemption, reading.stop_signals))
     optimizer_steps.follow(session.store, world)
     speak_as(str(world), is_rank_zero=world.rank == 0)
     _hook_exit()
@@ -144,7 +145,8 @@ def join(
     if isinstance(session.exchange, TorchGroup):
         try:
             checks = environments.checks_collectives()
-            session.exchange, words = open_exchange(exchange, session.exchange, world, checks=checks)
+            chosen, words = open_exchange(exchange, session.exchange, world, checks=checks)
+            session.use_exchange(chosen)
         except BaseException as error:
             fail(error)
             raise
@@ -222,7 +224,7 @@ def _close(session: Session, *, failed: bool) -> None:
     _close_groups(session, failed=failed)
     if session.detector is not None and session.detector.error is None:
         # For models and groups that stay: none of their exchanges may wait for ranks that have gone.
-        session.detector.error = world_left()
+        session.detector.refuse_all(world_left())
     if session.store is not None:
         session.store.close()
 
@@ -249,13 +251,13 @@ def _read(init_method: str | None, rank: int | None, world_size: int | None) -> 
     return environments.read_process()
 
 
-def _join_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool, list[RankAddress]]:
+def _join_store(reading: Reading, timeout_seconds: float, number: int) -> tuple[Store, bool, list[RankAddress]]:
     """Return the job's store, whether this process serves it, and where every rank is."""
     job_store, serves = _open_store(reading, timeout_seconds)
     job_store.expect_answers_within(timeout_seconds)
-    if _num_joins[0]:  # The store may outlive the world that was left.
-        job_store.set(WORLDS_KEY, str(_num_joins[0]))
-        job_store = job_store.prefixed(world_prefix(_num_joins[0]))
+    if number:  # The store may outlive the world that was left.
+        job_store.set(WORLDS_KEY, str(number))
+        job_store = job_store.prefixed(world_prefix(number))
     try:
         return job_store, serves, bootstrap.exchange_rank_addresses(job_store, reading, timeout_seconds)
     finally:
@@ -353,16 +355,13 @@ def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *,
     )
 
 
-_num_joins = [-1]
+_join_numbers = itertools.count()
 """How often this process has joined before; every rank of a job joins equally often."""
-_has_hooked_exit: list[bool] = []
 
 
+@cache
 def _hook_exit() -> None:
     """Have the end of the process leave the world, and an uncaught exception tell the other ranks."""
-    if _has_hooked_exit:
-        return
-    _has_hooked_exit.append(True)
     atexit.register(_leave_at_exit)
     os.register_at_fork(after_in_child=_detach_fork)
     previous = sys.excepthook
@@ -383,7 +382,7 @@ def _detach_fork() -> None:
     """Keep a forked process from using what its parent still uses. Called in the child."""
     session = current_or_none()
     if session is not None and session.detector is not None:
-        session.detector.error = forked_from(session.world)
+        session.detector.refuse_all(forked_from(session.world))
 
 
 def _leave_at_exit() -> None:

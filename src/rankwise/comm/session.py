@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rankwise.errors import NotJoined, PeerFailed, PeerMissing
 from rankwise.health.preemption import Preemption
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from rankwise.store.values import Store
     from rankwise.world.facts import World
     from rankwise.world.mesh import Axes
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,14 @@ class Session:
     """Called on every rank before state is saved: what makes it one state."""
     on_close: Callable[[], None] = lambda: None
     """Called last, however the process leaves the world."""
+    _made: dict[Callable[[Session], Any], Any] = field(default_factory=dict, init=False)
+    """What :meth:`once` has made."""
+
+    def once(self, make: Callable[[Session], T]) -> T:
+        """Return what ``make(session)`` returned when it was first asked for; it lives as long as the session."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return self._made[make]
 
     def data_rank(self, divider: str) -> tuple[int, int]:
         """Return which part of each global batch this rank takes, and how many parts there are.
@@ -144,11 +155,48 @@ class Session:
         """What a loader gave last, also where its loop was broken off."""
         return next(reversed(self.batches.values()), None)
 
-    def take(self, batch: CurrentBatch) -> None:
-        """Note what a loader is about to give."""
+    def new_loader(self) -> int:
+        """Return the number of one more loader. Called by: every rank."""
+        self.num_loaders += 1
+        return self.num_loaders
+
+    def take(
+        self, batch: CurrentBatch, *, failure_note: str | None = None, share_note: tuple[int, str] | None = None
+    ) -> None:
+        """Note what a loader is about to give, and what errors should say besides meanwhile."""
+        self.failure_note = failure_note
+        self.share_note = share_note
         self.batch = batch
         self.batches.pop(batch.loader, None)
         self.batches[batch.loader] = batch
+
+    def break_off(self, batch: CurrentBatch | None) -> None:
+        """Note that the loop over a loader was left while ``batch`` was in hand: what follows does not come from it."""
+        if self.batch is batch:
+            self.batch = None
+
+    def finish_loop(self, loader: int) -> None:
+        """Note that the loop over a loader has come to its end."""
+        self.failure_note = self.share_note = self.batch = None
+        self.batches.pop(loader, None)
+
+    def lay_out(self, axes: Axes, device_mesh: object) -> None:
+        """Note how the ranks are laid out. Called by: every rank, once."""
+        self.axes = axes
+        self.device_mesh = device_mesh
+
+    def split_work(self, data_ranks: Sequence[int], loop: Loop) -> None:
+        """Note which ranks take samples, where not all do, and what this one does around a loop over a loader."""
+        self.data_ranks = data_ranks
+        self.loop = loop
+
+    def use_exchange(self, exchange: Exchange) -> None:
+        """Have tensors travel by another exchange than torch's group. Called by ``join`` only."""
+        self.exchange = exchange
+
+    def call_last(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called last, however the process leaves the world."""
+        self.on_close = action
 
     def on_leave(self, action: Callable[[], None]) -> None:
         """Have ``action`` called, last one first, when the process leaves the world without an error."""
@@ -168,7 +216,13 @@ class Session:
             action()
 
 
-_open: list[Session] = []
+class _Process:
+    """What this process is part of."""
+
+    session: Session | None = None
+
+
+_process = _Process()
 
 
 def current() -> Session:
@@ -177,17 +231,17 @@ def current() -> Session:
     Raises:
         NotJoined: ``rankwise.join()`` has not been called, or the world has been left.
     """
-    if not _open:
+    if _process.session is None:
         raise NotJoined(
             "This needs a world, and none has been joined.",
             do="call rankwise.join() first, or put the code into `with rankwise.join() as world:`",
         )
-    return _open[0]
+    return _process.session
 
 
 def current_or_none() -> Session | None:
     """Return the open session, or ``None``."""
-    return _open[0] if _open else None
+    return _process.session
 
 
 def annotate(error: BaseException) -> None:
@@ -203,7 +257,7 @@ def annotate(error: BaseException) -> None:
 
 def set_current(session: Session | None) -> None:
     """Replace the open session. Called by ``join`` only."""
-    _open[:] = [session] if session is not None else []
+    _process.session = session
 
 
 def _note_for(error: BaseException) -> str | None:

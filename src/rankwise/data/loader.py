@@ -18,10 +18,10 @@ from rankwise.comm.agreement import all_ranks_succeed
 from rankwise.comm.session import CurrentBatch, current, current_or_none
 from rankwise.data.arguments import check_order, check_workers, refuse
 from rankwise.data.batches import Batch, pin, to_device
-from rankwise.data.epoch_order import order_of_epoch
+from rankwise.data.epoch_position import EpochPosition
 from rankwise.data.probes import Prober
 from rankwise.data.same_data import check_same_block, check_with_peers
-from rankwise.data.sampler_order import GivenOrder, shared_order
+from rankwise.data.sampler_order import GivenOrder
 from rankwise.data.shards import (
     BatchRequest,
     EpochCursor,
@@ -30,7 +30,6 @@ from rankwise.data.shards import (
     make_shards,
     note_on_share,
     note_on_short_batch,
-    place_in,
 )
 from rankwise.data.sources import (
     ColumnSource,
@@ -46,16 +45,14 @@ from rankwise.health.preemption import StepSource
 from rankwise.world.device.streams import pins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
-    import numpy as np
-    import numpy.typing as npt
 
 TIMEOUT_SECONDS = 1800.0
 """How long workers may take for one batch, unless said otherwise."""
 
 
-class DataLoader(StepSource):
+class DataLoader(StepSource, EpochPosition):
     """Yield this rank's part of each global batch, on this rank's device.
 
     An epoch shows every sample exactly once, over all ranks, whatever their number; which samples
@@ -162,8 +159,7 @@ class DataLoader(StepSource):
         self._cursor = EpochCursor()
         self._pin = pins(self.device) if pin_memory is None else pin_memory
         data_rank, data_world_size = current().data_rank("a DataLoader")
-        current().num_loaders += 1
-        self._number = current().num_loaders
+        self._number = current().new_loader()
         with all_ranks_succeed("DataLoader"):
             refuse(unknown)
             options = WorkerOptions(
@@ -268,24 +264,22 @@ class DataLoader(StepSource):
                 break
             stop, batch = fetched
             if session is not None:
-                session.failure_note = note_on_short_batch(self._shards, position, stop)
-                session.share_note = share_note
-                session.take(self._in_hand(position, stop, batch))
+                session.take(
+                    self._in_hand(position, stop, batch),
+                    failure_note=note_on_short_batch(self._shards, position, stop),
+                    share_note=share_note,
+                )
             position = stop
             self._cursor.take(iteration, stop)
             in_hand = None if session is None else session.batch
             try:
                 yield batch
             except GeneratorExit:
-                # What is trained on after a loop that was broken off does not come from it.
-                if session is not None and session.batch is in_hand:
-                    session.batch = None
+                if session is not None:
+                    session.break_off(in_hand)
                 raise
         if session is not None:
-            session.failure_note = None
-            session.share_note = None
-            session.batch = None
-            session.batches.pop(self._number, None)
+            session.finish_loop(self._number)
         self._cursor.finish(iteration)
 
     def _in_hand(self, start: int, stop: int, batch: Batch) -> CurrentBatch:
@@ -302,23 +296,7 @@ class DataLoader(StepSource):
         that batch as done; after the last one it points to the end of the epoch, and the first ``for`` after
         a resume then yields nothing, so that what follows it in the training loop is not left out.
         """
-        epoch, position = self._cursor.place()
-        order: State = {} if self._given is None else self._given.facts(epoch)
-        return self._facts() | order | {"epoch": epoch, "position": position}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next ``for`` go on where ``state`` was taken.
-
-        The number of ranks and the batch size may be others than there.
-
-        Raises:
-            DatasetError: the dataset had another length.
-            ConfigurationError: another seed or order, or not a state.
-        """
-        epoch, position = place_in(state, self._facts())
-        if self._given is not None:
-            self._given.expect(state)
-        self._cursor.move_to(epoch, position)
+        return self._state_at(*self._cursor.place())
 
     def _fetched(self, epoch: int, start: int) -> Iterator[tuple[int, Batch]]:
         """Read the rest of an epoch, here or in the workers."""
@@ -330,12 +308,6 @@ class DataLoader(StepSource):
         if self._workers is not None:
             return _without_description(self._workers.read(requests))
         return _without_description(self._pinned(_read_here(self._source, requests)))
-
-    def _order(self, epoch: int) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
-        """Return the function from positions of an epoch to indices of the dataset."""
-        if self._given is None:
-            return order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
-        return shared_order(self._given, epoch, self._number)
 
     def _source_of(
         self, columns: ColumnSource | None, collate: Callable[[list[Any]], Batch], where: str, *, compares: bool
@@ -361,10 +333,6 @@ class DataLoader(StepSource):
                         fetched.throw(error)
                     raise
             yield stop, batch
-
-    def _facts(self) -> State:
-        facts: State = {"dataset_length": self._length, "seed": self.seed, "shuffle": self.shuffle}
-        return facts if self._given is None else facts | {"sampler_length": len(self._given)}
 
 
 def _without_description(fetched: Iterator[FetchedBatch]) -> Iterator[tuple[int, Batch]]:

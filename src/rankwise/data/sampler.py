@@ -11,22 +11,21 @@ from torch.utils.data import Sampler
 from rankwise.comm.agreement import all_ranks_succeed
 from rankwise.comm.session import current
 from rankwise.data.arguments import check_order
-from rankwise.data.epoch_order import order_of_epoch
+from rankwise.data.epoch_position import EpochPosition
 from rankwise.data.probes import prober_in_memory
 from rankwise.data.same_data import check_with_peers
-from rankwise.data.sampler_order import GivenOrder, shared_order
+from rankwise.data.sampler_order import GivenOrder
 from rankwise.data.shards import (
     EpochCursor,
     State,
     check_not_empty,
     local_batches,
     make_shards,
-    place_in,
 )
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+    from collections.abc import Iterable, Iterator, Sized
 
     import numpy as np
     import numpy.typing as npt
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     Indices = npt.NDArray[np.int64]
 
 
-class ShardedSampler(Sampler[list[int]]):
+class ShardedSampler(EpochPosition, Sampler[list[int]]):
     """The order and shares of :class:`rankwise.DataLoader`, for a loader of torch's or MONAI's.
 
     Pass it as ``batch_sampler=``. It yields this rank's indices of each global batch, and knows its
@@ -95,11 +94,10 @@ class ShardedSampler(Sampler[list[int]]):
                 do="pass both, or none to take them from the joined world",
             )
         joined = rank is None or world_size is None
-        self._number: int | None = None
+        self._number = 0
         if rank is None or world_size is None:
             rank, world_size = current().data_rank("a ShardedSampler")
-            current().num_loaders += 1
-            self._number = current().num_loaders
+            self._number = current().new_loader()
         with all_ranks_succeed("ShardedSampler") if joined else nullcontext():
             check_order(dataset, is_stream=False, shuffle=bool(shuffle), sampler=sampler)
             self._length = dataset if isinstance(dataset, int) else len(dataset)
@@ -162,22 +160,7 @@ class ShardedSampler(Sampler[list[int]]):
         epoch, position = self._cursor.place()
         if num_batches is not None:
             epoch, position = self._place_after(num_batches)
-        order: State = {} if self._given is None else self._given.facts(epoch)
-        return self._facts() | order | {"epoch": epoch, "position": position}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Have the next iteration go on where ``state`` was taken.
-
-        The number of ranks and the batch size may be others than there.
-
-        Raises:
-            DatasetError: the dataset had another length.
-            ConfigurationError: another seed or order, or not a state.
-        """
-        epoch, position = place_in(state, self._facts())
-        if self._given is not None:
-            self._given.expect(state)
-        self._cursor.move_to(epoch, position)
+        return self._state_at(epoch, position)
 
     def _place_after(self, num_batches: int) -> tuple[int, int]:
         epoch, start = self._began
@@ -190,12 +173,3 @@ class ShardedSampler(Sampler[list[int]]):
         end = self._shards.stop(start)
         position = min(start + num_batches * self._shards.global_batch_size, end)
         return epoch, position
-
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        if self._given is None:
-            return order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
-        return shared_order(self._given, epoch, self._number)
-
-    def _facts(self) -> State:
-        facts: State = {"dataset_length": self._length, "seed": self.seed, "shuffle": self.shuffle}
-        return facts if self._given is None else facts | {"sampler_length": len(self._given)}

@@ -96,7 +96,7 @@ class CollectiveWait:
     ) -> None:
         try:
             if error is None:
-                self._ticket.ended = time.monotonic()
+                self._ticket.end()
             elif isinstance(error, RuntimeError | StoreLost) and not isinstance(error, RankwiseError):
                 self._raise_reason(error)
         finally:

@@ -41,7 +41,13 @@ def of_event(world: World, event: Event) -> RankwiseError:
     """Return the error that an event of the log is to a rank that hears of it."""
     match event["kind"]:
         case "failed":
-            return peer_failed(world, event)
+            return peer_failed(
+                world,
+                event["rank"],
+                error_type=event["error_type"],
+                text=event["text"],
+                hostname=event.get("hostname") or None,
+            )
         case "verdict":
             return verdict(world, event)
         case "broken":
@@ -50,15 +56,26 @@ def of_event(world: World, event: Event) -> RankwiseError:
             return peer_ended(world, event)
 
 
-def peer_failed(world: World, event: Event) -> PeerFailed:
-    """Return the error for the ranks that only hear of a failure."""
-    host = event.get("hostname") or None
+def peer_failed(
+    world: World, rank: int, *, error_type: str, text: str, hostname: str | None = None, label: str = ""
+) -> PeerFailed:
+    """Return the error of the ranks that did not fail themselves.
+
+    Args:
+        world: of this rank.
+        rank: that failed.
+        error_type: name of its error's class.
+        text: of its error.
+        hostname: its machine's, where that is known.
+        label: what it failed in, where the ranks continue together afterwards; else they have stopped.
+    """
+    others = "this rank had none" if label else "the other ranks only stopped because of it"
     return PeerFailed(
-        f"Rank {event['rank']} failed: {event['error_type']}.",
-        rank=event["rank"],
-        where=f"{rank_prefix(event['rank'], world.world_size, host)}, reported on {world}",
-        evidence=event["text"].rstrip(),
-        do=f"mend the error of rank {event['rank']}; the other ranks only stopped because of it",
+        f"Rank {rank} failed{f' in {label}' if label else ''}: {error_type}.",
+        rank=rank,
+        where=f"{rank_prefix(rank, world.world_size, hostname)}, reported on {world}",
+        evidence=text.rstrip(),
+        do=f"mend the error of rank {rank}; {others}",
     )
 
 

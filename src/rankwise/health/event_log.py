@@ -93,7 +93,7 @@ def post_stop(store: Store, *, reason: str, rank: int | None = None) -> None:
         reason: what ranks say about it: ``"SIGUSR2"``.
         rank: who asks, where it is a rank.
     """
-    post(store, {"kind": "stop", "rank": rank, "reason": reason})
+    post(store, {"kind": "stop_requested", "rank": rank, "reason": reason})
 
 
 def post_expendable(store: Store, ranks: Sequence[int]) -> None:

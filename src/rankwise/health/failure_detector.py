@@ -94,6 +94,14 @@ class FailureDetector:
                 self._is_checking = False
         return self.recorder.begin(what, exchange_id)
 
+    def check_by(self, check: Callable[[str], None]) -> None:
+        """Have ``check`` compare the words of each collective on all ranks before it begins."""
+        self.check = check
+
+    def refuse_all(self, error: RankwiseError) -> None:
+        """Have every collective of this rank raise ``error`` from now on."""
+        self.error = error
+
     def reason_of(self, error: BaseException) -> RankwiseError | None:
         """Return the error of another rank's failure, where ``error`` is only a connection that broke because of it.
 
@@ -163,7 +171,7 @@ class FailureDetector:
             if are_optional and not has_changed:
                 # Perhaps nobody has reported that an optional rank has ended.
                 silent_ranks.update(diagnosis.unanswered(self.poll_status(without=silent_ranks), others))
-        post(self.store, {"kind": "end", "rank": self.world.rank}, self.next_event)
+        post(self.store, {"kind": "detector_ended", "rank": self.world.rank}, self.next_event)
         # A thread inside torch while the interpreter ends would abort the process.
         self._thread.join(END_SECONDS)
 
@@ -200,7 +208,7 @@ class FailureDetector:
             self._optional.update(event["ranks"])
         elif kind == "left":
             self.departures.setdefault(rank, event)
-        elif kind == "end":
+        elif kind == "detector_ended":
             return bool(rank == self.world.rank)
         elif kind == "roll_call":
             situation = self.recorder.situation(self._awaited, self._main_thread_id, event)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.health import call_site
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
 
     import torch
 
@@ -65,6 +65,10 @@ class Ticket:
     def words(self) -> str:
         """What it is called where a person reads it."""
         return self.purpose or self.what
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        self.ended = time.monotonic()
 
 
 class LastCollective:
@@ -131,8 +135,7 @@ class FlightRecorder:
         """Number of the latest collective."""
         self.step = 0
         """Optimizer updates whose gradients have been exchanged."""
-        self.purpose = ""
-        """Of the collectives to come; see :class:`Ticket`."""
+        self._purpose = ""
         self.counts = [0]
         """How many collectives of each exchange this rank has begun."""
         self._members: list[frozenset[int] | None] = [None]
@@ -156,11 +159,33 @@ class FlightRecorder:
         """Note that a collective begins here."""
         self.last = number = self.last + 1
         self.counts[exchange_id] = sequence = self.counts[exchange_id] + 1
-        ticket = Ticket(number, what, exchange_id, sequence, call_site.user_call_site(), purpose=self.purpose)
+        ticket = Ticket(number, what, exchange_id, sequence, call_site.user_call_site(), purpose=self._purpose)
         self.recent.append(ticket)
         if self._last_collective is not None:
             self._last_collective.note(self._note_of(ticket))
         return ticket
+
+    def note_step(self, number: int) -> None:
+        """Note that gradients of optimizer update ``number`` have been exchanged, of one of several models perhaps."""
+        self.step = max(self.step, number)
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Generator[None]:
+        """Count no steps inside the block."""
+        step = self.step
+        try:
+            yield
+        finally:
+            self.step = step
+
+    @contextlib.contextmanager
+    def called(self, purpose: str) -> Generator[None]:
+        """Have the collectives inside the block say what the user has called; see :class:`Ticket`."""
+        outer, self._purpose = self._purpose, purpose
+        try:
+            yield
+        finally:
+            self._purpose = outer
 
     def _note_of(self, ticket: Ticket) -> bytes:
         """Return what is noted of a collective; a training loop calls the same few over and over."""

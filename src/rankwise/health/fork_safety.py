@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 _locks: WeakSet[threading.Condition] = WeakSet()
 _held: list[threading.Condition] = []
-_is_registered: list[bool] = []
 
 
 def hold_during_forks(lock: threading.Condition) -> None:
@@ -28,9 +28,12 @@ def hold_during_forks(lock: threading.Condition) -> None:
     Called for a lock that a thread holds whenever it does more than wait.
     """
     _locks.add(lock)
-    if not _is_registered:
-        _is_registered.append(True)
-        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
+    _follow_forks()
+
+
+@cache
+def _follow_forks() -> None:
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
 
 
 @contextmanager

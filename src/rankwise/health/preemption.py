@@ -18,7 +18,7 @@ from rankwise.health.event_log import post, post_stop
 from rankwise.log import log, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from weakref import WeakMethod
 
     from rankwise.store.values import Store
@@ -105,6 +105,12 @@ class Preemption:
     def ask(self, reason: str) -> None:
         """Have the job stop. Sets a flag only, so that a signal handler may call it."""
         self._requested = self._requested or reason
+
+    def heed(self, signals: Sequence[str]) -> None:
+        """Note by which signals this process is asked, and those that came before it joined."""
+        self.signals = tuple(signals)
+        for name in early:
+            self.ask(name)
 
     @property
     def was_asked(self) -> bool:
@@ -268,7 +274,7 @@ class Preemption:
         """
         if event["kind"] == "left":
             self._has_departures = True
-        elif event["kind"] == "stop":
+        elif event["kind"] == "stop_requested":
             self._read_stop(store, event["reason"], next_event)
         elif event["kind"] == "stop_at":
             with self._changed:

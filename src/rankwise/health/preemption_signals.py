@@ -12,7 +12,6 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
-from rankwise.health import preemption as before_joining
 from rankwise.health.preemption import warn_nothing_to_save
 
 if TYPE_CHECKING:
@@ -37,9 +36,7 @@ def listen(preemption: Preemption, names: Sequence[str]) -> Callable[[], None]:
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    preemption.signals = tuple(names)
-    for name in before_joining.early:
-        preemption.ask(name)
+    preemption.heed(names)
     listeners = [_Listener(preemption, signal.Signals[name]) for name in names]
 
     def restore() -> None:

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rankwise.world.processes import machine_name, stat_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -57,8 +59,7 @@ def this_process(stack_file: str = "") -> Process:
     """Return this process."""
     host = ""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        host = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        host = machine_name()
     return Process(host, os.getpid(), stack_file)
 
 
@@ -102,8 +103,8 @@ def state_of(pid: int, runs: str = HELD) -> str:
 
 def start_time_of(pid: int) -> str:
     """Return when the kernel started a process, in its ticks; empty where it is not there, or without ``/proc``."""
-    fields = _fields_of(pid)
-    return fields[19] if fields else ""
+    stat = stat_of(pid)
+    return "" if stat is None else stat.start_time
 
 
 def is_there(pid: int, start_time: str) -> bool:
@@ -126,17 +127,8 @@ def is_there(pid: int, start_time: str) -> bool:
 
 
 def _letter_of(pid: int) -> str:
-    fields = _fields_of(pid)
-    return fields[0] if fields else "X"
-
-
-def _fields_of(pid: int) -> list[str]:
-    """Return the fields of a process from its state on. Source: proc_pid_stat(5)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
+    stat = stat_of(pid)
+    return "X" if stat is None else stat.state
 
 
 def stack_of(pid: int, path: str, send: Callable[[int], None] | None = None) -> list[str]:

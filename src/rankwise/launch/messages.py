@@ -305,33 +305,8 @@ BothWays = Heartbeat | StacksRequest | StacksAnswer
 BetweenHosts = HostHere | HostSpec | Ready | SignalHost
 Message = FromAgent | ToAgent | BothWays | BetweenHosts
 
-_KINDS: dict[str, type[Message]] = {
-    "hello": Hello,
-    "alive": Heartbeat,
-    "fail": RankFailed,
-    "left": RankDeparted,
-    "end_ranks": RanksEnded,
-    "ask_to_stop": RequestStop,
-    "leave": NodeLeaves,
-    "ask_stacks": StacksRequest,
-    "answer_stacks": StacksAnswer,
-    "start": StartAttempt,
-    "stop": StopAttempt,
-    "stop_rank": StopRank,
-    "departed": RanksDeparted,
-    "save": SaveAndStop,
-    "show": ShowText,
-    "report": ReportFailure,
-    "refuse": Refuse,
-    "wait": Wait,
-    "end": EndJob,
-    "host_here": HostHere,
-    "host_spec": HostSpec,
-    "host_ready": Ready,
-    "host_signal": SignalHost,
-}
-"""The name of each message on the wire."""
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
+"""By what each message says that it is."""
 
 
 def refusal(error: RankwiseError) -> Refuse:
@@ -353,7 +328,7 @@ def error_of(refused: Refuse) -> ConfigurationError | LaunchError:
 
 def encode(message: Message) -> bytes:
     """Return a message as JSON, on one line."""
-    return json.dumps({"do": _NAMES[type(message)], **asdict(message)}).encode()
+    return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
 
 
 def decode(data: bytes, sender: str) -> Message:
@@ -368,9 +343,9 @@ def decode(data: bytes, sender: str) -> Message:
     """
     try:
         told = json.loads(data)
-        if not isinstance(told, dict) or told.get("do") not in _KINDS:
+        if not isinstance(told, dict) or told.get("kind") not in _KINDS:
             raise ValueError("no such message")  # noqa: TRY301 - shown below
-        return _object(_KINDS[told.pop("do")], told)
+        return _object(_KINDS[told.pop("kind")], told)
     except (ValueError, TypeError, RecursionError) as error:
         shown = data[:LONGEST_QUOTE].decode(errors="replace")
         raise MessageError(

@@ -92,7 +92,7 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     if options.log_dir is not None:
         _make_folder(options.log_dir)
     if options.device == "cpu":
-        os.environ |= {DEVICE_NAME: options.device, **HIDES_GPUS}
+        os.environ.update({DEVICE_NAME: options.device, **HIDES_GPUS})
     # For the fork below to have it: one import serves the launcher and every rank.
     importlib.import_module("torch")
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from rankwise.parallel.core.strategy_registry import registered_strategy
@@ -31,14 +31,10 @@ def no_sync(*models: nn.Module) -> Generator[None]:
         ConfigurationError: a model is neither.
     """
     found = [registered_strategy(model, "no_sync") for model in models]
-    before = [one.is_accumulating for one in found]
-    for one in found:
-        one.is_accumulating = True
-    try:
+    with ExitStack() as undo:
+        for one in found:
+            undo.callback(one.set_accumulating, one.set_accumulating(True))
         yield
-    finally:
-        for one, was in zip(found, before, strict=True):
-            one.is_accumulating = was
 
 
 @contextmanager
@@ -58,9 +54,8 @@ def weight(model: nn.Module, amount: float | torch.Tensor) -> Generator[None]:
         ConfigurationError: the model is neither, or the amount is negative or not finite.
     """
     found = registered_strategy(model, "weight")
-    before = found.given_weight
-    found.given_weight = float(amount)
+    before = found.set_given_weight(float(amount))
     try:
         yield
     finally:
-        found.given_weight = before
+        found.set_given_weight(before)

@@ -139,7 +139,7 @@ def replicate(
         broadcast_model(model, exchange)
         group = exchange.dup()
     sync = GradientSync(names, parameters, group, type(model).__name__, method)
-    sync.loss.is_given_by_forward = weight is not None
+    sync.loss.expect_weights(by_forward=weight is not None)
     subscribe(sync.loss, session)
     register(model, sync)
     session.preemption.unless(WeakMethod(sync.is_mid_step))
@@ -156,8 +156,8 @@ def replicate(
         model.register_forward_pre_hook(BuffersBeforeForward(buffers))
     if group is not None:
         named, statistics = dict(zip(sync.names, parameters, strict=True)), shared_statistics(model, SYNCHRONISED)
-        sync.loss.guard = StateGuard(
-            type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model)
+        sync.loss.guard_by(
+            StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
         )
     model.register_forward_hook(
         SyncAfterForward(sync, weight, None if buffers is None else buffers.after_forward), with_kwargs=True

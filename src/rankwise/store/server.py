@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 
 from rankwise.store.wire import (
     HANDSHAKE_FRAME_BYTES,
-    NUMBER,
     Answer,
     Nonces,
-    checked_length,
     checked_secret,
     close_in_children,
+    frame,
     hello,
     is_proof,
     new_nonce,
     parse_hello,
     prepare,
     proof,
+    receive_frame_on_loop,
 )
 
 if TYPE_CHECKING:
@@ -171,24 +171,12 @@ class _Front:
 
 
 async def _send(connection: socket.socket, data: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(connection, NUMBER.pack(len(data)) + data)
+    await asyncio.get_running_loop().sock_sendall(connection, frame(data))
 
 
 async def _receive(connection: socket.socket) -> bytes:
     """Return a frame of the handshake, reading not a byte behind it."""
-    head = await _receive_exactly(connection, NUMBER.size)
-    return await _receive_exactly(connection, checked_length(head, HANDSHAKE_FRAME_BYTES))
-
-
-async def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    data = b""
-    while len(data) < num_bytes:
-        more = await loop.sock_recv(connection, num_bytes - len(data))
-        if not more:
-            raise ConnectionError("the other side ended the connection")
-        data += more
-    return data
+    return await receive_frame_on_loop(connection, HANDSHAKE_FRAME_BYTES)
 
 
 async def _as_stream(connection: socket.socket, service: Service) -> None:

@@ -7,8 +7,10 @@ Imported by the other files of this room, and by the launcher for connections of
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import socket
@@ -17,13 +19,14 @@ import time
 import weakref
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
 
 if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 PROTOCOL = b"rankwise-wire/01"
 NONCE_BYTES = 32
@@ -31,6 +34,9 @@ LONGEST_PURPOSE_BYTES = 64
 HANDSHAKE_FRAME_BYTES = len(PROTOCOL) + NONCE_BYTES + LONGEST_PURPOSE_BYTES
 """No frame before authentication is longer."""
 NUMBER = struct.Struct(">I")
+"""The length of a frame, before it."""
+LONGEST_FRAME_BYTES = 2**32 - 1
+"""More than this a length cannot say."""
 ATTEMPT_SECONDS = 10.0
 """How long one attempt to connect lasts: the kernel's own pauses between its attempts grow too long."""
 SILENCE_SECONDS = 30.0
@@ -63,12 +69,22 @@ class Answer(IntEnum):
 # -- frames --------------------------------------------------------------------------------------------
 
 
+def frame(data: bytes) -> bytes:
+    """Return ``data`` with its length before it."""
+    return NUMBER.pack(len(data)) + data
+
+
+def json_frame(head: Mapping[str, object]) -> bytes:
+    """Return a head of JSON as a frame."""
+    return frame(json.dumps(head).encode())
+
+
 def send_frame(sock: socket.socket, data: bytes) -> None:
     """Send ``data`` with its length before it."""
-    sock.sendall(NUMBER.pack(len(data)) + data)
+    sock.sendall(frame(data))
 
 
-def receive_frame(sock: socket.socket, limit: int) -> bytes:
+def receive_frame(sock: socket.socket, limit: int = LONGEST_FRAME_BYTES) -> bytes:
     """Return the next frame of at most ``limit`` bytes.
 
     Raises:
@@ -79,7 +95,7 @@ def receive_frame(sock: socket.socket, limit: int) -> bytes:
     return _receive(sock, checked_length(_receive(sock, NUMBER.size), limit))
 
 
-def checked_length(head: bytes, limit: int) -> int:
+def checked_length(head: bytes | bytearray, limit: int) -> int:
     """Return the length that the head of a frame announces, if it is within ``limit``.
 
     Raises:
@@ -104,7 +120,30 @@ def _receive(sock: socket.socket, num_bytes: int) -> bytes:
     return bytes(parts)
 
 
-async def read_frame(reader: StreamReader, limit: int) -> bytes:
+async def receive_frame_on_loop(sock: socket.socket, limit: int = LONGEST_FRAME_BYTES) -> bytes:
+    """Return the next frame of at most ``limit`` bytes, and read not a byte behind it. Raises as the plain one does."""
+    head = bytearray(NUMBER.size)
+    await fill_on_loop(sock, memoryview(head))
+    data = bytearray(checked_length(head, limit))
+    await fill_on_loop(sock, memoryview(data))
+    return bytes(data)
+
+
+async def fill_on_loop(sock: socket.socket, memory: memoryview) -> None:
+    """Read as many bytes as ``memory`` takes.
+
+    Raises:
+        ConnectionError: the connection ended before.
+    """
+    loop, done = asyncio.get_running_loop(), 0
+    while done < memory.nbytes:
+        count = await loop.sock_recv_into(sock, memory[done:])
+        if not count:
+            raise ConnectionError("the other side ended the connection")
+        done += count
+
+
+async def read_frame(reader: StreamReader, limit: int = LONGEST_FRAME_BYTES) -> bytes:
     """Return the next frame of at most ``limit`` bytes. Raises as :func:`receive_frame` does."""
     try:
         return await reader.readexactly(checked_length(await reader.readexactly(NUMBER.size), limit))
@@ -114,13 +153,13 @@ async def read_frame(reader: StreamReader, limit: int) -> bytes:
 
 async def write_frame(writer: StreamWriter, data: bytes) -> None:
     """Send ``data`` with its length before it, as fast as the other side reads."""
-    writer.write(NUMBER.pack(len(data)) + data)
+    writer.write(frame(data))
     await writer.drain()
 
 
 def pack_fields(fields: Sequence[bytes]) -> bytes:
     """Return fields as one text, each with its length before it: no two lists give the same."""
-    return b"".join(NUMBER.pack(len(one)) + one for one in fields)
+    return b"".join(map(frame, fields))
 
 
 def unpack_fields(data: bytes) -> list[bytes]:
@@ -361,7 +400,6 @@ def prepare(sock: socket.socket) -> None:
 
 
 _of_this_process: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_follows_forks: list[bool] = []
 
 
 def close_in_children(sock: socket.socket) -> None:
@@ -371,9 +409,12 @@ def close_in_children(sock: socket.socket) -> None:
     notice that the rank is gone.
     """
     _of_this_process.add(sock)
-    if not _follows_forks:
-        _follows_forks.append(True)
-        os.register_at_fork(after_in_child=_close_all)
+    _follow_forks()
+
+
+@cache
+def _follow_forks() -> None:
+    os.register_at_fork(after_in_child=_close_all)
 
 
 def _close_all() -> None:

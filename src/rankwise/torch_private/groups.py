@@ -20,8 +20,16 @@ _COUNTS_CALLS = "group_count" in dist.distributed_c10d._hash_ranks_to_str.__code
 """Whether torch names such a group after how often this rank has opened one (from 2.14 on), or how many it is in."""
 _FIRST_NUMBER = 1 << 20
 """Above what torch itself counts to: the names of a script's own groups stay others."""
-_next = [0]
-_leaked: list[bool] = []
+
+
+class _Process:
+    """What this process has opened, and has left open."""
+
+    next_number = 0
+    have_leaked = False
+
+
+_process = _Process()
 
 
 def open_groups() -> list[object]:
@@ -31,7 +39,7 @@ def open_groups() -> list[object]:
 
 def next_number() -> int:
     """Return the least number that the name of this rank's next group among some ranks may have."""
-    return _next[0] if _COUNTS_CALLS else len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
+    return _process.next_number if _COUNTS_CALLS else len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
 
 
 def open_among(ranks: Sequence[int], own: int, number: int) -> object:
@@ -59,7 +67,7 @@ def open_among(ranks: Sequence[int], own: int, number: int) -> object:
         return dist.new_group(list(ranks), use_local_synchronization=True)
     finally:
         world.group_count = counted
-        _next[0] = number + 1
+        _process.next_number = number + 1
 
 
 def leak_groups() -> None:
@@ -70,9 +78,9 @@ def leak_groups() -> None:
     """
     for group in open_groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    _leaked.append(True)
+    _process.have_leaked = True
 
 
 def have_groups_leaked() -> bool:
     """Return whether a world has failed in this process."""
-    return bool(_leaked)
+    return _process.have_leaked

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.comm.backends.counters import has_futex
@@ -18,6 +17,7 @@ from rankwise.errors import ConfigurationError, fold_values
 from rankwise.health.process_probe import Peers
 from rankwise.world.device.choice import goes_through_host
 from rankwise.world.device.kinds import type_of
+from rankwise.world.processes import machine_name
 
 if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Exchange
@@ -109,8 +109,7 @@ def home_of(world: World) -> str:
     """Return what tells the processes that can share memory from others; ``!`` begins why it can with none."""
     if not has_futex():
         return f"!{platform.machine()} on {platform.system()} does not order stores as shared memory needs it"
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{world.hostname} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    return f"{world.hostname} {machine_name()}"
 
 
 def _why_not(homes: list[str]) -> str:

@@ -128,16 +128,18 @@ class Engine:
 
     def _forbid_more(self) -> None:
         # Half a step is done, and the others count on the whole of it.
-        self.detector.error = RankwiseError(
-            "This rank was interrupted in the middle of an exchange, and cannot take part in another.",
-            do="end the process; the other ranks are told",
+        self.detector.refuse_all(
+            RankwiseError(
+                "This rank was interrupted in the middle of an exchange, and cannot take part in another.",
+                do="end the process; the other ranks are told",
+            )
         )
 
     def wait(self, operation: Operation, ticket: Ticket) -> None:
         """Return when ``operation`` is done. Raises as :class:`rankwise.health.collective_timeout.CollectiveWait`."""
         if operation.is_done:
             if ticket.ended is None:
-                ticket.ended = time.monotonic()
+                ticket.end()
             return
         with CollectiveWait(self.detector, ticket) as wait:
             while not self._is_done(operation, SLICE_SECONDS):

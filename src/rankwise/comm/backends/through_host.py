@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.comm.backends.mirror_channel import MirrorChannel
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -77,55 +79,10 @@ class ThroughHost:
         """Return a channel for each size, with its body on the device."""
         channels = self.inner.channels([replace(size, device=CPU) for size in sizes], what)
         return [
-            channel if size.device == CPU else HostChannel(channel, size.device)
+            channel if size.device == CPU else MirrorChannel(channel, size)
             for channel, size in zip(channels, sizes, strict=True)
         ]
 
     def close(self) -> None:
         """Let go of the other ranks."""
         self.inner.close()
-
-
-class HostChannel:
-    """A channel whose body is on a device. See :class:`rankwise.comm.backends.protocol.BucketChannel`.
-
-    Args:
-        inner: of the CPU; carries what is copied from the body.
-        device: of the body.
-    """
-
-    def __init__(self, inner: BucketChannel, device: torch.device) -> None:
-        self._inner = inner
-        self.body = self.result = torch.zeros_like(inner.result, device=device)
-
-    def can_claim(self) -> bool:
-        """Return whether ``claim`` and ``start`` would return at once."""
-        return self._inner.can_claim()
-
-    def claim(self) -> None:
-        """Wait until the body on the CPU may be written."""
-        self._inner.claim()
-
-    def factor(self, share: float) -> float:
-        """Return what the gradients are to be multiplied with on their way into ``body``."""
-        return self._inner.factor(share)
-
-    @torch.no_grad()
-    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
-        """Copy the body to the CPU, and send it."""
-        self._inner.body.copy_(self.body)
-        self._inner.start(share, weight, absent)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for the result, and copy it to the device."""
-        self._inner.finish()
-        self.result.copy_(self._inner.result)
-
-    def total(self) -> float:
-        """Return the sum of the weights."""
-        return self._inner.total()
-
-    def is_flag_set(self, flag: int) -> bool:
-        """Return whether any rank has set a flag."""
-        return self._inner.is_flag_set(flag)

@@ -137,7 +137,7 @@ class TorchGroup:
 
         Called by: every rank.
         """
-        self.detector.check = self.agree
+        self.detector.check_by(self.agree)
 
     def agree(self, what: str) -> None:
         """Find out whether every rank calls the same: Gloo takes tensors for one another, or ends the process."""

@@ -39,7 +39,6 @@ class Endpoint:
 
     def __init__(self, session: Session, store: Store, detector: FailureDetector) -> None:
         """Begin to listen, and tell the others where."""
-        self.session = weakref.ref(session)
         self.world = session.world
         self.recv_queue = RecvQueue()
         self.is_closed = False
@@ -162,9 +161,6 @@ class Endpoint:
         self._store.close()
 
 
-_latest: list[weakref.ref[Endpoint]] = []
-
-
 def current_endpoint(caller: str) -> Endpoint:
     """Return the endpoint of this session, opening it when it is first asked for.
 
@@ -173,15 +169,14 @@ def current_endpoint(caller: str) -> Endpoint:
         ConfigurationError: there is nobody else in it.
     """
     session = current()
-    opened = _latest[0]() if _latest else None
-    if opened is not None and opened.session() is session:
-        return opened
     refuse_alone(caller, session.world)
+    return session.once(_open)
+
+
+def _open(session: Session) -> Endpoint:
     if session.store is None or session.detector is None:
         raise TypeError(f"a world of {session.world.world_size} ranks has no store")
-    opened = Endpoint(session, session.store, session.detector)
-    _latest[:] = [weakref.ref(opened)]
-    return opened
+    return Endpoint(session, session.store, session.detector)
 
 
 def refuse_alone(caller: str, world: World) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.comm.point_to_point.message import sizes_of
-from rankwise.store.wire import NUMBER
+from rankwise.store.wire import read_frame
 
 if TYPE_CHECKING:
     import asyncio
@@ -55,11 +55,11 @@ class RecvQueue:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take in what one rank sends, to its end. A byte goes back for each message that is here."""
-        source = int((await _head(reader))["rank"])
+        source = int(json.loads(await read_frame(reader))["rank"])
         reason = "the connection ended"
         try:
             while True:
-                head = await _head(reader)
+                head: dict[str, Any] = json.loads(await read_frame(reader))
                 if head["kind"] == "end":
                     reason = LEFT
                     return
@@ -92,14 +92,6 @@ class RecvQueue:
                 waiting.append(message)
             else:
                 self._count(source, [message])
-
-
-async def _head(reader: asyncio.StreamReader) -> dict[str, Any]:
-    try:
-        (length,) = NUMBER.unpack(await reader.readexactly(NUMBER.size))
-        return json.loads(await reader.readexactly(length))  # type: ignore[no-any-return]
-    except EOFError:
-        raise ConnectionError("the other rank ended the connection") from None
 
 
 async def _buffer(reader: asyncio.StreamReader, size: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import RankwiseError
-from rankwise.store.wire import NUMBER, open_connection
+from rankwise.store.wire import json_frame, open_connection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ class SendQueue:
     def put(self, head: dict[str, Any], buffers: Sequence[memoryview]) -> None:
         """Have a message sent after those before it."""
         self._unconfirmed.append(head["kind"] == "value")
-        self._queue.put((_framed(head), [buffer for buffer in buffers if buffer.nbytes]))
+        self._queue.put((json_frame(head), [buffer for buffer in buffers if buffer.nbytes]))
 
     def end(self) -> None:
         """Have the thread end when everything has come to the other rank."""
@@ -113,7 +113,7 @@ class SendQueue:
 
     def _send_all(self, sock: socket.socket) -> None:
         try:
-            sock.sendall(_framed({"rank": self._rank}))
+            sock.sendall(json_frame({"rank": self._rank}))
             while (message := self._queue.get()) is not None:
                 head, buffers = message
                 self._send(sock, head, buffers)
@@ -122,7 +122,7 @@ class SendQueue:
             if self._given_up.is_set():
                 return
             with contextlib.suppress(OSError):  # who has everything may have left
-                sock.sendall(_framed({"kind": "end"}))
+                sock.sendall(json_frame({"kind": "end"}))
                 sock.shutdown(socket.SHUT_WR)
         finally:
             # Also of a connection that has broken: what was confirmed before has come.
@@ -143,8 +143,3 @@ class SendQueue:
             raise ConnectionError("the other rank ended the connection")
         for _ in confirmations:
             self._unconfirmed.popleft()
-
-
-def _framed(head: dict[str, Any]) -> bytes:
-    text = json.dumps(head).encode()
-    return NUMBER.pack(len(text)) + text

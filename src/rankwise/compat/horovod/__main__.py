@@ -9,7 +9,7 @@ import sys
 from rankwise.compat.horovod.alias import ON_PATH, provide
 from rankwise.errors import RankwiseError
 from rankwise.launch.fork_server.command import Command, find_command
-from rankwise.launch.fork_server.entrypoint import Target, find_module, find_script, run_as_main
+from rankwise.launch.fork_server.entrypoint import Target, find_target, run_as_main
 from rankwise.world.environments import set_horovod_variables
 
 USAGE_ERROR = 2
@@ -46,7 +46,7 @@ def _target(argv: list[str]) -> Target | Command:
     name, *arguments = options.command
     if options.no_python:
         return find_command(name, arguments)
-    return find_module(name, arguments) if options.module else find_script(name, arguments)
+    return find_target(name, arguments, is_module=options.module)
 
 
 def main() -> None:

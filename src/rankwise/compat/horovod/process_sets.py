@@ -116,10 +116,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         )
 
     def open_group() -> None:
-        number = queue.next_set_id
-        queue.members[number] = SetMembers(ranks=ranks, group=new_group(ranks))
-        queue.next_set_id += 1
-        _bind(chosen, number)
+        _bind(chosen, queue.add_members(SetMembers(ranks=ranks, group=new_group(ranks))))
         queue.follow_sets()
 
     announce(f"add_process_set({list(ranks)})", open_group)

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch.nn import functional
 
 from rankwise.compat.horovod.initialization import size
@@ -14,6 +13,9 @@ from rankwise.compat.horovod.operations.reducing import allreduce
 from rankwise.compat.horovod.reduce_ops import Sum
 from rankwise.parallel.core import global_statistics
 from rankwise.torch_private.modules import AnySizeBatchNorm, check_input_dim
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SyncBatchNorm(AnySizeBatchNorm):
@@ -51,55 +53,17 @@ class SyncBatchNorm(AnySizeBatchNorm):
             )
         if size() == 1:
             return super().forward(input)
-        output, mean, variance, count = _Normalised.apply(input, self.weight, self.bias, self.eps)
-        if self.training and self.track_running_stats:
-            self._track(mean, variance, count)
-        return output  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        """Move the running statistics as torch's BatchNorm does, with the unbiased variance."""
-        if self.num_batches_tracked is None or self.running_mean is None or self.running_var is None:
-            return
-        self.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased = variance * (count / (count - 1).clamp(min=1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+        return global_statistics.normalised(self, input, _HorovodRanks())
 
 
-class _Normalised(torch.autograd.Function):
-    """Normalisation by the statistics of all ranks; see :mod:`rankwise.parallel.core.global_statistics`."""
+class _HorovodRanks:
+    """All ranks of ``hvd.init()``; see :class:`rankwise.parallel.core.global_statistics.StatisticsRanks`."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        own = global_statistics.statistics_of(global_statistics.wide(x))
-        rows = allgather(own.unsqueeze(0), name="sync_batch_norm.statistics")
-        mean, variance, count = global_statistics.combined(rows)
-        inverse = torch.rsqrt(variance + eps)
-        ctx.save_for_backward(x, weight, mean, inverse, count)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(mean, variance, count)
-        return global_statistics.normalise(x, mean, inverse, weight, bias), mean, variance, count
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        return allgather(own.unsqueeze(0), name="sync_batch_norm.statistics")
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator loses the name
-        ctx: Any,  # noqa: ANN401 - autograd's context
-        *gradients: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
-        x, weight, mean, inverse, count = ctx.saved_tensors
-        own = global_statistics.sums(x, gradients[0], mean, inverse)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            means = allreduce(own, op=Sum, name="sync_batch_norm.gradients") / count
-            dx = global_statistics.gradient(x, gradients[0], mean, inverse, weight=weight, means=means)
-        d_weight = None if weight is None else own[1].to(weight.dtype)
-        d_bias = None if ctx.bias_dtype is None else own[0].to(ctx.bias_dtype)
-        return dx, d_weight, d_bias, None
+    def mean_sums(
+        self, own: torch.Tensor, x: torch.Tensor, count: torch.Tensor, *, is_needed: bool
+    ) -> torch.Tensor | None:
+        del x
+        return allreduce(own, op=Sum, name="sync_batch_norm.gradients") / count if is_needed else None

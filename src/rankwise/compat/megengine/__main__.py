@@ -8,7 +8,7 @@ import sys
 
 from rankwise.compat.megengine.alias import provide
 from rankwise.errors import RankwiseError
-from rankwise.launch.fork_server.entrypoint import Target, find_module, find_script, run_as_main
+from rankwise.launch.fork_server.entrypoint import Target, find_target, run_as_main
 
 USAGE_ERROR = 2
 
@@ -33,7 +33,7 @@ def _target(argv: list[str]) -> Target:
     parser.add_argument("command", nargs=argparse.PARSER, metavar="train.py | module", help="what to run")
     options = parser.parse_args(argv)
     name, *arguments = options.command
-    return find_module(name, arguments) if options.module else find_script(name, arguments)
+    return find_target(name, arguments, is_module=options.module)
 
 
 def main() -> None:

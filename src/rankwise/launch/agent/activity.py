@@ -11,12 +11,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankwise.world.processes import all_stats
+
 IDLE_SHARE = 0.05
 """A rank that has used less of one core makes no progress: what polls while it waits takes a few percent."""
 IDLE_BYTES = 1 << 20
 """And that has read and written less than this: a save to a slow disk takes no CPU time."""
-_STATE, _PGRP, _UTIME, _CSTIME = 0, 2, 11, 14
-"""Fields of ``/proc/PID/stat`` behind the command's name. Source: proc_pid_stat(5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +47,18 @@ def activity_of(pids: list[int]) -> dict[int, Activity]:
     """
     ticks = os.sysconf("SC_CLK_TCK")
     cpu, moved, runnable = dict.fromkeys(pids, 0), dict.fromkeys(pids, 0), set[int]()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            stat = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            group = int(stat[_PGRP])
-            if group in cpu:
-                # Those of children that have ended and been waited for are in the last two.
-                cpu[group] += sum(map(int, stat[_UTIME : _CSTIME + 1]))
-                moved[group] += _bytes_of(entry)
-                if stat[_STATE] == "R":
-                    runnable.add(group)
+    for stat in all_stats():
+        if stat.group in cpu:
+            cpu[stat.group] += stat.cpu_ticks
+            moved[stat.group] += _bytes_of(stat.pid)
+            if stat.state == "R":
+                runnable.add(stat.group)
     return {pid: Activity(cpu[pid] / ticks, moved[pid], pid in runnable) for pid in pids}
 
 
-def _bytes_of(entry: Path) -> int:
+def _bytes_of(pid: int) -> int:
     """Return what a process has read and written. Source: proc_pid_io(5)."""
     with contextlib.suppress(OSError, ValueError):
-        lines = (entry / "io").read_text(encoding="ascii").splitlines()
+        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "wchar:")))
     return 0

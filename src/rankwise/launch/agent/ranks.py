@@ -25,6 +25,7 @@ from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
 from rankwise.launch.messages import RankEnds, StartAttempt
 from rankwise.launch.report import failure
 from rankwise.world.environments import slurm_variables_for, variables_for
+from rankwise.world.processes import stat_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -325,9 +326,6 @@ class LocalRanks:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether somebody stopped a process; a debugger's stop is another state. Source: proc_pid_stat(5)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] == "T"
+    """Return whether somebody stopped a process; a debugger's stop is another state."""
+    stat = stat_of(pid)
+    return stat is not None and stat.state == "T"

@@ -15,6 +15,8 @@ from rankwise.launch.report.failure import FailedAttempt, Failure, causes_first
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from rankwise.launch.messages import RankEnds
+
 
 @dataclass(slots=True)
 class Attempt:
@@ -44,6 +46,30 @@ class Attempt:
     """When they are ended for it, should they not save; ``None`` where it has gone again."""
     order_received: dict[int, int] = field(default_factory=dict[int, int])
     """In which order the failures of ranks were heard of: clocks of machines differ."""
+
+    def grow_by(self, deadline: float) -> None:
+        """Note that the ranks were asked to save and end for a machine that has come."""
+        self.is_to_grow = True
+        self.grow_deadline = deadline
+
+    def cancel_growth(self) -> None:
+        """Note that the machine has gone again."""
+        self.grow_deadline = None
+
+    def continue_without(self, ranks: Collection[int]) -> None:
+        """Note that ranks have been declared optional."""
+        self.optional = frozenset(ranks)
+
+    def end_ranks(self, report: RankEnds, hostname: str) -> None:
+        """Note how the ranks of a machine have ended."""
+        for failed in report.failures:
+            self.failures[failed.rank] = failed
+            self.hostnames[failed.rank] = hostname
+        self.ends |= report.ends
+        self.stderr_tails |= report.stderr_tails
+        self.log_paths |= report.log_paths
+        self.has_stopped = self.has_stopped or report.has_stopped
+        self.is_alone = self.is_alone or report.is_alone
 
     def running(self, ranks: Collection[int]) -> set[int]:
         """Return those of ``ranks`` that have neither failed nor ended."""

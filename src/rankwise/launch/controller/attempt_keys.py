@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rankwise.store.keys import Keys
 
 
-class EventLogs:
-    """The logs of one attempt, one for each world that its ranks have joined.
+class _Worlds:
+    """The keys of each world that the ranks of one attempt have joined.
 
     Args:
         of_job: the keys of the job.
@@ -30,6 +30,19 @@ class EventLogs:
         self.attempt = attempt
         self._keys = of_job
         self._prefix = f"attempt/{attempt}/"
+
+    def _num_rejoined(self) -> int:
+        return int(self._keys.peek(self._prefix + WORLDS_KEY) or 0)
+
+    def _prefix_of(self, number: int) -> str:
+        return f"{self._prefix}{world_prefix(number)}/" if number else self._prefix
+
+
+class EventLogs(_Worlds):
+    """The logs of one attempt, one for each world that its ranks have joined."""
+
+    def __init__(self, of_job: Keys, attempt: int) -> None:
+        super().__init__(of_job, attempt)
         self._posted: list[dict[str, Any]] = []
         self._parts = [_Part(of_job, self._prefix)]
 
@@ -43,20 +56,15 @@ class EventLogs:
     def follow(self) -> None:
         """Tell the ranks that have joined another world what was posted before: it is as true there."""
         for number in range(len(self._parts), self._num_rejoined() + 1):
-            part = _Part(self._keys, f"{self._prefix}{world_prefix(number)}/")
+            part = _Part(self._keys, self._prefix_of(number))
             for event in self._posted:
                 post(part, event)
             self._parts.append(part)
 
     def optional_ranks(self) -> list[int]:
         """Return the ranks without which their newest world goes on, as its ranks have declared."""
-        number = self._num_rejoined()
-        world = f"{self._prefix}{world_prefix(number)}/" if number else self._prefix
-        declared = self._keys.peek(world + EXPENDABLE_KEY)
+        declared = self._keys.peek(self._prefix_of(self._num_rejoined()) + EXPENDABLE_KEY)
         return [] if declared is None else json.loads(declared)
-
-    def _num_rejoined(self) -> int:
-        return int(self._keys.peek(self._prefix + WORLDS_KEY) or 0)
 
 
 class _Part:
@@ -80,18 +88,11 @@ def torch_rank_key(rank: int) -> str:
     return f"rankwise/torch_ranks/{rank}"
 
 
-class Absences:
-    """The ranks of one attempt that have ended without an error, in each world that the others join.
-
-    Args:
-        of_job: the keys of the job.
-        attempt: its number.
-    """
+class Absences(_Worlds):
+    """The ranks of one attempt that have ended without an error, in each world that the others join."""
 
     def __init__(self, of_job: Keys, attempt: int) -> None:
-        self.attempt = attempt
-        self._keys = of_job
-        self._prefix = f"attempt/{attempt}/"
+        super().__init__(of_job, attempt)
         self._ended: list[int] = []
         self._num_followed = 0
 
@@ -106,9 +107,9 @@ class Absences:
 
     def follow(self) -> None:
         """Mark the ranks that have ended in the worlds that others have begun to join since, too."""
-        num_worlds = int(self._keys.peek(self._prefix + WORLDS_KEY) or 0) + 1
+        num_worlds = self._num_rejoined() + 1
         for number in range(self._num_followed, num_worlds):
-            world = f"{self._prefix}{world_prefix(number)}/" if number else self._prefix
+            world = self._prefix_of(number)
             for rank in self._ended:
                 # Who has joined has a place there already, and keeps it.
                 self._keys.compare_set(world + rank_address_key(rank), b"", ENDED.encode())

@@ -135,8 +135,7 @@ class Coordinator:
             place = f"{len(self._members)} of {self._how_many()}"
             self._show(f"[rankwise] {node.hostname} has come with {ranks_in_words(node.num_ranks)} ({place})\n")
         if self.phase is Phase.RUNNING and self._attempt is not None:
-            self._attempt.is_to_grow = True
-            self._attempt.grow_deadline = now + GROW_SECONDS
+            self._attempt.grow_by(now + GROW_SECONDS)
             self._show("[rankwise] the ranks save at their next step and start anew with it\n")
             self._request_save(f"{node.hostname} has come")
         self.tick(now)
@@ -149,12 +148,12 @@ class Coordinator:
     def set_optional_ranks(self, attempt: int, ranks: Collection[int]) -> None:
         """Ranks have declared that the job goes on without some of them."""
         if self._attempt is not None and self._attempt.number == attempt:
-            self._attempt.optional = frozenset(ranks)
+            self._attempt.continue_without(ranks)
 
     def heartbeat(self, node_id: str, now: float) -> None:
         """A machine has given a sign of life."""
         if node_id in self._members:
-            self._members[node_id].last_seen = now
+            self._members[node_id].see(now)
 
     def node_lost(self, node_id: str, now: float, why: str) -> None:
         """A machine is gone: it said so, its connection has ended, or it has been silent too long."""
@@ -177,7 +176,7 @@ class Coordinator:
                 self._stop(0.0 if self._can_continue_without() or self._restarts.has_left else PEERS_SECONDS)
             self._conclude_if_ended(now)
         elif self._attempt is not None and all(other.is_running for other in self._members.values()):
-            self._attempt.grow_deadline = None
+            self._attempt.cancel_growth()
         if not self._members:
             self.phase = Phase.OVER
 
@@ -240,15 +239,8 @@ class Coordinator:
         current, member = self._attempt, self._members.get(node_id)
         if current is None or member is None or current.number != attempt or not member.is_running:
             return
-        member.is_running = False
-        for failed in report.failures:
-            current.failures[failed.rank] = failed
-            current.hostnames[failed.rank] = member.node.hostname
-        current.ends |= report.ends
-        current.stderr_tails |= report.stderr_tails
-        current.log_paths |= report.log_paths
-        current.has_stopped = current.has_stopped or report.has_stopped
-        current.is_alone = current.is_alone or report.is_alone
+        member.end()
+        current.end_ranks(report, member.node.hostname)
         self._conclude_if_ended(now)
 
     def tick(self, now: float) -> None:
@@ -257,7 +249,7 @@ class Coordinator:
         stood_still = now - self._ticked if now - self._ticked > STOOD_STILL_SECONDS else 0.0
         self._ticked = now
         for node_id, member in list(self._members.items()):
-            member.last_seen += stood_still
+            member.see(member.last_seen + stood_still)
             if now - member.last_seen > LOST_SECONDS and not member.node.serves:
                 self._messages.append((node_id, Disconnect()))
                 self.node_lost(node_id, now, f"is lost: no word from it for {now - member.last_seen:.0f} s")
@@ -292,9 +284,7 @@ class Coordinator:
         hostnames = tuple(member.node.hostname for member in members)
         ranks_per_node = tuple(member.node.num_ranks for member in members)
         for node_rank, member in enumerate(members):
-            member.ranks = range(first_rank, first_rank + member.node.num_ranks)
-            member.is_running = True
-            member.order = node_rank
+            member.start(range(first_rank, first_rank + member.node.num_ranks), node_rank)
             first_rank += member.node.num_ranks
             start = StartAttempt(
                 run_id=self._run_id,
@@ -350,7 +340,7 @@ class Coordinator:
         if self._attempt is None:
             return
         if not self._is_one_rank:
-            self._events.append((self._attempt.number, {"kind": "stop", "rank": None, "reason": reason}))
+            self._events.append((self._attempt.number, {"kind": "stop_requested", "rank": None, "reason": reason}))
             return
         # One rank alone follows no event log.
         save = SaveAndStop(attempt=self._attempt.number)

@@ -29,6 +29,20 @@ class JobNode:
     is_running: bool = False
     """Whether its ranks of the current attempt may still be there."""
 
+    def start(self, ranks: range, order: int) -> None:
+        """Note that the machine starts these ranks, as the one of this number in the attempt."""
+        self.ranks = ranks
+        self.order = order
+        self.is_running = True
+
+    def end(self) -> None:
+        """Note that all its ranks have ended."""
+        self.is_running = False
+
+    def see(self, now: float) -> None:
+        """Note a heartbeat of the machine."""
+        self.last_seen = now
+
 
 def refusal_of(node: Node, members: Sequence[JobNode], max_nodes: int, now: float) -> Refuse | Wait | None:
     """Return the answer to a machine that cannot take part beside those that do, or ``None`` where it can.

@@ -41,7 +41,7 @@ from rankwise.launch.messages import (
 )
 from rankwise.store import keys
 from rankwise.store.server import AuthenticatedServer
-from rankwise.store.wire import NUMBER, read_frame
+from rankwise.store.wire import frame, read_frame
 
 if TYPE_CHECKING:
     import socket
@@ -300,5 +300,4 @@ class LocalLink:
 
 def _write(writer: StreamWriter, message: Message) -> None:
     """Send a message without waiting for the machine to read: one that is cut off must not hold up the others."""
-    data = encode(message)
-    writer.write(NUMBER.pack(len(data)) + data)
+    writer.write(frame(encode(message)))

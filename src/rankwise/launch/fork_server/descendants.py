@@ -12,9 +12,8 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
-from rankwise.health import process_probe
+from rankwise.world.processes import all_stats
 
 LOOK_SECONDS = 0.01
 """After how long killed processes are looked for again: what they had started comes here."""
@@ -33,15 +32,9 @@ def die_with_parent() -> None:
 
 
 def children() -> list[int]:
-    """Return the processes whose parent is this one. Source: proc(5), ``stat``."""
-    own = str(os.getpid())
-    found: list[int] = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            if fields[1] == own:
-                found.append(int(entry.parent.name))
-    return found
+    """Return the processes whose parent is this one."""
+    own = os.getpid()
+    return [stat.pid for stat in all_stats() if stat.parent == own]
 
 
 def kill_since(start_time: int, limit_seconds: float) -> None:
@@ -51,9 +44,10 @@ def kill_since(start_time: int, limit_seconds: float) -> None:
         start_time: in the kernel's ticks.
         limit_seconds: how long to wait where the kernel holds on to one.
     """
+    own = os.getpid()
     deadline = time.monotonic() + limit_seconds
     while time.monotonic() < deadline:
-        left = [pid for pid in children() if int(process_probe.start_time_of(pid) or -1) >= start_time]
+        left = [stat.pid for stat in all_stats() if stat.parent == own and int(stat.start_time) >= start_time]
         if not left:
             return
         for pid in left:

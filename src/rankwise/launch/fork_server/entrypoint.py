@@ -68,6 +68,11 @@ class Runnable(Protocol):
 Target = Script | Module | Runnable
 
 
+def find_target(name: str, arguments: Sequence[str], *, is_module: bool) -> Script | Module:
+    """Find a script, or a module; raises as :func:`find_script` and :func:`find_module` do."""
+    return find_module(name, arguments) if is_module else find_script(name, arguments)
+
+
 def find_script(path: str, arguments: Sequence[str]) -> Script:
     """Read and compile a script without running it.
 

@@ -84,7 +84,7 @@ class ForkServer:
     def start(self, start: RankStart, streams: Sequence[int]) -> None:
         """Fork a rank with the three standard ``streams`` (descriptors), which stay open here."""
         message = {
-            "do": "start",
+            "kind": "start",
             "rank": start.rank,
             "attempt": start.attempt,
             "variables": start.variables,
@@ -94,7 +94,7 @@ class ForkServer:
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank's process; nothing happens where it has ended."""
         self.wake()
-        self._connection.send(json.dumps({"do": "signal", "rank": rank, "number": number}).encode())
+        self._connection.send(json.dumps({"kind": "signal", "rank": rank, "number": number}).encode())
 
     def wake(self) -> None:
         """Let the server go on where somebody has stopped it (SIGSTOP)."""
@@ -118,27 +118,27 @@ class ForkServer:
                 "The process that starts the ranks was killed, and the ranks with it.",
                 do="look for the out-of-memory killer in `dmesg`",
             )
-        said: dict[str, Any] = json.loads(text)
-        if said["said"] == "refused":
+        message: dict[str, Any] = json.loads(text)
+        if message["kind"] == "not_started":
             raise LaunchError(
-                f"Rank {said['rank']} could not be started: {said['why']}.",
+                f"Rank {message['rank']} could not be started: {message['why']}.",
                 do="start fewer ranks, or raise the limit of processes (ulimit -u)",
             )
-        if said["said"] == "cleared":
+        if message["kind"] == "cleared":
             return "cleared"
-        if said["said"] == "started":
-            return Started(rank=said["rank"], pid=said["pid"])
+        if message["kind"] == "started":
+            return Started(rank=message["rank"], pid=message["pid"])
         return Ended(
-            rank=said["rank"],
-            attempt=said["attempt"],
-            exit_code=said["exit_code"],
-            time=said["time"],
+            rank=message["rank"],
+            attempt=message["attempt"],
+            exit_code=message["exit_code"],
+            time=message["time"],
         )
 
     def clear(self) -> None:
         """Ask for all ranks to be killed, with all they started; ``cleared`` is heard then."""
         self.wake()
-        self._connection.send(json.dumps({"do": "clear"}).encode())
+        self._connection.send(json.dumps({"kind": "clear"}).encode())
 
     def close(self) -> None:
         """End every rank and all it has started, and the server. Returns when they are gone."""
@@ -242,17 +242,17 @@ class _ForkServerProcess:
         if not text:
             self._end()
         asked: dict[str, Any] = json.loads(text)
-        if asked["do"] == "start":
+        if asked["kind"] == "start":
             start = RankStart(rank=asked["rank"], attempt=asked["attempt"], variables=asked["variables"])
             is_rank = self._fork(start, streams)
             return start if is_rank else None
-        if asked["do"] == "signal":
+        if asked["kind"] == "signal":
             for pid, start in self._ranks.items():
                 if start.rank == asked["rank"]:
                     os.kill(pid, asked["number"])
         else:
             self._kill_everything()
-            self._report({"said": "cleared"})
+            self._report({"kind": "cleared"})
         return None
 
     def _fork(self, start: RankStart, streams: Sequence[int]) -> bool:
@@ -261,7 +261,7 @@ class _ForkServerProcess:
             with threads_are_known():
                 pid = os.fork()
         except OSError as error:
-            self._report({"said": "refused", "rank": start.rank, "why": error.strerror})
+            self._report({"kind": "not_started", "rank": start.rank, "why": error.strerror})
             pid = -1
         if pid == 0:
             self._become_rank(server_pid, streams)
@@ -272,7 +272,7 @@ class _ForkServerProcess:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             self._ranks[pid] = start
-            self._report({"said": "started", "rank": start.rank, "pid": pid})
+            self._report({"kind": "started", "rank": start.rank, "pid": pid})
         return False
 
     def _become_rank(self, server_pid: int, streams: Sequence[int]) -> None:
@@ -312,7 +312,7 @@ class _ForkServerProcess:
         if start is not None:
             self._report(
                 {
-                    "said": "ended",
+                    "kind": "ended",
                     "rank": start.rank,
                     "attempt": start.attempt,
                     "exit_code": os.waitstatus_to_exitcode(status),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.launch.agent.signals import HANDLED, end_quietly
 from rankwise.launch.fork_server import descendants
-from rankwise.launch.fork_server.entrypoint import find_module, find_script
+from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.hosts.message_stream import line, mark
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, Message, Ready, SignalHost, decode, refusal
 from rankwise.launch.rendezvous import LOOPBACK, JobAddress, listen_towards
@@ -121,8 +121,7 @@ def _prepare(spec: HostSpec) -> tuple[Target, JobAddress | None]:
             do="run rankwise in a folder that is at the same place on every host",
         ) from error
     os.environ.update({**spec.variables, "PWD": spec.folder, SECRET_NAME: spec.secret})
-    find = find_module if spec.command.is_module else find_script
-    target = find(spec.command.target, spec.command.arguments)
+    target = find_target(spec.command.target, spec.command.arguments, is_module=spec.command.is_module)
     if spec.options.node_rank or spec.options.rendezvous is None:
         return target, None
     return target, listen_towards(spec.options.rendezvous[0], spec.options)

@@ -234,7 +234,7 @@ def _refusal(session: SshSession, refused: Refuse) -> ConfigurationError | Launc
     error = error_of(refused)
     if error.do is None and isinstance(error, ConfigurationError):
         folder = _folder()
-        error.do = f"bring it there: rsync -a {shlex.quote(folder)}/ {session.host.destination}:{folder}/"
+        error.supplement(do=f"bring it there: rsync -a {shlex.quote(folder)}/ {session.host.destination}:{folder}/")
     return error
 
 

@@ -69,7 +69,7 @@ class StacksService:
 
     def _answer(self, asked: dict[str, Any], link: ControllerLink | LocalLink) -> dict[str, Any]:
         attempt = self._ranks.attempt
-        if asked.get("do") != "stacks":
+        if asked.get("kind") != "stacks":
             raise LaunchError(f"This launcher cannot be asked for {asked.get('do')!r}.", do="rankwise stacks")
         if attempt is None:
             raise LaunchError("No rank has been started yet.", do="ask again when the other machines have come")

@@ -14,7 +14,6 @@ import sys
 from typing import TYPE_CHECKING
 from weakref import ref
 
-import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -25,7 +24,7 @@ from rankwise.launch.report.unjoined import OTHER_LIBRARIES, has_gradients
 from rankwise.log import warn
 from rankwise.store import opening
 from rankwise.tensors.checksum import are_equal, combined, settings_checksum, short
-from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.compiler import uncompiled_hook
 from rankwise.world import environments
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def watch(world_size: int) -> None:
     Args:
         world_size: ranks of the job.
     """
-    register_optimizer_step_post_hook(_Guard(world_size))
+    register_optimizer_step_post_hook(_Guard(world_size).after_step)
 
 
 class _Guarded:
@@ -72,12 +71,9 @@ class _Guard:
         self._of: dict[int, tuple[ref[Optimizer], _Guarded]] = {}
         self._num_alike: dict[str, int] = {}
 
-    def __call__(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    @uncompiled_hook
+    def after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         """Look at an optimizer after a step. Called by torch."""
-        # To be left alone by the compiler takes several times as long as to count a step.
-        (self._count_uncompiled if torch.compiler.is_compiling() else self._count)(optimizer)
-
-    def _count(self, optimizer: Optimizer) -> None:
         known = self._of.get(id(optimizer))
         if known is None or known[0]() is not optimizer:
             if not has_gradients(optimizer):
@@ -95,10 +91,6 @@ class _Guard:
             except (OSError, TimeoutError, TypeError):
                 # The store is gone with the launcher; or tensors have no plain values.
                 self._is_lost = True
-
-    @uncompiled
-    def _count_uncompiled(self, optimizer: Optimizer) -> None:
-        self._count(optimizer)
 
     def _compare(self, optimizer: Optimizer, guarded: _Guarded) -> None:
         if not guarded.parts:

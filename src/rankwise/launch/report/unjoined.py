@@ -40,14 +40,15 @@ def watch(world_size: int, note: str) -> None:
     from rankwise.torch_private.compiler import uncompiled  # noqa: PLC0415 - imports torch
 
     own_pid = os.getpid()
-    has_looked: list[bool] = []
+    has_looked = False
 
     @uncompiled
     def look(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        nonlocal has_looked
         # Not removed instead: torch is going through the hooks.
         if has_looked or not has_gradients(optimizer):
             return
-        has_looked.append(True)
+        has_looked = True
         # A process that the script forked is not the rank.
         if os.getpid() == own_pid and not _is_connected():
             warn(

@@ -7,9 +7,11 @@ from dataclasses import replace
 from itertools import compress
 from typing import TYPE_CHECKING
 
+import torch
+
+from rankwise.comm.backends.mirror_channel import MirrorChannel
 from rankwise.comm.backends.protocol import describe_channels
 from rankwise.parallel.compress.allgather_channel import AllGatherChannel, SharedAllGather
-from rankwise.parallel.compress.cast import DTYPES, CastChannel
 from rankwise.parallel.compress.low_rank import FactorPlan, Factors, LowRankChannel
 from rankwise.parallel.compress.methods import Narrow, PowerSGD, TopK
 from rankwise.parallel.compress.quantised import SumOfQuantised
@@ -18,10 +20,10 @@ from rankwise.parallel.compress.topk import SumOfLargest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from rankwise.comm.backends.protocol import BucketChannel, ChannelSize, Exchange
     from rankwise.parallel.compress.methods import Method
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_channels(
@@ -69,7 +71,7 @@ def _narrow(method: Narrow, exchange: Exchange, sizes: Sequence[ChannelSize], wh
     dtype = DTYPES[method.dtype]
     inner = [replace(size, dtype=dtype) if size.dtype.itemsize > dtype.itemsize else size for size in sizes]
     return [
-        channel if small == size else CastChannel(channel, size)
+        channel if small == size else MirrorChannel(channel, size)
         for channel, small, size in zip(exchange.channels(inner, what), inner, sizes, strict=True)
     ]
 

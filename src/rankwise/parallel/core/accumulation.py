@@ -43,6 +43,11 @@ class Accumulation:
         self._scalers: dict[int, tuple[Node, torch.utils.hooks.RemovableHandle]] = {}
         """Each with what adds its gradient up, which nobody else keeps."""
 
+    def set_continued(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
+        """Say whether another microstep follows the one under way; return what was said before."""
+        before, self.is_continued = self.is_continued, value
+        return before
+
     def expect(self, numbers: Iterable[int], share: Callable[[], float]) -> None:
         """Follow gradients before torch adds them up: the first of a backward may be what begins it.
 

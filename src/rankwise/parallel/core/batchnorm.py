@@ -7,6 +7,7 @@ buffers stay.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -40,30 +41,13 @@ class _GlobalStatistics(BatchNorm):
         if current().exchange is None:
             return super().forward(input)
         sync, exchange = noted
-        output, mean, variance, count = _SyncedNorm.apply(input, self.weight, self.bias, self.eps, exchange, sync)
-        if self.training and self.track_running_stats:
-            self._track(mean, variance, count)
-        return output  # type: ignore[no-any-return]
+        return global_statistics.normalised(self, input, _RanksOfModel(exchange, sync))
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as Python's own
         """Have copies and pickles be of torch's class, which a file can be read with anywhere."""
         reduced = super().__reduce_ex__(protocol)
         # Called: pickle makes no instance of another class than this one's in any other way.
         return (_PLAIN_OF[type(self)], (self.num_features,), *reduced[2:]) if type(self) in _PLAIN_OF else reduced
-
-    @torch.no_grad()
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        """Move the running statistics as torch's BatchNorm does, with the unbiased variance."""
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:
-            momentum = 1.0 / float(self.num_batches_tracked)  # type: ignore[arg-type]
-        unbiased = variance * (count / (count - 1).clamp(min=1))
-        if self.running_mean is not None:
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        if self.running_var is not None:
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
 class GlobalBatchNorm1d(_GlobalStatistics, nn.BatchNorm1d):
@@ -140,53 +124,26 @@ def _warn_of_lacking_gradients(sync: GradientSync) -> None:
         )
 
 
-class _SyncedNorm(torch.autograd.Function):
-    """Normalisation by all ranks' mean and variance; see :mod:`rankwise.parallel.core.global_statistics`.
+@dataclass(frozen=True, slots=True)
+class _RanksOfModel:
+    """The ranks that train a model together; see :class:`rankwise.parallel.core.global_statistics.StatisticsRanks`.
 
-    With this difference: the loss of rank r is a mean over its own w_r samples and later enters the global loss
-    times w_r / sum w, so sums over ranks are weighted with w_r, and divided by w_r where they meet this rank's
-    gradient again.
+    The loss of rank r is a mean over its own w_r samples and later enters the global loss times w_r / sum w, so sums
+    over ranks are weighted with w_r, and divided by w_r where they meet this rank's gradient again.
     """
 
-    @staticmethod
-    def forward(  # noqa: PLR0917 - autograd passes positions
-        ctx: Any,  # noqa: ANN401 - autograd's context
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        exchange: Exchange,
-        sync: GradientSync,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        own = global_statistics.statistics_of(global_statistics.wide(x))
-        mean, variance, count = global_statistics.combined(exchange.all_gather(own, what="BatchNorm statistics"))
-        inverse = torch.rsqrt(variance + eps)
-        ctx.save_for_backward(x, weight, mean, inverse, count)
-        ctx.exchange = exchange
-        ctx.sync = sync
-        ctx.has_bias = bias is not None
-        ctx.mark_non_differentiable(mean, variance, count)
-        return global_statistics.normalise(x, mean, inverse, weight, bias), mean, variance, count
+    exchange: Exchange
+    sync: GradientSync
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator loses the name
-        ctx: Any,  # noqa: ANN401 - autograd's context
-        *gradients: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
-        x, weight, mean, inverse, count = ctx.saved_tensors
-        own = global_statistics.sums(x, gradients[0], mean, inverse)
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        return self.exchange.all_gather(own, what="BatchNorm statistics")
+
+    def mean_sums(self, own: torch.Tensor, x: torch.Tensor, count: torch.Tensor, *, is_needed: bool) -> torch.Tensor:
         # Where the loss does not pass through the model's output, this may be what backward reaches first.
-        ctx.sync.begin(ctx.sync.loss.forward_weight)
-        amount = ctx.sync.weight
+        self.sync.begin(self.sync.loss.forward_weight)
+        amount = self.sync.weight
         total = torch.nan_to_num(own) * amount if amount == 0 else own * amount
-        total = ctx.exchange.all_reduce(total, what="BatchNorm gradients")
-        if amount == 0 and x.numel() and ctx.needs_input_grad[0] and bool(total.any()):
-            _warn_of_lacking_gradients(ctx.sync)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            means = total / (count * amount) if amount else torch.zeros_like(total)
-            dx = global_statistics.gradient(x, gradients[0], mean, inverse, weight=weight, means=means)
-        d_weight = own[1].to(weight.dtype) if weight is not None else None
-        d_bias = own[0].to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return dx, d_weight, d_bias, None, None, None
+        total = self.exchange.all_reduce(total, what="BatchNorm gradients")
+        if amount == 0 and x.numel() and is_needed and bool(total.any()):
+            _warn_of_lacking_gradients(self.sync)
+        return total / (count * amount) if amount else torch.zeros_like(total)

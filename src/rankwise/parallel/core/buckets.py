@@ -72,6 +72,15 @@ class Bucket:
         self.num_missing = len(self.parameters)
         self._num_absent = 0
 
+    def note_arrival(self) -> int:
+        """Note that one of its gradients is complete; return how many are not, less than 0 where one came again."""
+        self.num_missing = missing = self.num_missing - 1
+        return missing
+
+    def start_over(self) -> None:
+        """Begin a step: no gradient has arrived."""
+        self.num_missing = len(self.parameters)
+
     @torch.no_grad()
     def send(self, share: float, weight: float) -> None:
         """Copy the gradients in and start the channel.
@@ -121,7 +130,7 @@ class Bucket:
             # The flag is only read where this rank had nothing itself: reading one element is slow.
             if not self._num_absent or parameter.grad is not None or self.channel.is_flag_set(index):
                 parameter.grad = gradient_of(parameter, result) if self._is_split else result
-        self.num_missing = len(self.parameters)
+        self.start_over()
 
     def pieces(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the part of each parameter in something of its channel's size."""
@@ -164,7 +173,7 @@ class BucketQueue:
         """Begin a step."""
         self._num_sent = 0
         for bucket in self.buckets:
-            bucket.num_missing = len(bucket.parameters)
+            bucket.start_over()
 
 
 def own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

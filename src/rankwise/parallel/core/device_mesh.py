@@ -134,7 +134,7 @@ def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
     is_carried = world.backend == "none" or not goes_through_host(world.device, world.backend)
     device_type = type_of(world.device) if is_carried else "cpu"
     device_mesh = init_device_mesh(device_type, tuple(axes.size(name) for name in NAMES), mesh_dim_names=NAMES)
-    session.axes, session.device_mesh = axes, device_mesh
+    session.lay_out(axes, device_mesh)
     if axes.islands > 1:
         session.before_save(_check_islands_meet)
         session.on_leave(_warn_unless_islands_meet)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation over the elements of several ranks, as values: what each tells, and what that comes to.
+"""Batch normalisation over the elements of several ranks: what each reports, and what that results in.
 
-Used by batchnorm, and by other libraries' words for it. Legend: C channels, M elements per channel of all ranks.
+How ranks exchange it is the caller's. Used by batchnorm, and by SyncBatchNorm of Horovod.
+Legend: C channels, M elements per channel of all ranks.
 
 Source: statistics are combined as in Chan, Golub, LeVeque (1979), eq. 2.1, in rank order; backward is that of Ioffe and
     Szegedy (arXiv:1502.03167), section 3.
@@ -9,7 +10,95 @@ Source: statistics are combined as in Chan, Golub, LeVeque (1979), eq. 2.1, in r
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Protocol
+
 import torch
+
+if TYPE_CHECKING:
+    from rankwise.torch_private.modules import BatchNorm
+
+
+class StatisticsRanks(Protocol):
+    """The ranks whose batches are normalised together."""
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Return [ranks, 2C + 1], what every rank passes as ``own``. Called by: every rank, in forward."""
+        ...
+
+    def mean_sums(
+        self, own: torch.Tensor, x: torch.Tensor, count: torch.Tensor, *, is_needed: bool
+    ) -> torch.Tensor | None:
+        """Return the sum [2, C] over ranks of ``own``, divided by M. Called by: every rank, in backward.
+
+        Args:
+            own: what :func:`sums` returned.
+            x: this rank's input.
+            count: M.
+            is_needed: whether anything is done with the result.
+        """
+        ...
+
+
+def normalised(layer: BatchNorm, x: torch.Tensor, ranks: StatisticsRanks) -> torch.Tensor:
+    """Return what a BatchNorm layer makes of ``x`` by the statistics of all ranks, and move its running statistics.
+
+    Called by: every rank of ``ranks``.
+    """
+    output, mean, variance, count = _Normalised.apply(x, layer.weight, layer.bias, layer.eps, ranks)
+    if layer.training and layer.track_running_stats:
+        _track(layer, mean, variance, count)
+    return output  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _track(layer: BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+    """Move the running statistics as torch's BatchNorm does, with the unbiased variance."""
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+    momentum = layer.momentum
+    if momentum is None:
+        momentum = 1.0 / float(layer.num_batches_tracked)  # type: ignore[arg-type]
+    unbiased = variance * (count / (count - 1).clamp(min=1))
+    if layer.running_mean is not None:
+        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+    if layer.running_var is not None:
+        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
+
+
+class _Normalised(torch.autograd.Function):
+    """Normalisation by all ranks' mean and variance."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes positions
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        ranks: StatisticsRanks,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, variance, count = combined(ranks.gather(statistics_of(wide(x))))
+        inverse = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.ranks = ranks
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, variance, count)
+        return normalise(x, mean, inverse, weight, bias), mean, variance, count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator loses the name
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        *gradients: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        own = sums(x, gradients[0], mean, inverse)
+        is_needed = ctx.needs_input_grad[0]
+        means = ctx.ranks.mean_sums(own, x, count, is_needed=is_needed)
+        dx = gradient(x, gradients[0], mean, inverse, weight=weight, means=means) if is_needed else None
+        d_weight = None if weight is None else own[1].to(weight.dtype)
+        d_bias = None if ctx.bias_dtype is None else own[0].to(ctx.bias_dtype)
+        return dx, d_weight, d_bias, None, None
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,6 @@ _round: list[GradientSync] = []
 class GradientSync:
     """The gradients of one model, from ``replicate`` until the model is gone."""
 
-    strategy: str = "replicate"
-
     def __init__(
         self,
         names: Sequence[str],
@@ -57,7 +55,10 @@ class GradientSync:
         group: Exchange | None,
         model_name: str = "a model",
         compress: Method | None = None,
+        *,
+        strategy: str = "replicate",
     ) -> None:
+        self.strategy = strategy
         self.number = next(model_numbers)
         """Ranks replicate their models in one order, so it is the same on each."""
         self.names = list(names)
@@ -65,7 +66,7 @@ class GradientSync:
         self._kind = (self.parameters[0].dtype, self.parameters[0].device)
         self._group = group
         self._model_name = model_name
-        self.first_call: FirstCall | None = None
+        self._first_call: FirstCall | None = None
         """What the model was called with in the first step, for ranks to compare."""
         self._what = f"gradients of {model_name}"
         self._num_synced = 0
@@ -74,8 +75,7 @@ class GradientSync:
         self._accumulation = Accumulation(self.names, self.parameters)
         self.loss = LossOnRanks(self.number, self.parameters, group, model_name, self._accumulation)
         """What the loss of each backward is a mean over."""
-        self.on_mean: Callable[[float], None] | None = None
-        """Called at the end of backward with what the gradients are the mean over, on all ranks together."""
+        self._on_mean: Callable[[float], None] | None = None
         self._in_backward = False
         self._has_gradients = False
         self._compress = compress
@@ -91,25 +91,24 @@ class GradientSync:
         """Whether a backward is one of several before the next exact gradient."""
         return self._accumulation.is_continued
 
-    @is_accumulating.setter
-    def is_accumulating(self, value: bool) -> None:
-        self._accumulation.is_continued = value
+    def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
+        """Say whether another backward follows before the next exact gradient; return what was said before."""
         if value:
             self._accumulation.expect(sorted(self._hooked), self._share)
+        return self._accumulation.set_continued(value)
 
-    @property
-    def given_weight(self) -> float | None:
-        """What the user says that the loss is a mean over."""
-        return self.loss.given_weight
-
-    @given_weight.setter
-    def given_weight(self, value: float | None) -> None:
-        self.loss.given_weight = value
+    def set_given_weight(self, amount: float | None) -> float | None:
+        """Say what the loss is a mean over; return what was said before."""
+        return self.loss.set_given_weight(amount)
 
     @property
     def weight(self) -> float:
         """Weight of the backward under way: the samples, or tokens, that its loss is the mean of."""
         return self.loss.weight
+
+    def report_mean_to(self, listener: Callable[[float], None]) -> None:
+        """Call ``listener`` at the end of backward with what gradients are the mean over, on all ranks together."""
+        self._on_mean = listener
 
     @property
     def num_ranks(self) -> int:
@@ -172,6 +171,11 @@ class GradientSync:
             )
         self.hook_new_parameters()
 
+    def note_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what the model is called with, where nothing is noted yet and there are ranks to compare it with."""
+        if self._first_call is None and self.num_ranks > 1:
+            self._first_call = first_call_of(args, kwargs)
+
     def check_followed(self, model: nn.Module) -> None:
         """Raise unless every parameter of ``model`` is one that ``replicate`` found."""
         known = {id(parameter) for parameter in self.parameters}
@@ -192,7 +196,7 @@ class GradientSync:
             return
         self._in_backward = True
         is_accumulated = self.is_accumulating or self._accumulation.is_open
-        if weight is None and self._group is None and self.on_mean is None and not is_accumulated:
+        if weight is None and self._group is None and self._on_mean is None and not is_accumulated:
             # Nothing is averaged, so that it need not be known.
             weight = 1.0
         self.loss.begin(weight)
@@ -226,8 +230,7 @@ class GradientSync:
         self._has_gradients = True
         if self._group is None or self.is_accumulating:
             return
-        bucket = self._bucket_of[number]
-        bucket.num_missing = missing = bucket.num_missing - 1
+        missing = self._bucket_of[number].note_arrival()
         if self._arrived is not None:
             self._note_first_arrival(number)
         if missing <= 0:
@@ -312,19 +315,19 @@ class GradientSync:
         if is_sum and total != 1.0:
             # Ranks without samples do not know that the others' losses are sums.
             self._multiply(total)
-        if self.on_mean is not None:
-            self.on_mean(self.loss.counted(total * self._unit.size))
+        if self._on_mean is not None:
+            self._on_mean(self.loss.counted(total * self._unit.size))
         if self._accumulation.is_begun:
             self._accumulation.give_back_earlier()
         if total > 0 and not is_sum:
             self._unit.adjust(total / group.world_size)
         if self._num_synced == 0:
             # A rank without samples was called with others' to stand in.
-            call = self.first_call if self.loss.weight > 0 else None
+            call = self._first_call if self.loss.weight > 0 else None
             report_first_calls(call, group, self._model_name, is_sum=is_sum)
         self._num_synced += 1
         # Several models that are trained together make one step.
-        group.detector.recorder.step = max(group.detector.recorder.step, self._num_synced)
+        group.detector.recorder.note_step(self._num_synced)
         # Lanes that remember what they left out stay.
         if self._arrived is not None and (self._compress is None or isinstance(self._compress, Narrow)):
             self._rebuild_in_arrival_order(group, self._arrived)
@@ -337,8 +340,8 @@ class GradientSync:
     @torch.no_grad()
     def _divide_alone(self) -> None:
         total = self._accumulation.carried + self._share()
-        if self.on_mean is not None:
-            self.on_mean(self.loss.counted(total))
+        if self._on_mean is not None:
+            self._on_mean(self.loss.counted(total))
         if total > 0 and not self._accumulation.is_open:
             return
         if self.loss.is_sum:
@@ -420,14 +423,13 @@ class SyncAfterForward(OwnHook):
             if self._after_training is not None and module.training:
                 self._after_training()
             sync.before_backward()
-            if sync.first_call is None and sync.num_ranks > 1:
-                sync.first_call = first_call_of(args, kwargs)
+            sync.note_first_call(args, kwargs)
         amount = samples_of(self._weight, args, kwargs)
         reached = tensors_with_grad(output)
         mark_output(reached, ForwardCall(sync.number, amount, sizes_of_first(args, kwargs)))
         if amount is None:
             return
-        sync.loss.forward_weight = amount
+        sync.loss.note_forward(amount)
         for one in reached:
             one.register_hook(lambda _: sync.begin(amount))
 

@@ -133,8 +133,9 @@ def check_torch(strategy: str, trial: Callable[[Bench], Iterable[Compared]], *, 
 def _run(strategy: str, trial: Callable[[Bench], Iterable[Compared]], session: Session | None) -> None:
     bench = _bench(session)
     recorder = None if session is None or session.detector is None else session.detector.recorder
-    step = None if recorder is None else recorder.step
     with ExitStack() as during:
+        if recorder is not None:
+            during.enter_context(recorder.uncounted())
         during.enter_context(muted())
         during.enter_context(torch.enable_grad())
         during.enter_context(accelerator.kept_random_states(bench.device))
@@ -144,9 +145,6 @@ def _run(strategy: str, trial: Callable[[Bench], Iterable[Compared]], session: S
             raise
         except Exception as error:
             raise _wrong(strategy, f"{type(error).__name__}: {error}") from error
-        finally:
-            if recorder is not None and step is not None:
-                recorder.step = step
 
 
 def _bench(session: Session | None) -> Bench:

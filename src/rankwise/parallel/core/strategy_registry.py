@@ -33,21 +33,13 @@ class GradientStrategy(Protocol):
         """Parameters of the model."""
         ...
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether another microstep follows the one under way."""
+    def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
+        """Say whether another microstep follows the one under way; return what was said before."""
         ...
 
-    @is_accumulating.setter
-    def is_accumulating(self, value: bool) -> None: ...
-
-    @property
-    def given_weight(self) -> float | None:
-        """What the user says the loss is a mean over."""
+    def set_given_weight(self, amount: float | None) -> float | None:
+        """Say what the loss is a mean over; return what was said before."""
         ...
-
-    @given_weight.setter
-    def given_weight(self, value: float | None) -> None: ...
 
 
 _registered: WeakKeyDictionary[nn.Module, Callable[[], GradientStrategy | None]] = WeakKeyDictionary()

@@ -233,12 +233,12 @@ def _check_within_group(model: nn.Module, axes: Axes, method: Method | None) -> 
 def _follow_alone(model: nn.Module, session: Session) -> GradientStrategy:
     """Count what gradients of a model of one device are means of, and make accumulated ones exact; send nothing."""
     pairs = list(model.named_parameters())
-    sync = GradientSync([name for name, _ in pairs], [parameter for _, parameter in pairs], None, type(model).__name__)
-    sync.strategy = "local_sgd"
+    names, parameters = [name for name, _ in pairs], [parameter for _, parameter in pairs]
+    sync = GradientSync(names, parameters, None, type(model).__name__, strategy="local_sgd")
     register(model, sync)
     session.preemption.unless(WeakMethod(sync.is_mid_step))
     model.register_forward_hook(cast("Any", SyncAfterForward(sync, None)), with_kwargs=True)
-    sync.loss.is_averaged_elsewhere = True
+    sync.loss.expect_weights(averages_elsewhere=True)
     subscribe(sync.loss, session)
     return sync
 

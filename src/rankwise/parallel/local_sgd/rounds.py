@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class WeighsSteps(Protocol):
     """What says how much the steps of a worker group count."""
 
-    on_mean: Callable[[float], None] | None
-    """Called at the end of backward with what the gradients are the mean over, on the whole worker group."""
+    def report_mean_to(self, listener: Callable[[float], None]) -> None:
+        """Call ``listener`` at the end of backward with what gradients are the mean over, on the worker group."""
+        ...
 
 
 _MANY = 100
@@ -112,7 +113,7 @@ class LocalSGD:
         self._used: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """How many backward passes there were when an optimizer made its last step."""
         self._has_stepped = False
-        trained.on_mean = self._note_mean
+        trained.report_mean_to(self._note_mean)
         self._ids = {id(parameter) for _, parameter in self._all}
         self._stop_following = follow_steps(self, [parameter for _, parameter in self._all], patience=every)
         synchronize, leave = WeakMethod(self.synchronize), ref(self)

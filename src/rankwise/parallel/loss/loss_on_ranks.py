@@ -95,14 +95,12 @@ class LossOnRanks:
         self.reports_at_start = reports_at_start
         self._ids = set(map(id, parameters))
         self._accumulation = accumulation
-        self.given_weight: float | None = None
+        self._given_weight: float | None = None
         """What the user says around this backward that its loss is a mean over."""
         self.forward_weight: float | None = None
         """Samples of the latest forward, for a backward that does not pass through its output."""
         self.is_given_by_forward = False
-        """Whether the user gave a function that says of a forward what the loss is a mean over."""
         self.is_averaged_elsewhere = False
-        """Whether servers or islands average what this rank computes, by the weight that it tells them."""
         self.cautions: dict[Mode, str] = {}
         """What to warn of where a loss is of a mode, since the result is then not that of one rank."""
         self.weight = 0.0
@@ -125,9 +123,31 @@ class LossOnRanks:
         """Of what the loss reduces, where they are the samples."""
         self._is_reported = False
         self.guard: StateGuard | None = None
-        """Whose numbers travel with the reports."""
         self._group = group
         self._channel = None if group is None else ReportChannel(group, model_name)
+
+    def set_given_weight(self, amount: float | None) -> float | None:
+        """Say what losses are a mean over from here on, ``None`` to have it found out; return what was said before."""
+        before, self._given_weight = self._given_weight, amount
+        return before
+
+    def note_forward(self, amount: float | None) -> None:
+        """Note how many samples the latest forward had."""
+        self.forward_weight = amount
+
+    def expect_weights(self, *, by_forward: bool = False, averages_elsewhere: bool = False) -> None:
+        """Say where weights come from and go to. Called by: the strategy, before the first forward.
+
+        Args:
+            by_forward: the user gave a function that says of a forward what the loss is a mean over.
+            averages_elsewhere: servers or islands average what this rank computes, by the weight that it tells them.
+        """
+        self.is_given_by_forward = by_forward
+        self.is_averaged_elsewhere = averages_elsewhere
+
+    def guard_by(self, guard: StateGuard) -> None:
+        """Have the numbers of ``guard`` travel with the reports."""
+        self.guard = guard
 
     def owns(self, variable: object) -> bool:
         """Return whether something is a parameter of the model."""
@@ -140,7 +160,7 @@ class LossOnRanks:
     @property
     def is_given(self) -> bool:
         """Whether the user says what the loss is a mean over, so that it need not be read."""
-        return self.given_weight is not None or self.is_given_by_forward
+        return self._given_weight is not None or self.is_given_by_forward
 
     @property
     def is_sum(self) -> bool:
@@ -220,7 +240,7 @@ class LossOnRanks:
         elif self._verdict.mode is Mode.MEAN:
             self.weight = self._verdict.weight
         else:
-            self.weight = _checked(self.given_weight if self.given_weight is not None else forward_weight)
+            self.weight = _checked(self._given_weight if self._given_weight is not None else forward_weight)
 
     def check_unit(self) -> None:
         """Raise if the microsteps of an accumulation cannot be added up: their weights count different things.

@@ -17,12 +17,11 @@ from rankwise.parallel.parameter_server.messages import (
     TensorBuffer,
     as_sent,
     create_memory,
-    framed,
     open_memory,
     packed,
     receive_buffers,
 )
-from rankwise.store.wire import NUMBER, open_connection
+from rankwise.store.wire import json_frame, open_connection, receive_frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +87,7 @@ class ServerConnection:
 
     def notify(self, head: Head) -> None:
         """Send a message that has no answer."""
-        self._requests.put((framed(head), None))
+        self._requests.put((json_frame(head), None))
 
     def has_connected(self) -> bool:
         """Return whether the server accepts requests."""
@@ -147,34 +146,26 @@ class ServerConnection:
                 sock.sendall(piece)
             if pieces is None:
                 continue
-            answer_head = _head(sock)
+            answer_head = json.loads(receive_frame(sock))
             memory, rows = receive_buffers(answer_head, self.incoming, is_shared=self.is_shared)
             for piece in memory:
                 _fill(sock, piece)
             with self._changed:
                 self._answer = ServerMessage(answer_head, rows)
                 self._changed.notify_all()
-        sock.sendall(framed({"kind": "leave"}))
+        sock.sendall(json_frame({"kind": "leave"}))
 
     def _greet(self, sock: socket.socket) -> None:
         """Send this worker's rank, and share memory with a server that can."""
         theirs = open_memory(self._ticket, self._parameters)
         own = None if theirs is None else create_memory(self._parameters)
-        sock.sendall(framed({"worker": self._rank, "memory": "" if own is None else own.ticket}))
-        self.is_shared = bool(_head(sock)["is_shared"])
+        sock.sendall(json_frame({"worker": self._rank, "memory": "" if own is None else own.ticket}))
+        self.is_shared = bool(json.loads(receive_frame(sock))["is_shared"])
         for mapping in (own, theirs):
             if mapping is not None:
                 mapping.settle()
         if self.is_shared:
             self.outgoing, self.incoming = TensorBuffer(self._parameters, own), TensorBuffer(self._parameters, theirs)
-
-
-def _head(sock: socket.socket) -> Head:
-    length = bytearray(NUMBER.size)
-    _fill(sock, memoryview(length))
-    text = bytearray(NUMBER.unpack(length)[0])
-    _fill(sock, memoryview(text))
-    return json.loads(text)  # type: ignore[no-any-return]
 
 
 def _fill(sock: socket.socket, memory: memoryview) -> None:

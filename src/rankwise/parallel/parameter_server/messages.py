@@ -7,7 +7,6 @@ network is run or unpickled. Imported by both ends.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from rankwise.comm.backends.choose import home_of
 from rankwise.comm.backends.mapping import PAGE_BYTES, Mapping
 from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.comm.backends.torch_group import TorchGroup
-from rankwise.store.wire import NUMBER
+from rankwise.store.wire import json_frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,12 +53,6 @@ class ServerMessage:
     rows: list[TensorRows] = field(default_factory=list[TensorRows])
 
 
-def framed(head: Head) -> bytes:
-    """Return a head as it travels."""
-    text = json.dumps(head).encode()
-    return NUMBER.pack(len(text)) + text
-
-
 def packed(
     head: Head, body: TensorBuffer, positions: Sequence[int], rows: Sequence[TensorRows], *, is_shared: bool
 ) -> tuple[bytes, list[memoryview]]:
@@ -75,7 +68,7 @@ def packed(
     whole = {"whole": list(positions), "rows": [[one.position, len(one.indices)] for one in rows]}
     parts = [bytes_of(part).numpy().data for one in rows for part in (one.indices, one.values)]
     pieces = [] if is_shared else body.pieces(positions)
-    return framed(head | whole), [*pieces, *(part for part in parts if part.nbytes)]
+    return json_frame(head | whole), [*pieces, *(part for part in parts if part.nbytes)]
 
 
 def as_sent(head: bytes, pieces: Sequence[memoryview]) -> Sequence[bytes | memoryview]:

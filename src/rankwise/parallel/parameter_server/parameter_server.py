@@ -76,7 +76,7 @@ class ParameterServer:
         if self._loader_state is not None:
             loader.load_state_dict(self._loader_state)
         if self._worker is not None:
-            self._worker.loader_state = loader.state_dict
+            self._worker.report_loader(loader.state_dict)
         if self._setup is not None and self._setup.settings.folder is not None and isinstance(loader, StepSource):
             # The servers save when the workers have left.
             session = current()
@@ -286,8 +286,7 @@ def parameter_server(
     )
     opened = open_worker_or_server(setup, model, weight)
     server = ParameterServer(setup, opened, model)
-    session.data_ranks = settings.workers
-    session.loop = server
+    session.split_work(settings.workers, server)
     session.on_leave(server.leave)
     session.before_save(server.synchronize)
     if server.is_server:

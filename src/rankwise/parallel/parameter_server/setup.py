@@ -117,7 +117,7 @@ def open_worker_or_server(
         loader_states: dict[str, Any] = {}
         if index is not None and snapshots is not None and shard is not None:
             loader_states = snapshots.load(updates[index])
-            shard.num_updates = updates[index]
+            shard.continue_from(updates[index])
         loader_state = _load_saved(setup, loader_states)
         log(f"parameter servers go on from update {min(updates)} in {settings.folder}")
     if shard is not None and connections is not None:
@@ -249,8 +249,7 @@ def _follow(
     sums: list[bool] = []
     num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
     sync = _noted(model)
-    sync.loss.is_averaged_elsewhere = True
-    sync.loss.is_given_by_forward = weight is not None
+    sync.loss.expect_weights(by_forward=weight is not None, averages_elsewhere=True)
     if num_workers > 1:
         sync.loss.cautions[Mode.TERMS] = _OF_SEVERAL_TERMS
     subscribe(sync.loss, current())
@@ -259,7 +258,7 @@ def _follow(
         weights.append(weight)
         sums.append(sync.loss.is_sum)
 
-    sync.on_mean = note
+    sync.report_mean_to(note)
     model.register_forward_hook(SyncAfterForward(sync, weight), with_kwargs=True)
     leave_out_of_copies(model)
 
@@ -290,8 +289,8 @@ def _replace_step(optimizer: torch.optim.Optimizer, step: Any) -> None:  # noqa:
 def _noted(model: nn.Module) -> GradientSync:
     """Note that the model trains on several ranks; return what counts the samples of its gradients."""
     named = list(model.named_parameters())
-    sync = GradientSync([name for name, _ in named], [one for _, one in named], None, type(model).__name__)
-    sync.strategy = "parameter_server"
+    names, parameters = [name for name, _ in named], [one for _, one in named]
+    sync = GradientSync(names, parameters, None, type(model).__name__, strategy="parameter_server")
     register(model, sync)
     return sync
 

@@ -57,6 +57,10 @@ class ParameterShard:
         self._is_copied = [False] * len(self.parameters)
         """Whether the body holds what the parameter is now."""
 
+    def continue_from(self, num_updates: int) -> None:
+        """Count updates from those that a snapshot was taken after, whose content is in place."""
+        self.num_updates = num_updates
+
     @torch.no_grad()
     def update(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Have the optimizer take a step.

@@ -66,8 +66,7 @@ class Worker:
         self.num_steps = 0
         self.num_updates = 0
         """How many the servers had made when they answered last."""
-        self.loader_state: Callable[[], Mapping[str, Any]] | None = None
-        """Says where the training loop stands."""
+        self._loader_state: Callable[[], Mapping[str, Any]] | None = None
         self._parameters = list(parameters)
         self._names = list(names)
         self._context = context
@@ -91,6 +90,10 @@ class Worker:
             channel.open(server.host, server.port, secret, self._context.detector.timeout_seconds)
         for server, channel in self._pairs():
             self._wait("connecting to a parameter server", server, channel, channel.has_connected)
+
+    def report_loader(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Have ``state`` say, for snapshots, where the training loop stands."""
+        self._loader_state = state
 
     def step(self, weights: Sequence[float], sums: Sequence[bool], groups: list[dict[str, Any]]) -> None:
         """Send the gradients there are, and take the parameters that come back.
@@ -118,8 +121,8 @@ class Worker:
         head: Head = {"kind": "step", "weights": list(weights), "sums": list(sums)}
         if groups != self._sent_groups:
             head["groups"] = self._sent_groups = groups
-        if self.loader_state is not None:
-            head["loader"] = dict(self.loader_state())
+        if self._loader_state is not None:
+            head["loader"] = dict(self._loader_state())
         for server, channel in self._pairs():
             positions, rows = self._gradients(server)
             if not weights or not weights[-1]:

@@ -20,13 +20,12 @@ from rankwise.parallel.parameter_server.messages import (
     ServerMessage,
     TensorBuffer,
     as_sent,
-    framed,
     open_memory,
     packed,
     receive_buffers,
 )
 from rankwise.store.server import AuthenticatedServer
-from rankwise.store.wire import NUMBER
+from rankwise.store.wire import fill_on_loop, json_frame, receive_frame_on_loop
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,10 +94,10 @@ class WorkerConnections:
     # -- on the thread -----------------------------------------------------------------------------
 
     async def _serve(self, sock: socket.socket) -> None:
-        greeting = await _head(sock)
+        greeting: Head = json.loads(await receive_frame_on_loop(sock))
         worker = int(greeting["worker"])
         is_shared = self._share(worker, greeting["memory"])
-        await _send(sock, framed({"is_shared": is_shared}), [])
+        await _send(sock, json_frame({"is_shared": is_shared}), [])
         body = self.bodies[worker]
         self._sockets[worker] = sock
         with self.changed:
@@ -107,13 +106,13 @@ class WorkerConnections:
         reason = "its connection has ended"
         try:
             while True:
-                head = await _head(sock)
+                head: Head = json.loads(await receive_frame_on_loop(sock))
                 if head["kind"] == "leave":
                     reason = ""
                     return
                 pieces, rows = receive_buffers(head, body, is_shared=is_shared)
                 for piece in pieces:
-                    await _fill(sock, piece)
+                    await fill_on_loop(sock, piece)
                 self._put(ReceivedMessage(worker, ServerMessage(head, rows)))
         except OSError as error:
             reason = str(error) or reason
@@ -136,24 +135,6 @@ class WorkerConnections:
         with self.changed:
             self.arrivals.append(arrival)
             self.changed.notify_all()
-
-
-async def _head(sock: socket.socket) -> Head:
-    length = bytearray(NUMBER.size)
-    await _fill(sock, memoryview(length))
-    text = bytearray(NUMBER.unpack(length)[0])
-    await _fill(sock, memoryview(text))
-    return json.loads(text)  # type: ignore[no-any-return]
-
-
-async def _fill(sock: socket.socket, memory: memoryview) -> None:
-    loop = asyncio.get_running_loop()
-    done = 0
-    while done < memory.nbytes:
-        count = await loop.sock_recv_into(sock, memory[done:])
-        if not count:
-            raise ConnectionError("its connection has ended")
-        done += count
 
 
 async def _send(sock: socket.socket, head: bytes, pieces: Sequence[memoryview]) -> None:

@@ -60,24 +60,35 @@ class StepRun:
     """The place along the pipeline of each stage."""
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     """Without one there is no backward."""
-    scale_of: Callable[[torch.Tensor, Any, MicroBatch], float] | None = None
-    """Returns what to multiply a micro-batch's loss with, given the loss, the output and the micro-batch; without it,
-    its share."""
-    spans: list[tuple[str, int, int, float, float]] | None = None
-    """Filled with (kind, stage, micro-batch, start, end) when there is a list."""
     losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     outputs: dict[int, Any] = field(default_factory=dict[int, Any])
+    _scale_of: Callable[[torch.Tensor, Any, MicroBatch], float] | None = None
+    _spans: list[tuple[str, int, int, float, float]] | None = None
     _arrived: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], list[torch.Tensor | None]] = field(default_factory=dict)
     _works: dict[tuple[str, int, int], list[Transfer | None]] = field(default_factory=lambda: defaultdict(list))
     _held: dict[tuple[int, int], HeldActivations] = field(default_factory=dict)
     _leaving: dict[tuple[str, int, int], list[torch.Tensor]] = field(default_factory=dict)
 
-    def run(self, actions: Iterable[Action]) -> None:
+    def run(
+        self,
+        actions: Iterable[Action],
+        *,
+        scale_of: Callable[[torch.Tensor, Any, MicroBatch], float] | None = None,
+        spans: list[tuple[str, int, int, float, float]] | None = None,
+    ) -> None:
         """Do everything this rank does in the step.
 
         Called by: every rank of the pipeline, with the actions of one schedule.
+
+        Args:
+            actions: in their order.
+            scale_of: returns what to multiply a micro-batch's loss with, given the loss, the output and the
+                micro-batch; without it, its share.
+            spans: is filled with (kind, stage, micro-batch, start, end).
         """
+        self._scale_of = scale_of
+        self._spans = spans
         do: dict[str, Callable[[int, int], None]] = {
             kinds.FORWARD: self._forward,
             kinds.BACKWARD: self._backward,
@@ -123,14 +134,15 @@ class StepRun:
                 evidence=f"it returned {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}",
                 do="return a mean or a sum over the micro-batch, as a tensor",
             )
-        scale = micro_batch.share if self.scale_of is None else self.scale_of(loss, held.output, micro_batch)
-        held.output = None
+        scale = micro_batch.share if self._scale_of is None else self._scale_of(loss, held.output, micro_batch)
         if scale == 0.0:
+            held.end_forward(None)
             # A mean over nothing is NaN, and so would be all its gradients: without a loss there are none.
             self.losses.append(loss.detach().new_zeros(()))
             return
-        held.loss = loss.reshape(()) * scale
-        self.losses.append(held.loss.detach().clone())
+        scaled = loss.reshape(()) * scale
+        held.end_forward(scaled)
+        self.losses.append(scaled.detach().clone())
 
     def _backward(self, stage: int, number: int) -> None:
         gradients = self._arrived_gradients(stage, number)
@@ -218,7 +230,7 @@ class StepRun:
         self._works[kinds.RECEIVE_BACKWARD, stage, number] = [self.link.receive(place, source) for place in places]
 
     def _timed(self, kind: str, stage: int, number: int) -> _Timed:
-        return _Timed(self.spans, self.link.device, (kind, stage, number))
+        return _Timed(self._spans, self.link.device, (kind, stage, number))
 
 
 class _Timed:

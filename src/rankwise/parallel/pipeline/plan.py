@@ -57,40 +57,35 @@ class StagedModel:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self.on_mean: Callable[[float], None] | None = None
-        """Called at the end of a step with what its gradients are the mean over, on all ranks together."""
         self.cautions: dict[Mode, str] = {}
         """What to warn of where a loss is of a mode, since the result is then not that of one rank."""
+
+    def report_mean_to(self, listener: Callable[[float], None]) -> None:
+        """Call ``listener`` at the end of a step with what gradients are the mean over, on all ranks together."""
+        self.on_mean = listener
 
     def note_weight(self, total: float) -> None:
         """Note what the gradients of a step are a mean of."""
         if self.on_mean is not None:
             self.on_mean(total)
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Never: each step is whole."""
-        return False
-
-    @is_accumulating.setter
-    def is_accumulating(self, value: bool) -> None:
+    def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - as other strategies have it
+        """Refuse: each step is whole."""
         if value:
             raise ConfigurationError(
                 "no_sync() is not for a pipeline: each step(x, target) leaves exact means, and steps add up.",
                 do="call step() several times before optimizer.step()",
             )
+        return False
 
-    @property
-    def given_weight(self) -> float | None:
-        """Never given: there is no backward to say it for."""
-        return None
-
-    @given_weight.setter
-    def given_weight(self, value: float | None) -> None:
-        if value is not None:
+    def set_given_weight(self, amount: float | None) -> float | None:
+        """Refuse: there is no backward to say it for."""
+        if amount is not None:
             raise ConfigurationError(
                 "weight() is not for a pipeline: there is no backward() to put into its block.",
                 do="pass weight= to rankwise.pipeline()",
             )
+        return None
 
 
 @dataclass(eq=False)
@@ -186,8 +181,10 @@ class StagePlan:
         except ConfigurationError as error:
             if tied:
                 names = "; ".join(" = ".join(names) for names in tied)
-                error.evidence = f"{error.evidence}\nshared: {names}"
-                error.do = "do not share parameters across the model (tie_word_embeddings=False), or " + str(error.do)
+                error.supplement(
+                    evidence=f"{error.evidence}\nshared: {names}",
+                    do=f"do not share parameters across the model (tie_word_embeddings=False), or {error.do}",
+                )
             raise
 
     def _together(self, tied: Sequence[Sequence[str]]) -> list[tuple[int, int]]:

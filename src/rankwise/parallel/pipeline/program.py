@@ -14,7 +14,7 @@ import torch
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,15 @@ class Program:
     output: list[Any] = field(default_factory=list[Any])
     """Leaves of what forward returns, a :class:`Ref` in place of each tensor."""
     output_spec: pytree.TreeSpec | None = None
+
+    def end(self, output: list[Any], spec: pytree.TreeSpec) -> None:
+        """Note what forward returns: leaves, a :class:`Ref` in place of each tensor, and the tree they are in."""
+        self.output = output
+        self.output_spec = spec
+
+    def note_changed(self, states: Iterable[str]) -> None:
+        """Note which parameters and buffers forward changes."""
+        self.changed_states = tuple(states)
 
     def output_reads(self) -> list[int]:
         """Return the values that the output consists of."""

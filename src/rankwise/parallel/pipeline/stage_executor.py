@@ -45,6 +45,11 @@ class HeldActivations:
     roots: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     gradients: list[torch.Tensor] | None = None
 
+    def end_forward(self, loss: torch.Tensor | None) -> None:
+        """Let go of the output; keep its loss, without which backward has nothing to begin with."""
+        self.output = None
+        self.loss = loss
+
 
 @dataclass(eq=False)
 class BoundStage:

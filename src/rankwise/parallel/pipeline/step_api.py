@@ -274,15 +274,13 @@ class Pipeline:
             self._losses.begin(samples)
         if run is not None:
             began = self._begin_measuring()
-            run.spans = self._spans
-            run.scale_of = self._losses.scale if self._losses is not None and is_read else None
+            scale_of = self._losses.scale if self._losses is not None and is_read else None
             with torch.enable_grad(), self._telling_others():
-                run.run(order[self._place])
+                run.run(order[self._place], scale_of=scale_of, spans=self._spans)
             if self._spans is not None:
                 self._picture = self._gathered(order, began)
             if self._along is not None:
-                recorder = self._along.detector.recorder
-                recorder.step = max(recorder.step, self._num_begun)
+                self._along.detector.recorder.note_step(self._num_begun)
         losses = [] if run is None else run.losses
         step, loss = of_given(total), None
         if is_read:

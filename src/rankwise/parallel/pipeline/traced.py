@@ -263,8 +263,8 @@ class _Recorder(TorchFunctionMode):
 
     def finish(self, output: object) -> Program:
         """Return the program, now that forward has returned ``output``."""
-        leaves, self.program.output_spec = pytree.tree_flatten(output)
-        self.program.output = [self._stored(leaf, "the output of forward") for leaf in leaves]
+        leaves, spec = pytree.tree_flatten(output)
+        self.program.end([self._stored(leaf, "the output of forward") for leaf in leaves], spec)
         self._alive.clear()
         return self.program
 
@@ -314,9 +314,7 @@ def _stood_in(model: nn.Module, mode: FakeTensorMode, device: torch.device, reco
                 evidence=f"replaced: {', '.join(replaced)}",
                 do="change it in place: self.buffer.copy_(...)",
             )
-        recorder.program.changed_states = tuple(
-            name for *_, tensor, name in swapped if _version(stand_ins[id(tensor)]) > 0
-        )
+        recorder.program.note_changed(name for *_, tensor, name in swapped if _version(stand_ins[id(tensor)]) > 0)
     finally:
         for table, key, tensor, _ in swapped:
             table[key] = tensor

@@ -64,6 +64,7 @@ class Fetching:
         self._after_in_backward: dict[OffloadedPart, OffloadedPart] = {}
         self._backward = _Backward()
         self._open: list[OffloadedPart] = []
+        self._hooked: set[OffloadedPart] = set()
 
     def begin(self) -> None:
         """Note that the whole model begins to run."""
@@ -72,7 +73,7 @@ class Fetching:
             return
         # What an interrupt has left: torch calls no hooks then.
         for away in self._open[::-1]:
-            away.depth = 0
+            away.abandon()
             self._close(away)
         self._after_backward()
         self._last = None
@@ -91,8 +92,9 @@ class Fetching:
             with_notes: keep notes for backward in place of weights. torch.utils.checkpoint wants to see as many
                 tensors kept when it calls layers again as when they were called within their part.
         """
-        away.depth += 1
-        if away.depth > 1:
+        is_within = away.is_running
+        away.enter()
+        if is_within:
             return
         self._open.append(away)
         try:
@@ -116,20 +118,20 @@ class Fetching:
         )
         if track and with_notes:
             push_saved_tensors_hooks(*_Keeping(self, away, data).hooks())
-            away.hooked = True
+            self._hooked.add(away)
 
     def leave(self, away: OffloadedPart) -> None:
         """End what :meth:`enter` began."""
-        if away.depth == 0:
+        if not away.is_running:
             return
-        away.depth -= 1
-        if away.depth == 0:
+        away.leave()
+        if not away.is_running:
             self._close(away)
 
     def _close(self, away: OffloadedPart) -> None:
         away.hide()
-        if away.hooked:
-            away.hooked = False
+        if away in self._hooked:
+            self._hooked.remove(away)
             pop_saved_tensors_hooks()
         if away in self._open:
             self._open.remove(away)
@@ -182,7 +184,7 @@ class Fetching:
             return _copies(away)
 
     def _fetch_ahead(self, following: OffloadedPart | None, running: OffloadedPart) -> None:
-        if self._is_ahead and following is not None and following is not running and following.depth == 0:
+        if self._is_ahead and following is not None and following is not running and not following.is_running:
             device = following.device
             if device not in self._streams:
                 # One for good: torch keeps freed memory apart for every stream.

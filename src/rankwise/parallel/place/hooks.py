@@ -149,7 +149,7 @@ class _AroundLayer(_Around):
         self._entered: list[bool] = []
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        alone = self._away.depth == 0
+        alone = not self._away.is_running
         arguments = None
         if alone:
             arguments = moved((args, kwargs), self._away.device)

@@ -42,9 +42,25 @@ class OffloadedPart:
             if slot.is_parameter
         ]
         self._shown: list[tuple[_ParameterSlot, torch.Tensor | None]] = []
-        self.depth = 0
+        self._depth = 0
         """How many calls of it are running inside one another."""
-        self.hooked = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a call of it is running."""
+        return self._depth > 0
+
+    def enter(self) -> None:
+        """Note that a call of it begins, perhaps within another one."""
+        self._depth += 1
+
+    def leave(self) -> None:
+        """Note that a call of it has ended."""
+        self._depth -= 1
+
+    def abandon(self) -> None:
+        """Note that no call of it is running any more: what an interrupt has left."""
+        self._depth = 0
 
     @property
     def modules(self) -> list[nn.Module]:

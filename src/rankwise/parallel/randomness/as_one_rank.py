@@ -12,7 +12,7 @@ from rankwise.comm.session import CurrentBatch, current
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.randomness.draw_warnings import SinglesInBlock, notice_in_block
 from rankwise.parallel.randomness.kernels import install
-from rankwise.parallel.randomness.library_draws import drawn_by_row, drawn_in_python
+from rankwise.parallel.randomness.library_draws import drawn_by_row
 from rankwise.parallel.randomness.scope import DrawScope, check_randomness, enter, leave
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def as_one_rank(*, num_samples: int | None = None, randomness: Randomness = "cou
     singles = SinglesInBlock()
     enter(scope)
     try:
-        with drawn_by_row(rows, singles), drawn_in_python(rows, singles):
+        with drawn_by_row(rows, singles):
             yield
     finally:
         leave()

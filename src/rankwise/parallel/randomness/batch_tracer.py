@@ -151,7 +151,7 @@ class BatchTracer(DispatchMode):
         for one in _outputs(out):
             is_of_batch = layout is not None and layout.dim < one.dim()
             self._set(one, KnownLayout(layout, guess, is_direct=True) if is_of_batch or guess is not None else None)
-        scope.redraw = None
+        scope.note_redraw(None)
         return out
 
     # -- what was given in numbers -----------------------------------------------------------------

@@ -46,7 +46,7 @@ def drop_on_plan(operation: str, out: torch.Tensor, args: Sequence[Any], scope: 
         key, size = key_of_pass(scope), count // rows.num
         mask = (key[1], size, args[0] if args else 0.5)
         if not scope.masks and mask in scope.expected[:1]:
-            scope.ahead = masks_ahead(key[0], scope.expected, rows)
+            scope.draw_ahead(masks_ahead(key[0], scope.expected, rows))
         scope.masks.append(mask)
         ready = scope.ahead.pop(mask, None)
         if ready is not None:

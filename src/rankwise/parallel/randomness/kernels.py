@@ -64,13 +64,13 @@ FROM_TENSORS = ("multinomial", "normal.Tensor_Tensor", "normal.Tensor_float", "n
 BY_REJECTION = ("_sample_dirichlet", "_standard_gamma", "binomial", "poisson")
 """Operations that take as many numbers from a generator as the values in their tensors happen to need."""
 
-_installed: list[Replacements] = []
-
 
 def install(session: Session) -> None:
     """Replace torch's random operations until the world is left."""
-    if _installed:
-        return
+    session.once(_installed)
+
+
+def _installed(session: Session) -> Replacements:
     replacements = Replacements()
     for device_type in dict.fromkeys(("cpu", torch.device(session.world.device).type)):
         key = dispatch_key(device_type)
@@ -84,16 +84,14 @@ def install(session: Session) -> None:
         _replace(replacements, "randperm.generator_out", key, _permutation)
         if device_type != "cpu":  # whose dropout is made of bernoulli_
             _replace(replacements, "native_dropout", key, _dropout)
-    _installed.append(replacements)
+
+    def put_back() -> None:
+        replacements.put_back()
+        forget()
+        forget_notices()
+
     session.at_end(put_back)
-
-
-def put_back() -> None:
-    """Have torch draw as ever."""
-    while _installed:
-        _installed.pop().put_back()
-    forget()
-    forget_notices()
+    return replacements
 
 
 def _replace(replacements: Replacements, name: str, key: str, make: Callable[[str, Kernel], Kernel]) -> None:
@@ -139,8 +137,8 @@ def _in_place(name: str, kernel: Kernel) -> Kernel:
             return out
         fill(name, kernel, out, args, source)
         if scope is not None and is_followed:
-            scope.redraw = redrawing(
-                source, scope, before, lambda again: fill(name, kernel, out, args, again), out.device
+            scope.note_redraw(
+                redrawing(source, scope, before, lambda again: fill(name, kernel, out, args, again), out.device)
             )
         return out
 
@@ -164,8 +162,8 @@ def _from_tensors(name: str, kernel: Kernel) -> Kernel:
         with drawing():
             out = draws(kernel, given, source)
         if scope is not None and scope.traced_layouts:
-            scope.redraw = redrawing(
-                source, scope, before, lambda again: out.copy_(draws(kernel, given, again)), main.device
+            scope.note_redraw(
+                redrawing(source, scope, before, lambda again: out.copy_(draws(kernel, given, again)), main.device)
             )
         return out
 

@@ -52,7 +52,7 @@ _OTHERS = ("shuffle", "sample", "choices")
 
 @contextmanager
 def drawn_by_row(rows: CurrentBatch, singles: SinglesInBlock) -> Generator[None]:
-    """Have functions of ``numpy.random`` draw the rows of one rank's batch inside the block.
+    """Have functions of ``numpy.random`` and ``random`` draw the rows of one rank's batch, or count what they draw.
 
     Args:
         rows: the samples in hand.
@@ -62,11 +62,14 @@ def drawn_by_row(rows: CurrentBatch, singles: SinglesInBlock) -> Generator[None]
         yield
         return
     names = (*_SIZE_AT, *_BY_DIMS, *_MIXING)
-    with replacing(np.random, names, lambda name, draw: _replaced(name, draw, rows, singles)):
+    with (
+        replacing(np.random, names, lambda name, draw: _replaced(name, draw, rows, singles)),
+        replacing(random, (*_SINGLE, *_OTHERS), lambda name, draw: _replaced_in_python(name, draw, rows, singles)),
+    ):
         yield
 
 
-def _replaced(name: str, draw: Callable[..., Any], rows: CurrentBatch, singles: SinglesInBlock) -> Callable[..., Any]:
+def _replaced(name: str, draw: Draw, rows: CurrentBatch, singles: SinglesInBlock) -> Draw:
     def by_dims(*dims: int) -> Any:  # noqa: ANN401 - as NumPy
         if not dims or dims[0] != rows.num:
             if math.prod(dims) == 1:
@@ -109,42 +112,27 @@ def _check_scalars(name: str, args: tuple[Any, ...], rows: CurrentBatch) -> None
         )
 
 
-@contextmanager
-def drawn_in_python(rows: CurrentBatch, singles: SinglesInBlock) -> Generator[None]:
-    """Have functions of ``random`` draw the rows of one rank's batch inside the block, or count what they draw.
+def _replaced_in_python(name: str, draw: Draw, rows: CurrentBatch, singles: SinglesInBlock) -> Draw:
+    def count(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
+        singles.count()
+        return draw(*args, **kwargs)
 
-    Args:
-        rows: the samples in hand.
-        singles: counts draws of one number.
-    """
-    if rows.num == rows.num_global:
-        yield
-        return
+    def choices(*args: Any, k: int = 1, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
+        if k != rows.num:
+            return draw(*args, k=k, **kwargs)
+        return draw(*args, k=rows.num_global, **kwargs)[rows.start : rows.start + rows.num]
 
-    def replace(name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
-            singles.count()
-            return draw(*args, **kwargs)
+    def shuffle(values: Any) -> None:  # noqa: ANN401 - as Python
+        if len(values) == rows.num:
+            raise permutes_a_part("random.shuffle", rows)
+        draw(values)
 
-        def choices(*args: Any, k: int = 1, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
-            if k != rows.num:
-                return draw(*args, k=k, **kwargs)
-            return draw(*args, k=rows.num_global, **kwargs)[rows.start : rows.start + rows.num]
+    def sample(population: Any, k: int, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
+        if len(population) == k == rows.num:
+            raise permutes_a_part("random.sample", rows)
+        return draw(population, k, **kwargs)
 
-        def shuffle(values: Any) -> None:  # noqa: ANN401 - as Python
-            if len(values) == rows.num:
-                raise permutes_a_part("random.shuffle", rows)
-            draw(values)
-
-        def sample(population: Any, k: int, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
-            if len(population) == k == rows.num:
-                raise permutes_a_part("random.sample", rows)
-            return draw(population, k, **kwargs)
-
-        return {"choices": choices, "shuffle": shuffle, "sample": sample}.get(name, count)
-
-    with replacing(random, (*_SINGLE, *_OTHERS), replace):
-        yield
+    return {"choices": choices, "shuffle": shuffle, "sample": sample}.get(name, count)
 
 
 @contextmanager

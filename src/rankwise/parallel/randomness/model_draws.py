@@ -99,6 +99,7 @@ class DrawsOfModel:
         leaves = [one for one in pytree.tree_leaves((tuple(args), kwargs)) if type(one) is torch.Tensor and one.dim()]
         kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         rows = rows_in_hand(list(self._session.batches.values()), leaves)
+        has_own_draws = rows is None and self._randomness != "per_rank"
         scope = DrawScope(
             rows,
             self._randomness,
@@ -107,9 +108,8 @@ class DrawsOfModel:
             self._masks.get(kind, ()),
             is_model=True,
             has_graph=torch.is_grad_enabled(),
+            on_first_draw=self._warn_of_own_draws if has_own_draws and not self._has_warned else None,
         )
-        if rows is None and self._randomness != "per_rank" and not self._has_warned:
-            scope.on_first_draw = self._warn_of_own_draws
         follower = None
         if rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
             self._num_followed += 1

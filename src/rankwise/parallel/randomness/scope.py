@@ -93,6 +93,14 @@ class DrawScope:
     num_single: int = 0
     """How often one number was drawn."""
 
+    def note_redraw(self, redraw: Callable[[SampleLayout | None], None] | None) -> None:
+        """Note what draws the latest numbers again; ``None`` to forget it."""
+        self.redraw = redraw
+
+    def draw_ahead(self, masks: dict[DropoutMask, torch.Tensor]) -> None:
+        """Keep masks that are drawn already."""
+        self.ahead = masks
+
     @property
     def is_per_rank(self) -> bool:
         """Whether each rank draws numbers of its own."""

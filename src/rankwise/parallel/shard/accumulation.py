@@ -32,6 +32,11 @@ class ShardedAccumulation:
         self._earlier: MutableMapping[int, torch.Tensor] = {}
         """By number of the parameter, the weighted sum of the gradients of microsteps: [as the whole one]."""
 
+    def set_continued(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
+        """Say whether another microstep follows the one under way; return what was said before."""
+        before, self.is_continued = self.is_continued, value
+        return before
+
     @property
     def is_open(self) -> bool:
         """Whether gradients of some microsteps wait, on every rank, for those of the last."""

@@ -176,7 +176,7 @@ def shard(
     was_meta = FromMeta("shard", model, session.world.device)
     own = None if session.exchange is None else _own_group(session, session.exchange, axes)
     sync = ShardSync(model, name, own, session)
-    sync.loss.is_given_by_forward = weight is not None
+    sync.loss.expect_weights(by_forward=weight is not None)
     subscribe(sync.loss, session)
     install(session)
     register(model, ref(sync))

@@ -60,8 +60,7 @@ class ShardSync:
             exchange: of its own. torch's: it moves on while this rank calculates, or waits in torch.
             session: the open one.
         """
-        self.on_mean: Callable[[float], None] | None = None
-        """Called at the end of backward with what the gradients are the mean over, on all ranks together."""
+        self._on_mean: Callable[[float], None] | None = None
         self._total = 0.0
         """What the gradients of the backward under way will be the mean over."""
         self._model = ref(model)
@@ -76,7 +75,7 @@ class ShardSync:
         if exchange is not None:
             named = dict(model.named_parameters())
             # Ranks hold other parts of each, but step them alike.
-            self.loss.guard = StateGuard(name, named, {}, exchange, session, reads_values=False, reads_facts=False)
+            self.loss.guard_by(StateGuard(name, named, {}, exchange, session, reads_values=False, reads_facts=False))
         self._uses: BucketChannel | None = None
         if exchange is not None:
             # The host asks for it, and need not wait for a device.
@@ -105,26 +104,20 @@ class ShardSync:
         model = self._model()
         return [] if model is None else list(model.parameters())
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether another microstep follows the one under way."""
-        return self._accumulation.is_continued
-
-    @is_accumulating.setter
-    def is_accumulating(self, value: bool) -> None:
-        self._accumulation.is_continued = value
+    def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
+        """Say whether another microstep follows the one under way; return what was said before."""
         model = self._model()
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(not value)
+        return self._accumulation.set_continued(value)
 
-    @property
-    def given_weight(self) -> float | None:
-        """What the user says that the loss is a mean over."""
-        return self.loss.given_weight
+    def set_given_weight(self, amount: float | None) -> float | None:
+        """Say what the loss is a mean over; return what was said before."""
+        return self.loss.set_given_weight(amount)
 
-    @given_weight.setter
-    def given_weight(self, value: float | None) -> None:
-        self.loss.given_weight = value
+    def report_mean_to(self, listener: Callable[[float], None]) -> None:
+        """Call ``listener`` at the end of backward with what gradients are the mean over, on all ranks together."""
+        self._on_mean = listener
 
     def is_mid_step(self) -> bool:
         """Whether gradients of some microsteps wait, on every rank, for those of the last."""
@@ -142,7 +135,7 @@ class ShardSync:
             sizes: of the first tensor that it is given.
         """
         self._follow_unfrozen()
-        self.loss.forward_weight = amount
+        self.loss.note_forward(amount)
         self._sizes = sizes
 
     def _follow_unfrozen(self) -> None:
@@ -254,14 +247,13 @@ class ShardSync:
             self._forget_unused()
             if self.loss.guard is not None:
                 self.loss.guard.check()
-            if self.on_mean is not None:
-                self.on_mean(self.loss.counted(self._total))
+            if self._on_mean is not None:
+                self._on_mean(self.loss.counted(self._total))
         finally:
             self._close()
         if self._exchange is not None:
             self._num_synced += 1
-            recorder = self._exchange.detector.recorder
-            recorder.step = max(recorder.step, self._num_synced)
+            self._exchange.detector.recorder.note_step(self._num_synced)
 
     def _forget_unused(self) -> None:
         """Take back the zeros that torch gave to parameters which no rank used."""

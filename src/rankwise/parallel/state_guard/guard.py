@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rankwise.parallel.state_guard.diagnosis import DivergedReplicas, Harmless, HeldFact, PutRight, diagnose
 from rankwise.tensors.checksum import ChecksumOfAll, are_equal, combined, settings_checksum, settings_of, short
-from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.compiler import uncompiled_hook
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
@@ -320,13 +320,9 @@ def unfollow() -> None:
     _models_of.clear()
 
 
+@uncompiled_hook
 def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     """Tell the models whose parameters an optimizer holds. Called by torch, after every step."""
-    # To be left alone by the compiler takes several times as long as what is done here.
-    (_notify_models_uncompiled if torch.compiler.is_compiling() else _notify_models)(optimizer)
-
-
-def _notify_models(optimizer: Optimizer) -> None:
     # By identity: a dict with weak keys takes several times as long to look into.
     known = _models_of.get(id(optimizer))
     if known is None or known[0]() is not optimizer or known[1] != len(optimizer.param_groups):
@@ -335,9 +331,6 @@ def _notify_models(optimizer: Optimizer) -> None:
         model = reference()
         if model is not None:
             model.note_step(optimizer)
-
-
-_notify_models_uncompiled = uncompiled(_notify_models)
 
 
 def _models_stepped_by(optimizer: Optimizer) -> list[ref[OptimizersOf]]:

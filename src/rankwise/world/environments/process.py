@@ -11,13 +11,13 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rankwise.errors import ConfigurationError
 from rankwise.world.environments import arguments, env, explanation, rankwise, slurm, slurm_rank, table, torchrun
 from rankwise.world.environments.horovod_variables import horovod_variables
 from rankwise.world.environments.reading import Missing, ProcessContext, told
+from rankwise.world.processes import stat_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -219,24 +219,15 @@ def stack_file() -> str:
 
 
 def _ancestor(name: str) -> str | None:
-    """Return number and start time of the nearest process above this one called ``name``.
-
-    Together they are never used twice until the machine starts anew. Linux only.
-
-    Source: proc_pid_stat(5).
-    """
+    """Return number and start time of the nearest process above this one called ``name``."""
     number = os.getppid()
     while number > 1:
-        try:
-            text = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
+        stat = stat_of(number)
+        if stat is None:
             return None
-        # The name stands in parentheses and may itself hold spaces and parentheses.
-        before, _, after = text.rpartition(")")
-        fields = after.split()
-        if before.partition("(")[2] == name:
-            return f"{number}-{fields[19]}"
-        number = int(fields[1])
+        if stat.name == name:
+            return f"{number}-{stat.start_time}"
+        number = stat.parent
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import _codecs
 import contextlib
 import io
+import itertools
 import pickle
 import re
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ class Commits:
         return self._folder / f"elastic-{self._run}-{mark.attempt}-{mark.number}.pt"
 
 
-_num_runs = [0]
+_run_numbers = itertools.count()
 
 
 def opened() -> Commits | None:
@@ -156,12 +157,12 @@ def opened() -> Commits | None:
     Called by: every rank, once for each ``elastic.run``.
     """
     folder = _folder()
-    _num_runs[0] += 1
+    run = next(_run_numbers)
     if folder is None:
         return None
     attempt = int(environments.read_process().attempt)
     is_writer = current().world.local_rank == 0
-    return Commits(folder, run=_num_runs[0] - 1, attempt=attempt, is_writer=is_writer)
+    return Commits(folder, run=run, attempt=attempt, is_writer=is_writer)
 
 
 def _folder() -> Path | None:

@@ -123,6 +123,5 @@ def _forget_operations() -> None:
     queue = current_queue()
     for operation in tuple(queue.pending.values()):
         queue.withdraw(operation)
-        operation.error = HorovodInternalError(f"{operation.request.name!r} was given up for a reset.")
-        operation.is_done = True
+        operation.end(HorovodInternalError(f"{operation.request.name!r} was given up for a reset."))
     queue.num_unnamed.clear()

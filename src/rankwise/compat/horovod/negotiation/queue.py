@@ -89,6 +89,13 @@ class OperationQueue:
     log: SetLog | None = None
     """How operations are matched, while there are process sets of some of the ranks."""
 
+    def add_members(self, members: SetMembers) -> int:
+        """Return the number of a new process set. Called by: every rank, in the same order."""
+        number = self.next_set_id
+        self.next_set_id += 1
+        self.members[number] = members
+        return number
+
     def name(self, prefix: str, name: str | None, set_id: int) -> str:
         """Return what an operation is matched by; without a name, how many of its kind came before it."""
         if name:
@@ -188,11 +195,8 @@ class OperationQueue:
         detector = self.session.detector
         if detector is None:
             return self._run_round(mode, waited_for)
-        outer, detector.recorder.purpose = detector.recorder.purpose, called(mode, waited_for)
-        try:
+        with detector.recorder.called(called(mode, waited_for)):
             return self._run_round(mode, waited_for)
-        finally:
-            detector.recorder.purpose = outer
 
     def follow_sets(self) -> None:
         """Match operations by a log while there is a process set of several ranks and not all.
@@ -357,7 +361,13 @@ class OperationQueue:
             raise error
 
 
-_open: list[OperationQueue] = []
+class _Process:
+    """What ``hvd.init()`` has opened in this process."""
+
+    queue: OperationQueue | None = None
+
+
+_process = _Process()
 
 
 def current_queue() -> OperationQueue:
@@ -374,14 +384,14 @@ def current_queue() -> OperationQueue:
 
 def current_queue_or_none() -> OperationQueue | None:
     """Return what ``hvd.init()`` has opened, or ``None``."""
-    if _open and _open[0].session is not current_or_none():
-        _open.clear()
-    return _open[0] if _open else None
+    if _process.queue is not None and _process.queue.session is not current_or_none():
+        _process.queue = None
+    return _process.queue
 
 
 def set_current_queue(queue: OperationQueue | None) -> None:
     """Replace the open queue. Called by ``hvd.init()`` and ``hvd.shutdown()`` only."""
-    _open[:] = [] if queue is None else [queue]
+    _process.queue = queue
 
 
 def register(name: str, as_joined: Callable[[], None]) -> None:

@@ -110,7 +110,7 @@ class SetLog:
             self._stop_waiting(take)
             raise
         finally:
-            ticket.ended = time.monotonic()
+            ticket.end()
 
     def _follow(self, event: WaitEvent, take: Callable[[WaitEvent, EventOutcome], bool], called: str) -> None:
         start, notice = time.monotonic(), NOTICE_SECONDS

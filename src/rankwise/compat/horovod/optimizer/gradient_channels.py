@@ -69,7 +69,7 @@ class GradientChannels:
 
     def arrived(self, number: int) -> None:
         """Note that a gradient is complete, and send the buckets that are."""
-        self._bucket_of[number].num_missing -= 1
+        self._bucket_of[number].note_arrival()
         for bucket in self._buckets.full():
             self._send(bucket)
 

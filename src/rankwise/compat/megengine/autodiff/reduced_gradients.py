@@ -61,8 +61,7 @@ class ReducedGradients:
             raise ConfigurationError(
                 "A gradient is sparse, and cannot be reduced over ranks.", do="build the layer with sparse=False"
             )
-        bucket = self._bucket_of[id(tensor)]
-        bucket.num_missing = missing = bucket.num_missing - 1
+        missing = self._bucket_of[id(tensor)].note_arrival()
         if missing > 0:
             return
         if missing < 0:
@@ -84,7 +83,8 @@ class ReducedGradients:
         self._buckets.take_back()
         self._buckets.start_over()
         self._is_new = False
-        self._exchange.detector.recorder.step += 1
+        recorder = self._exchange.detector.recorder
+        recorder.note_step(recorder.step + 1)
 
     def abandon(self) -> None:
         """Begin anew after an error broke a backward."""

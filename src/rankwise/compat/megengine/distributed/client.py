@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.comm import collectives
-from rankwise.comm.point_to_point.message import pack, sizes_of, unpack
+from rankwise.comm.point_to_point.message import pack, unpack
 from rankwise.comm.session import Session, current
 from rankwise.errors import ConfigurationError, PeerMissing
+from rankwise.store.wire import pack_fields, unpack_fields
 
 if TYPE_CHECKING:
     from rankwise.store.values import Store
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 PREFIX = "megengine/user"
 SLICE_SECONDS = 0.2
 """How long a wait goes without a look at whether a rank has failed."""
-HEAD_BYTES = 8
-"""A value is the length of its head in so many bytes, the head as JSON, and the bytes of its tensors."""
 
 
 class Client:
@@ -91,10 +90,6 @@ class Client:
             )
         collectives.barrier()
 
-    def is_of(self, session: Session) -> bool:
-        """Return whether it belongs to ``session``."""
-        return self._session is session
-
     def _content(self, key: str) -> bytes:
         store, detector = self._store(key), self._session.detector
         if store is None or detector is None:
@@ -131,19 +126,13 @@ class Client:
         return None if self._session.store is None else self._session.store.prefixed(PREFIX)
 
 
-_clients: list[Client] = []
-
-
 def get_client() -> Client:
     """Return what sets and gets values for every rank to see.
 
     Raises:
         NotJoined: no world has been joined.
     """
-    session = current()
-    if not _clients or not _clients[0].is_of(session):
-        _clients[:] = [Client(session)]
-    return _clients[0]
+    return current().once(Client)
 
 
 def _bytes_of(value: object) -> bytes:
@@ -156,16 +145,13 @@ def _bytes_of(value: object) -> bytes:
             do="set tensors, NumPy arrays, numbers and texts, in lists, tuples and dicts; "
             "for other things there is rankwise.broadcast_object()",
         ) from None
-    head = json.dumps(packed.tree).encode()
-    return b"".join([len(head).to_bytes(HEAD_BYTES, "big"), head, *packed.buffers])
+    return pack_fields([json.dumps(packed.tree).encode(), *map(bytes, packed.buffers)])
 
 
 def _value_of(content: bytes) -> Any:  # noqa: ANN401 - whatever was set
-    body = HEAD_BYTES + int.from_bytes(content[:HEAD_BYTES], "big")
-    tree = json.loads(content[HEAD_BYTES:body])
-    buffers: list[torch.Tensor] = []
-    for size in sizes_of(tree):
-        data = bytearray(content[body : body + size])
-        buffers.append(torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8))
-        body += size
-    return unpack(tree, buffers, torch.device("cpu"))[0]
+    head, *parts = unpack_fields(content)
+    buffers = [
+        torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8)
+        for part in parts
+    ]
+    return unpack(json.loads(head), buffers, torch.device("cpu"))[0]

@@ -38,8 +38,8 @@ class Group:
         try:
             self._group: collectives.Group | None = collectives.new_group(self._proc_ranks)
         except (CollectiveMismatch, PeerMissing) as error:
-            error.do = (
-                f"call dist.new_group({list(self._proc_ranks)}) on every rank of the world, also on those outside: "
+            error.supplement(
+                do=f"call dist.new_group({list(self._proc_ranks)}) on every rank of the world, also on those outside: "
                 "MegEngine had the members alone call it"
             )
             raise
@@ -190,7 +190,7 @@ def synchronized(func: Callable[P, T]) -> Callable[P, T]:
     """Have every call of ``func`` return when every rank has come to its end; decorator.
 
     Called by: what it makes, every rank, in the same order. For one rank first, as for a download, there is
-    :func:`rankwise.rank_zero_first`.
+    :func:`rankwise.local_rank_zero_first`.
     """
 
     @wraps(func)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A channel whose numbers travel in a narrower dtype."""
+"""A channel whose body is of another dtype, or on another device, than what travels."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import BucketChannel, ChannelSize
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-class CastChannel:
+class MirrorChannel:
     """See :class:`rankwise.comm.backends.protocol.BucketChannel`.
 
     Args:
-        inner: of the narrower dtype.
+        inner: carries what is copied from the body.
         size: of this channel.
     """
 
@@ -34,13 +32,13 @@ class CastChannel:
 
     @torch.no_grad()
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
-        """Round the body and send it."""
+        """Copy the body and send it."""
         if share != 0.0:
             self._inner.body.copy_(self.body)
         self._inner.start(share, weight, absent)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the mean."""
+        """Wait for the mean, and copy it back."""
         self._inner.finish()
         self.result.copy_(self._inner.result)
