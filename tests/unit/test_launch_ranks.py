@@ -43,7 +43,7 @@ class Scene:
 
     def start(self, attempt: int, pid: int | None = None) -> None:
         for rank in range(2):
-            self.tell(said="started", rank=rank, pid=os.getpid() if rank == 0 or pid is None else pid)
+            self.tell(kind="started", rank=rank, pid=os.getpid() if rank == 0 or pid is None else pid)
         self.ranks.start(
             StartAttempt(
                 run_id="run",
@@ -61,7 +61,7 @@ class Scene:
 
     def end(self, rank: int, attempt: int, exit_code: int) -> list[Any]:
         """Tell of an end; return what the launcher makes of it."""
-        self.tell(said="ended", rank=rank, attempt=attempt, exit_code=exit_code, time=1.0)
+        self.tell(kind="ended", rank=rank, attempt=attempt, exit_code=exit_code, time=1.0)
         return self.ranks.receive([self._server.fileno()])
 
 
@@ -75,7 +75,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 @pytest.mark.parametrize("exit_code", [0, 1, -9, 75])
 def test_an_end_of_an_earlier_attempt_ends_no_rank_of_this_one(scene: Scene, exit_code: int) -> None:
     scene.start(0)
-    scene.tell(said="cleared")
+    scene.tell(kind="cleared")
     scene.ranks.clear()
     scene.start(1)
     assert scene.end(0, 0, exit_code) == []
@@ -86,7 +86,7 @@ def test_an_end_of_an_earlier_attempt_ends_no_rank_of_this_one(scene: Scene, exi
 
 def test_a_rank_that_was_killed_for_a_restart_can_fail_in_the_next_attempt(scene: Scene) -> None:
     scene.start(0)
-    scene.tell(said="cleared")
+    scene.tell(kind="cleared")
     scene.ranks.clear()
     scene.start(1)
     (failed,) = scene.end(1, 1, -11)
