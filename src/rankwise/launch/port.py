@@ -34,8 +34,7 @@ def listen(address: str, port: int, node_rank: int | None) -> socket.socket | No
         return wire.listen(address, port)
     except ConfigurationError as error:
         if port == ANY:
-            error.do = "name another network: --interface NAME"
-            raise
+            raise error.supplement(do="name another network: --interface NAME") from error.__cause__
         if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
             raise
         # A second launcher on the machine of the first: the one that listens is the job's.

@@ -64,7 +64,7 @@ def main(token: str) -> NoReturn:
         exit_code = launch(target, options, reporter, job)
         caller.send(EndJob(exit_code=exit_code, what=reporter.last_report))
     except RankwiseError as error:
-        error.where = error.where or socket.gethostname()
+        error.supplement(where=error.where or socket.gethostname())
         caller.send(refusal(error))
         exit_code = REFUSED_EXIT_CODE
     # All is told and all is closed: what torch would still take down keeps the person waiting.
