@@ -6,6 +6,7 @@ Torch's compiler is left out where torch has triton, whose bindings complain at 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -23,10 +24,15 @@ MODULES = (
     "numpy",
     # Sockets, torch's profiler and strategies import these when they are first used.
     "encodings.idna",
-    "torch.profiler._cupti_monitor",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
+)
+WHERE_THEY_ARE = (
+    # Of some versions of torch.
+    "torch.profiler._cupti_monitor",
+    # Most examples.
+    "sklearn.datasets",
 )
 PACKAGES = ("rankwise.launch", "rankwise.parallel", "rankwise.data", "rankwise.checkpoint")
 
@@ -39,8 +45,8 @@ for _name in PACKAGES:
 if importlib.util.find_spec("triton") is None:
     import_compiler()
     importlib.import_module("torch._inductor.lowering")
-# What most examples take a second for.
-if importlib.util.find_spec("sklearn") is not None:
-    importlib.import_module("sklearn.datasets")
+for _name in WHERE_THEY_ARE:
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(_name)
 # Otherwise a fork copies all of it as soon as it collects garbage, or looks at every object.
 gc.freeze()
