@@ -46,7 +46,10 @@ def _what_ranks_import_is_there(request: pytest.FixtureRequest) -> None:
     folders = {item.path.parent.name for item in request.session.items}
     if not folders & FOLDERS_WITH_RANKS:
         return
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", "tests.preloaded", "torch._dynamo"])
+    # The last two are there already, but where torch has triton.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["pytest", "tests.preloaded", "torch._dynamo", "torch.distributed.pipelining"]
+    )
     # Whichever test is the first with ranks would start it with less.
     forkserver.ensure_running()
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What processes that tests fork find in memory, rather than import each for itself: importing this imports it all.
 
-Torch's compiler is left out where torch has triton, whose bindings complain at the end of a process of what is frozen.
+Torch's compiler, and what imports it, are left out where torch has triton, whose bindings complain at the end of a
+process of what is frozen.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ MODULES = (
     # Sockets, torch's profiler and strategies import these when they are first used.
     "encodings.idna",
     "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
 )
 WHERE_THEY_ARE = (
@@ -45,6 +45,7 @@ for _name in PACKAGES:
 if importlib.util.find_spec("triton") is None:
     import_compiler()
     importlib.import_module("torch._inductor.lowering")
+    importlib.import_module("torch.distributed.pipelining")
 for _name in WHERE_THEY_ARE:
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module(_name)
