@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jieba
 from pygments.lexers.special import TextLexer
 
 HERE = Path(__file__).parent
@@ -59,12 +60,18 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!rankwise\b).*"),
     ("py:class", r".*\.[A-Z]"),  # type variables
-    ("py:class", r".*\.Sized"),  # a protocol that stands for len()
+    ("py:class", r".*\.(Session|Sized)"),  # in signatures, but nothing that a script makes
+    ("py:class", r".*\.groups\.Group"),  # documented under another name, so that plain Group is rankwise's own
 ]
+
+# jieba splits Chinese pages into words. By itself it talks, and reads what anybody may have put into /tmp.
+jieba.setLogLevel(logging.WARNING)
+jieba.dt.tmp_dir = str(HERE.parent / "build" / "docs")
 
 html_theme = "furo"
 html_title = f"rankwise {VERSION}"
 html_static_path = ["_static"]
+html_css_files = ["rankwise.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_js_files = [("split_chinese.js", {"priority": 100})] if is_chinese else []

@@ -53,7 +53,7 @@ def commands_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse
 def described(title: str, command: argparse.ArgumentParser) -> Iterator[str]:
     """Yield the Markdown of one command: what it does, its usage, its options by group, its epilog."""
     yield from (f":::{{program}} {title}", ":::", "", *(command.description or "").splitlines())
-    yield from ("", "```text", *command.format_usage().removeprefix("usage: ").splitlines(), "```", "")
+    yield from ("", "```text", *usage_of(command), "```", "")
     for group in command._action_groups:  # noqa: SLF001 - as above
         actions = [one for one in group._group_actions if one.help != argparse.SUPPRESS]  # noqa: SLF001 - as above
         if not actions:
@@ -63,6 +63,12 @@ def described(title: str, command: argparse.ArgumentParser) -> Iterator[str]:
             yield from (f":::{{option}} {', '.join(spelled(action))}", helped(action), ":::", "")
     if command.epilog:
         yield from ("```text", *command.epilog.splitlines(), "```", "")
+
+
+def usage_of(command: argparse.ArgumentParser) -> list[str]:
+    """Return the lines of a command's usage, those after the first as they are where they begin with its name."""
+    lines = command.format_usage().removeprefix("usage: ").splitlines()
+    return [line.strip() if line.strip().startswith("rankwise") else line for line in lines]
 
 
 def spelled(action: argparse.Action) -> list[str]:
