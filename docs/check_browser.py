@@ -25,6 +25,12 @@ SEARCHES = {
 """What is searched for on which page, and a page that is to be found."""
 
 
+def require(is_so: bool, problem: str) -> None:  # noqa: FBT001 - a condition
+    """End the program with the problem, if there is one."""
+    if not is_so:
+        sys.exit(problem)
+
+
 def check_widths(browser: Browser, site: Path, pictures: Path | None) -> None:
     """No page scrolls sideways as a whole; blocks of code and tables may."""
     for device, width in WIDTHS.items():
@@ -32,7 +38,7 @@ def check_widths(browser: Browser, site: Path, pictures: Path | None) -> None:
         for path in sorted(site.rglob("*.html")):
             page.goto(path.as_uri())
             needed = page.evaluate("document.documentElement.scrollWidth")
-            assert needed <= width, f"{path.relative_to(site)} is {needed} px wide at {width} px"
+            require(needed <= width, f"{path.relative_to(site)} is {needed} px wide at {width} px")
             if pictures is not None and path.name == "index.html":
                 page.screenshot(path=pictures / f"{device}-{path.parent.name}.png")
         page.close()
@@ -62,8 +68,8 @@ def check_dark_mode(browser: Browser, site: Path, pictures: Path | None) -> None
         seen.add((theme, page.evaluate("getComputedStyle(document.body).backgroundColor")))
         if pictures is not None and theme == "dark":
             page.screenshot(path=pictures / "dark.png")
-    assert {theme for theme, _ in seen} == {"auto", "light", "dark"}, seen
-    assert len({colour for _, colour in seen}) > 1, seen
+    require({theme for theme, _ in seen} == {"auto", "light", "dark"}, f"the button shows {seen}")
+    require(len({colour for _, colour in seen}) > 1, f"the background stays the same: {seen}")
     page.close()
 
 
@@ -78,7 +84,7 @@ def main(site: Path, pictures: Path | None) -> None:
         check_search(browser, site)
         check_dark_mode(browser, site, pictures)
         browser.close()
-    print("widths, search and dark mode are as they should be")  # noqa: T201 - a program
+    print("widths, search and dark mode are as they should be")
 
 
 if __name__ == "__main__":

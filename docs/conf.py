@@ -90,7 +90,7 @@ linkcheck_timeout = 20
 
 
 def setup(app: Sphinx) -> None:
-    """Let the drawing of layers in architecture.md be shown as it stands, and toctrees name pages that may be absent."""
+    """Show the drawing of layers in architecture.md as it stands, and let toctrees name pages that may be absent."""
     app.add_lexer("layers", TextLexer)
     # Sphinx gives this warning no type, so that suppress_warnings does not reach it.
     logging.getLogger("sphinx.sphinx.directives.other").addFilter(

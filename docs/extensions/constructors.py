@@ -20,8 +20,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
-def from_constructor(
-    app: Sphinx,  # noqa: ARG001 - as Sphinx calls it, like the others
+def from_constructor(  # noqa: PLR0917 - as Sphinx calls it
+    app: Sphinx,  # noqa: ARG001
     what: str,  # noqa: ARG001
     name: str,  # noqa: ARG001
     obj: object,

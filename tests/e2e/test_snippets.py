@@ -6,9 +6,9 @@ the next one), ``<!-- check ... -->`` after both; ``<!-- ranks: 2 -->`` says how
 ``from-*.md`` and two on others. Where both sides have set ``check`` in the end, or print lines that start with RESULT,
 rank 0's are compared. ``<!-- not run: needs GPUs -->`` leaves out the next block, and says why.
 
-Pages other than ``from-*.md`` find ``Net``, ``train_set`` and ``loss_fn``; where a page has no setup before a block that
-does not join, a world, a model, an optimizer, a loader and a batch too. Pages in Chinese show the code of the English
-ones.
+Pages other than ``from-*.md`` find ``Net``, ``train_set`` and ``loss_fn``; where a page has no setup before a block
+that does not join, a world, a model, an optimizer, a loader and a batch too. Pages in Chinese show the code of the
+English ones.
 """
 
 from __future__ import annotations
