@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Needs Python 3.11 or newer, and nothing else: `make setup` puts the rest into .venv.
 PYTHON ?= python3
+# Where `make demo` takes torch from: the CPU build, a tenth of the size. Empty: from where pip takes everything.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/ready
 PEERS_BIN := .venv-peers/bin
@@ -9,10 +11,10 @@ FRAMEWORKS_BIN := .venv-frameworks/bin
 FRAMEWORKS_READY := .venv-frameworks/ready
 # pytest, in lanes: three on two cores.
 LANES := $(BIN)/python tests/lanes.py
-CODE := src tests examples benchmarks docs/architecture.py docs/messages.py
+CODE := src tests examples benchmarks docs/architecture.py docs/speed_chart.py docs/messages.py
 VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers lock clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers chart lock release-check clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,8 +31,8 @@ $(READY): requirements/dev.lock pyproject.toml
 	@$(BIN)/python -m compileall -q src tests
 	@touch $@
 
-demo: setup  ## train on one rank and on two, and compare
-	$(BIN)/python examples/compare_ranks.py
+demo:  ## train on one rank and on two, and compare; says first what it downloads
+	@PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/demo
 
 test: check  ## checks, then every tier of tests; installs the programs they need, or says which tiers it leaves out
 	@PYTHON=$(PYTHON) .ci/programs install || true
@@ -93,7 +95,13 @@ $(PEERS_READY) $(FRAMEWORKS_READY): .venv-%/ready: requirements/%.lock pyproject
 	@.venv-$*/bin/python -m compileall -q src
 	@touch $@
 
-lock:  ## pin requirements/dev.in, frameworks.in and peers.in anew
+chart:  ## draw docs/images/speed-*.svg, with the ratios of a table of `make bench` (TABLE=file) if there is one
+	$(PYTHON) docs/speed_chart.py $(TABLE)
+
+release-check: setup  ## build a release into dist/, check it, and try its wheel in a fresh environment
+	.ci/release-check
+
+lock:  ## pin each requirements/*.in again
 	$(PYTHON) requirements/lock.py
 
 clean:  ## remove what the other targets made
