@@ -124,7 +124,10 @@ def test_importing_on_the_installed_torch_reads_its_version_without_importing_it
 def test_importing_on_an_old_torch_fails_in_words() -> None:
     done = imported("2.8.0")
     assert done.returncode == 1
-    assert f"TorchTooOld: rankwise {rankwise.__version__} needs torch 2.12 or newer, and this is torch 2.8.0." in done.stderr
+    assert (
+        f"TorchTooOld: rankwise {rankwise.__version__} needs torch 2.12 or newer, and this is torch 2.8.0."
+        in done.stderr
+    )
     assert "pip install" in done.stderr
 
 
