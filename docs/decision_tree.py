@@ -122,7 +122,7 @@ TREE = (
             ("several machines, with ssh", Call("rankwise run --hosts a,b …", "Several machines")),
             ("several machines, without ssh", Call("rankwise run --nodes 2 …", "Several machines")),
             ("Slurm", Call("rankwise submit --nodes 2 …", "Slurm")),
-            ("Kubernetes", Call("a PyTorchJob", "Kubernetes")),
+            ("Kubernetes", Call("PyTorchJob", "Kubernetes")),
         ),
     ),
 )
@@ -166,7 +166,6 @@ CHINESE = {
     "several machines, with ssh": "多机，有 ssh",
     "several machines, without ssh": "多机，没有 ssh",
     "Several machines": "多机",
-    "a PyTorchJob": "PyTorchJob",
     "Which call do I need? The tree is repeated as text below the picture.": "该用哪个调用？图下用文字列出同一棵树。",
 }
 
