@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each page of docs/zh says what its English page says: as many headings, the same code, figures, names and links."""
+"""Each page of docs/zh says what its English page says: as many headings and paragraphs, the same code and figures."""
 
 from __future__ import annotations
 
@@ -38,6 +38,12 @@ def _code(page: str) -> list[str]:
     return [COMMENT.sub("", block) for block in BLOCK.findall(_text(page))]
 
 
+def _paragraphs(page: str) -> list[int]:
+    """Return how many items or rows each paragraph, list and table has, those of tables of code aside."""
+    pieces = re.split(r"\n\s*\n", re.sub(r"<table>.*?</table>", "", _prose(page), flags=re.DOTALL).strip())
+    return [len(re.findall(r"^(?: *- |\|)", piece, re.MULTILINE)) for piece in pieces]
+
+
 def _figures(page: str) -> Counter[str]:
     return Counter(FIGURE.findall(re.sub(r"\]\(.*?\)", "]", _prose(page))))
 
@@ -66,6 +72,7 @@ def test_there_are_pages() -> None:
 def test_a_page_says_what_the_english_page_says(page: str) -> None:
     chinese = f"zh/{page}"
     assert _headings(chinese) == _headings(page)
+    assert _paragraphs(chinese) == _paragraphs(page)
     assert _code(chinese) == _code(page)
     assert _figures(chinese) == _figures(page)
     assert _names(chinese) == _names(page)
