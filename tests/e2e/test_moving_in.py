@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of Python in ``docs/from-*.md`` runs, and the two sides of a table give the same.
+"""Every block of Python in ``docs/from-*.md`` and ``docs/which-call.md`` runs; the two sides of a table give the same.
 
 What a page hides in comments before a table is run with it: ``<!-- setup ... -->`` before both sides (until the next
 one), ``<!-- check ... -->`` after both; ``<!-- ranks: 2 -->`` says how many ranks this table takes, else one. Where
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 ELSEWHERE = "from-a-function.md"
 """Starts its ranks itself, and has a test of its own."""
-PAGES = sorted(path for path in (Path(__file__).parents[2] / "docs").glob("from-*.md") if path.name != ELSEWHERE)
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [*sorted(path for path in DOCS.glob("from-*.md") if path.name != ELSEWHERE), DOCS / "which-call.md"]
 LEFT = {"from-horovod.md": ("-m", "rankwise.compat.horovod")}
 """What runs the left side, where that is not `rankwise run` alone."""
 PIECE = re.compile(
