@@ -161,7 +161,7 @@ def test_a_rank_that_holds_pythons_lock_after_the_world_is_shown_with_its_stack(
                 raise SystemExit
             rw.join()
             """,
-            "PeerMissing: join() cannot complete: rank 0 has ended without an error and without joining.",
+            "PeerMissing: join() cannot complete: rank 0 has exited without an error and without joining.",
         ),
         (
             """
@@ -172,7 +172,7 @@ def test_a_rank_that_holds_pythons_lock_after_the_world_is_shown_with_its_stack(
                 raise SystemExit
             rw.join()
             """,
-            "PeerMissing: join() cannot complete: rank 0 has ended without an error and without joining.",
+            "PeerMissing: join() cannot complete: rank 0 has exited without an error and without joining.",
         ),
         (
             """
@@ -222,7 +222,7 @@ def test_a_wait_for_others_to_join_names_who_is_missing(command: Command) -> Non
     )
     started = _start(command, "-n", "2", "train.py")
     said = _until(started, "join() has been waiting")
-    assert "for rank 1: not started, or not come to rankwise.join() yet" in said
+    assert "for rank 1: not started, or not yet at rankwise.join()" in said
     _open(command.folder / "gate")
     assert "still runs" not in _rest(started)
     assert started.returncode == 0

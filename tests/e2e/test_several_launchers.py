@@ -163,7 +163,7 @@ def test_a_node_that_never_comes_is_named(command: Command, launchers: Launchers
         (("--nodes", "two"), "neither a number nor MIN:MAX"),
         (("--nodes", "2", "--rendezvous", "here"), "is not host:port"),
         (("--nodes", "2", "--node-rank", "2", "--rendezvous", "127.0.0.1:1"), "node_rank is 2"),
-        (("--nodes", "2", "--rendezvous", "no.such.host.invalid:29400"), "knows no host"),
+        (("--nodes", "2", "--rendezvous", "no.such.host.invalid:29400"), "cannot resolve the host name"),
         (("--nodes", "2", "--interface", "no0", "--rendezvous", "127.0.0.1:29400"), "no network interface 'no0'"),
     ],
 )

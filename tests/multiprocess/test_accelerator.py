@@ -80,7 +80,7 @@ def test_choices_that_cannot_be_had_are_errors_with_numbers_and_a_fix() -> None:
     (found,) = on_standin(_choices, 1)
     assert "Local rank 4 has no device: this machine has 4." in found["no device"]
     assert "join(device='cpu')" in found["no device"]
-    assert "needs a GPU, and this rank's device is standin:0" in found["not for it"]
+    assert "needs a GPU, but this rank's device is standin:0" in found["not for it"]
     assert "use one of gloo" in found["unknown"]
     assert (found["with gloo"], found["asked for"]) == ("cpu", "standin:3")
 

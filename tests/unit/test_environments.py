@@ -102,7 +102,7 @@ def test_reason_names_the_variables_the_mark_and_the_surroundings() -> None:
         "GROUP_WORLD_SIZE=1 MASTER_ADDR=n1 MASTER_PORT=37377 TORCHELASTIC_USE_AGENT_STORE=True "
         "TORCHELASTIC_RESTART_COUNT=0, "
         "because TORCHELASTIC_RUN_ID is set, which only torch elastic's agent does; "
-        "variables of Slurm are there too, from the job around it"
+        "variables of Slurm are also set, from the job around it"
     )
 
 

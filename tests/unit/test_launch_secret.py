@@ -41,7 +41,7 @@ def test_the_variable_goes_before_the_file(file: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv(auth.VARIABLE, "given")
     assert auth.shared_by_machines() == "given"
     monkeypatch.setenv(auth.VARIABLE, "")
-    with pytest.raises(ConfigurationError, match="RANKWISE_SECRET is set, and empty"):
+    with pytest.raises(ConfigurationError, match="RANKWISE_SECRET is set but empty"):
         auth.shared_by_machines()
     assert not file.exists()
 

@@ -189,8 +189,8 @@ def test_a_host_that_does_not_come_up_is_named_with_the_next_command(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--node-rank", "0"], "--node-rank is for a command on each machine, and --hosts for one command for all."),
-        (["--rendezvous", "a:1"], "--rendezvous is for a command on each machine"),
+        (["--node-rank", "0"], "--node-rank is for one command per machine, and --hosts is one command for all."),
+        (["--rendezvous", "a:1"], "--rendezvous is for one command per machine"),
         (["--nodes", "2"], "--hosts names 1, and --nodes allows up to 2."),
         (["--max-restarts", "-1"], "max_restarts is -1."),
     ],
