@@ -202,9 +202,9 @@ def test_the_local_rank_may_stand_among_the_arguments(word: str, following: list
 def test_the_local_rank_given_twice_must_agree() -> None:
     variables = {**PLAIN, "LOCAL_RANK": "1"}
     assert read(variables, ["train.py", "--local_rank=1"]).local_rank == 1
-    with pytest.raises(EnvironmentConflict, match="twice"):
+    with pytest.raises(EnvironmentConflict, match="given twice, with different values"):
         read(variables, ["train.py", "--local_rank=2"])
-    with pytest.raises(ConfigurationError, match="--local_rank=''"):
+    with pytest.raises(ConfigurationError, match="--local_rank must be an integer >= 0, got ''"):
         read(PLAIN, ["train.py", "--local_rank"])
 
 

@@ -66,7 +66,8 @@ def test_hydra_without_its_process_is_an_error() -> None:
 def test_a_value_that_is_no_number_is_named(variables: dict[str, str], bad: str, value: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read(variables)
-    assert caught.value.what.startswith(f"{bad}={value!r}")
+    assert str(caught.value.what).startswith(bad)
+    assert repr(value) in str(caught.value.what)
 
 
 @pytest.mark.parametrize("port", ["0", "65536"])

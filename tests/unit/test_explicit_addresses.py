@@ -46,9 +46,9 @@ def test_bad_init_methods_are_refused_with_an_example(init_method: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "world_size", "text"),
     [
-        (None, 2, "needs rank too"),
-        (0, None, "needs world_size too"),
-        (None, None, "needs rank and world_size too"),
+        (None, 2, "also needs rank"),
+        (0, None, "also needs world_size"),
+        (None, None, "also needs rank and world_size"),
         (2, 2, "rank=2 does not fit world_size=2"),
         (-1, 2, "rank=-1"),
         (0, 0, "world_size=0"),
