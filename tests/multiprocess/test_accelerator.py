@@ -421,7 +421,7 @@ def test_rankwise_run_refuses_more_ranks_than_devices(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     ended = python_with_standin("-m", "rankwise", "run", "-n", "5", str(script))
     assert ended.returncode != 0
-    assert "5 ranks were asked for on a machine with 4 devices." in ended.stderr
+    assert "5 ranks were requested on a machine with 4 devices." in ended.stderr
     assert "pass -n 4, or --device cpu" in ended.stderr
 
 

@@ -138,7 +138,7 @@ def test_a_mistake_is_text_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -
     assert main(["run", "-n", "0", "train.py"]) == 2
     assert capsys.readouterr().err == (
         "ConfigurationError: 0 ranks cannot be started.\n"
-        "  do        pass -n 1 or more, or leave -n out: one rank per GPU, else one\n"
+        "  do        pass -n 1 or more, or omit -n: one rank per GPU, else one\n"
     )
 
 
@@ -154,7 +154,7 @@ def test_more_ranks_than_gpus_is_a_mistake() -> None:
     with pytest.raises(ConfigurationError) as error:
         num_ranks_here(LaunchOptions(num_ranks=4), 1)
     assert str(error.value) == (
-        "4 ranks were asked for on a machine with 1 GPU.\n"
+        "4 ranks were requested on a machine with 1 GPU.\n"
         "  do        pass -n 1, or --device cpu to run the ranks without GPUs"
     )
 

@@ -172,7 +172,7 @@ def test_an_error_of_the_launcher_is_told_to_who_asks(launcher: Callable[..., _L
     with pytest.raises(LaunchError, match="the store is slow") as caught:
         control_socket.ask(job, {"kind": "stacks"})
     assert caught.value.evidence == "TimeoutError: the store is slow"
-    assert "ask again" in (caught.value.do or "")
+    assert "try again" in (caught.value.do or "")
 
 
 def test_the_command_prints_what_the_job_answers(

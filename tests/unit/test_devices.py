@@ -178,7 +178,7 @@ def test_examples_name_the_accelerator_that_is_here(
 
 
 def test_ranks_to_start_on_other_accelerators() -> None:
-    with pytest.raises(ConfigurationError, match=r"4 ranks were asked for on a machine with 2 NPUs\.\n.*without NPUs"):
+    with pytest.raises(ConfigurationError, match=r"4 ranks were requested on a machine with 2 NPUs\.\n.*without NPUs"):
         num_ranks_here(LaunchOptions(num_ranks=4), 2, kinds.kind_named("npu"))
 
 

@@ -124,7 +124,7 @@ def test_words_become_these(line: str, options: str, command: str) -> None:
         ("python t.py", "The number of ranks is not given", "-np 4"),
         ("-np 0 python t.py", "-np must be >= 1, got 0", "1 or more"),
         ("-np 5 -H a:2,b:2 python t.py", "-np 5 asks for more ranks than there are slots: 4", "-np 4"),
-        ("-np 2 -H a,b python t.py", "'a' in -H a,b is no host", "-H worker-0:2"),
+        ("-np 2 -H a,b python t.py", "'a' in -H a,b is not a host with slots", "-H worker-0:2"),
         ("-np 2 --hostfile nowhere python t.py", "'nowhere' cannot be read", None),
         ("-np 2", "no command", "rankwise horovodrun -np 4 python train.py"),
         ("-np 2 python", "has no script", "python train.py"),
@@ -152,7 +152,7 @@ def test_a_host_file_is_read(tmp_path: Path) -> None:
     words = horovodrun.translate(parsed(f"-np 3 -hostfile {path} python t.py"))
     assert words[:3] == ["run", "--hosts", "a:2,b.example.org:1"]
     path.write_text("a 2\n")
-    with pytest.raises(ConfigurationError, match=r"Line 1 of .* names no host and its slots"):
+    with pytest.raises(ConfigurationError, match=r"Line 1 of .* is not a host with slots"):
         horovodrun.translate(parsed(f"-np 3 -hostfile {path} python t.py"))
 
 
@@ -193,11 +193,11 @@ def test_an_unknown_option_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_script_that_is_not_there_is_told_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["horovodrun", "-np", "2", "python", "nowhere.py"]) == 2
-    assert "There is no script 'nowhere.py'." in capsys.readouterr().err
+    assert "Script 'nowhere.py' does not exist." in capsys.readouterr().err
 
 
 def test_a_command_that_is_not_there_is_told_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["horovodrun", "-np", "2", "train.sh", "--lr", "1"]) == 2
     error = capsys.readouterr().err
-    assert "There is no command 'train.sh'." in error
+    assert "Command 'train.sh' was not found." in error
     assert "./" in error

@@ -89,7 +89,7 @@ def launch_on_hosts(
     least, most = nodes or (len(hosts), len(hosts))
     if most != len(hosts):
         raise ConfigurationError(
-            f"--hosts has {len(hosts)} hosts, but --nodes allows up to {most}.",
+            f"--nodes allows up to {most} hosts, but --hosts has {len(hosts)}.",
             do=f"remove --nodes, or pass --nodes MIN:{len(hosts)} to continue if some hosts are lost",
         )
     end_quietly()

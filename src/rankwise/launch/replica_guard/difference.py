@@ -66,7 +66,7 @@ def difference_between(
         return Difference(
             f"{key} of {optimizer} is not the same on all ranks {where}.",
             fold_values(held),
-            "set it from values that are the same on all ranks: pass a scheduler the mean loss of all ranks, by all_reduce",
+            "set it from values that are the same on all ranks: give a scheduler the mean of all losses, by all_reduce",
             has_own_gradients,
         )
     apart = _apart(reports, part, "values")

@@ -64,7 +64,7 @@ class Stepped:
 
 
 def stepped_by(optimizer: Optimizer) -> list[Stepped]:
-    """Return the tensors of an optimizer that ranks compare: one entry per DistributedDataParallel, one for the rest."""
+    """Return the tensors of an optimizer to compare: one entry per DistributedDataParallel, one for the rest."""
     held = {id(p): p for group in optimizer.param_groups for p in group["params"] if _is_plain(p)}
     found: list[Stepped] = []
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
