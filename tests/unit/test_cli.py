@@ -44,7 +44,7 @@ options:
                         whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts
                         every process that reaches it (default: RANKWISE_TORCH_STORE, else on one
                         machine only)
-  -m                    run a module, as `python -m` does
+  -m                    run a module
 
 several machines:
   --nodes N | MIN:MAX   number of machines; with MIN:MAX the job continues if some are lost and
