@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Needs Python 3.11 or newer, and nothing else: `make setup` puts the rest into .venv.
 PYTHON ?= python3
+# Where `make demo` takes torch from: the CPU build, a tenth of the size. Empty: from where pip takes everything.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/ready
 PEERS_BIN := .venv-peers/bin
@@ -11,11 +13,11 @@ DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/ready
 # pytest, in lanes: three on two cores.
 LANES := $(BIN)/python tests/lanes.py
-CODE := src tests examples benchmarks docs docs/messages.py
+CODE := src tests examples benchmarks docs
 SPHINX := $(DOCS_BIN)/python -m sphinx -q -W --keep-going
 VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers docs docs-browser docs-links lock clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers chart docs docs-browser docs-links lock release-check clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,8 +34,8 @@ $(READY): requirements/dev.lock pyproject.toml
 	@$(BIN)/python -m compileall -q src tests
 	@touch $@
 
-demo: setup  ## train on one rank and on two, and compare
-	$(BIN)/python examples/compare_ranks.py
+demo:  ## train on one rank and on two, and compare; says first what it downloads
+	@PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/demo
 
 test: check  ## checks, then every tier of tests; installs the programs they need, or says which tiers it leaves out
 	@PYTHON=$(PYTHON) .ci/programs install || true
@@ -109,7 +111,13 @@ $(PEERS_READY) $(FRAMEWORKS_READY) $(DOCS_READY): .venv-%/ready: requirements/%.
 	@.venv-$*/bin/python -m compileall -q src
 	@touch $@
 
-lock:  ## pin requirements/dev.in, docs.in, frameworks.in and peers.in again
+chart:  ## draw docs/images/speed-*.svg, with the ratios of a table of `make bench` (TABLE=file) if there is one
+	$(PYTHON) docs/speed_chart.py $(TABLE)
+
+release-check: setup  ## build a release into dist/, check it, and try its wheel in a fresh environment
+	.ci/release-check
+
+lock:  ## pin each requirements/*.in again
 	$(PYTHON) requirements/lock.py
 
 clean:  ## remove what the other targets made

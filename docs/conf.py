@@ -96,10 +96,6 @@ def keep_summary(app: Sphinx, what: str, name: str, obj: object, options: object
 
 
 def setup(app: Sphinx) -> None:
-    """Show the drawing of layers in architecture.md as it stands, and let toctrees name pages that may be absent."""
+    """Show the drawing of layers in architecture.md as it stands."""
     app.connect("autodoc-process-docstring", keep_summary)
     app.add_lexer("layers", TextLexer)
-    # Sphinx gives this warning no type, so that suppress_warnings does not reach it.
-    logging.getLogger("sphinx.sphinx.directives.other").addFilter(
-        lambda record: getattr(record, "subtype", None) != "empty_glob"
-    )

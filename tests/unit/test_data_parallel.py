@@ -204,7 +204,7 @@ def test_wrong_arguments_say_what_to_do() -> None:
         data_parallel(3)  # type: ignore[type-var]
     with pytest.raises(ConfigurationError, match="cannot be combined with place"):
         data_parallel(place(nn.Linear(2, 2), {"": "cpu"}), TWO)
-    with pytest.raises(ConfigurationError, match="replaced already"):
+    with pytest.raises(ConfigurationError, match="already replaced"):
         data_parallel(data_parallel(nn.Linear(2, 2), TWO), TWO)
     with pytest.raises(ConfigurationError, match="found no batch"):
         data_parallel(nn.Linear(2, 2), TWO)(3)
