@@ -166,7 +166,7 @@ class Pipeline:
         Raises:
             ConfigurationError: ``max_norm`` is negative.
 
-        Source: torch.nn.utils.clip_grad_norm_, the 2-norm.
+        Source: ``torch.nn.utils.clip_grad_norm_``, the 2-norm.
         """
         if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0:
             raise ConfigurationError(
