@@ -26,6 +26,7 @@ from rankwise.checkpoint.phases import CollectiveRanks, SingleRank
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
+from rankwise.tensors.synced_folders import commit, make_folder
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -222,7 +223,7 @@ class _WeightsFile:
         self._size_bytes = size_bytes
         try:
             self._refuse_other_kinds()
-            folder.make_folder(self._behind.parent)
+            make_folder(self._behind.parent)
             for left in self._behind.parent.glob(f".{glob.escape(self._behind.name)}.writing-*"):
                 left.unlink()
             if shutil.disk_usage(self._behind.parent).free < size_bytes:
@@ -261,11 +262,8 @@ class _WeightsFile:
         if self._file is None or self._staging is None:
             return
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
-            self._staging.replace(self._behind)
-            folder.sync_folder(self._behind.parent)
+            commit(self._staging, self._behind)
         except OSError as error:
             raise self._worded(error) from error
 
