@@ -16,6 +16,7 @@ import safetensors
 import torch
 
 from rankwise.errors import CheckpointError
+from rankwise.tensors.as_bytes import as_sent, memory_of
 from rankwise.tensors.files import CODES
 
 if TYPE_CHECKING:
@@ -91,13 +92,7 @@ def _in_file(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order, without a copy where they lie so."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memory_of(plain.reshape(-1).view(torch.uint8))
-
-
-def memory_of(memory: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous uint8 tensor on the CPU."""
-    return memoryview(cast("bytearray", memory.numpy()))
+    return memory_of(as_sent(tensor).cpu())
 
 
 class StagingMemory:

@@ -14,6 +14,7 @@ import torch
 
 from rankwise.comm.point_to_point.message import sizes_of
 from rankwise.store.wire import fill_on_loop, receive_frame_on_loop
+from rankwise.tensors.as_bytes import memory_of
 
 if TYPE_CHECKING:
     import socket
@@ -98,5 +99,5 @@ class RecvQueue:
 async def _buffer(sock: socket.socket, size: int) -> torch.Tensor:
     """Return the next ``size`` bytes, read into the memory that the value will have."""
     buffer = torch.empty(size, dtype=torch.uint8)
-    await fill_on_loop(sock, buffer.numpy().data)
+    await fill_on_loop(sock, memory_of(buffer))
     return buffer

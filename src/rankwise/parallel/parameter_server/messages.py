@@ -15,9 +15,9 @@ import torch
 
 from rankwise.comm.backends.choose import home_of
 from rankwise.comm.backends.mapping import PAGE_BYTES, Mapping
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.store.wire import as_sent, json_frame
+from rankwise.tensors.as_bytes import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ class TensorRows:
 
     def memory(self) -> list[memoryview]:
         """Return where both lie."""
-        return [bytes_of(part).numpy().data for part in (self.indices, self.values)]
+        return [memory_of(part) for part in (self.indices, self.values)]
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class TensorBuffer:
         memory = (
             torch.empty(size, dtype=torch.uint8) if mapping is None else mapping.tensor(PAGE_BYTES, size, torch.uint8)
         )
-        self._bytes = memory.numpy().data
+        self._bytes = memory_of(memory)
         self.views = [
             memory[start:end].view(tensor.dtype).view(tensor.shape)
             for start, end, tensor in zip(self._starts, self._ends, tensors, strict=False)

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.errors import CheckpointError
 from rankwise.log import warn
 from rankwise.parallel.parameter_server.optimizer_state import dense, options_of, set_options
+from rankwise.tensors.as_bytes import memory_of
 from rankwise.tensors.synced_folders import make_folder, staged_file
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _sum_of(tensors: Mapping[str, torch.Tensor]) -> int:
     total = 0
     for name in sorted(tensors):
         total = zlib.crc32(name.encode(), total)
-        total = zlib.crc32(bytes_of(tensors[name].contiguous()).numpy().data, total)
+        total = zlib.crc32(memory_of(tensors[name].contiguous()), total)
     return total
 
 
