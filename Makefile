@@ -9,7 +9,7 @@ FRAMEWORKS_BIN := .venv-frameworks/bin
 FRAMEWORKS_READY := .venv-frameworks/ready
 # pytest, in lanes: three on two cores.
 LANES := $(BIN)/python tests/lanes.py
-CODE := src tests examples benchmarks docs/architecture.py
+CODE := src tests examples benchmarks docs/architecture.py docs/messages.py
 VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
 .PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers lock clean

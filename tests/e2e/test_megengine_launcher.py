@@ -94,7 +94,7 @@ def test_ranks_that_are_there_already(command: Command) -> None:
     done = command.run("-n", "2", "train.py")
     assert done.stdout.splitlines() == [" ".join(["[(0, 2, [3.0, 3.0]), (1, 2, [3.0, 3.0])]"] * 2)] * 2, done.stderr
     refused = command.run("-n", "3", "train.py")
-    assert "n_gpus=2, and `rankwise run` has started 3" in refused.stderr
+    assert "n_gpus=2, but `rankwise run` started 3" in refused.stderr
 
 
 def test_ranks_that_are_there_already_on_two_machines(command: Command, port: int) -> None:

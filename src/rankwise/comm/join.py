@@ -195,6 +195,7 @@ def fail(error: BaseException) -> RankwiseError | None:
         reason = session.detector.reason_of(error)
         error = reason or error
         if error is session.detector.error:
+            environments.note_echo()
             session.detector.leave(wait_for_peers=session.serves_store)
         else:
             annotate(error)

@@ -7,6 +7,7 @@ and by ``function``.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
@@ -93,6 +94,8 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
         _make_folder(options.log_dir)
     if options.device == "cpu":
         os.environ.update({DEVICE_NAME: options.device, **HIDES_GPUS})
+    # What imports create lives as long as the process: looking for garbage among it only takes time.
+    gc.disable()
     # For the fork below to have it: one import serves the launcher and every rank.
     importlib.import_module("torch")
 

@@ -24,7 +24,7 @@ from rankwise.launch.agent.output import descriptors_closed
 from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
 from rankwise.launch.messages import RankEnds, StartAttempt
 from rankwise.launch.report import failure
-from rankwise.world.environments import slurm_variables_for, variables_for
+from rankwise.world.environments import echo_note, slurm_variables_for, variables_for
 from rankwise.world.processes import stat_of
 
 if TYPE_CHECKING:
@@ -278,8 +278,9 @@ class LocalRanks:
             out_of_memory = self._oom_count.has_risen() if killed else None
             file = rank_files.stack_file(self.settings.folder, self._number, rank)
             at = flight_recorder.read_last_collective(flight_recorder.last_collective_path(file), ended.time)
+            is_echo = Path(echo_note(self._error_file(rank))).exists()
             self.failures[rank] = failure.from_exit(
-                rank, ended.exit_code, ended.time, out_of_memory=out_of_memory, at=at
+                rank, ended.exit_code, ended.time, out_of_memory=out_of_memory, at=at, is_echo=is_echo
             )
             news.append(self.failures[rank])
         elif self.running or self.attempt.num_nodes > 1:

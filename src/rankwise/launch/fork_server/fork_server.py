@@ -172,6 +172,7 @@ def fork_server(
     # Before the fork: imported behind it, the two processes would copy each other's memory meanwhile.
     _preload()
     gc.freeze()
+    gc.enable()  # the caller imported without it
     sys.stdout.flush()
     sys.stderr.flush()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

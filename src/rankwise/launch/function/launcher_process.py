@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import fcntl
+import gc
 import importlib
 import io
 import os
@@ -187,6 +188,7 @@ def main(caller_descriptor: int, lifeline: int) -> int:
     os.set_inheritable(caller_descriptor, False)
     caller = socket.socket(fileno=caller_descriptor)
     send(caller, {"kind": "ready"})
+    gc.disable()  # as launch() does, which comes later here
     # While the caller still pickles.
     importlib.import_module("torch")
     importlib.import_module("cloudpickle")

@@ -125,7 +125,9 @@ def _cut(text: str) -> str:
     return f"{text[:head]}\n... {len(text) - head - tail} characters are left out here ...\n{text[-tail:]}"
 
 
-def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | None = None, at: str = "") -> Failure:
+def from_exit(
+    rank: int, exit_code: int, when: float, *, out_of_memory: bool | None = None, at: str = "", is_echo: bool = False
+) -> Failure:
     """Describe a process that ended badly without recording a failure: a signal, or ``os._exit``.
 
     Args:
@@ -134,6 +136,7 @@ def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | N
         when: it ended, in seconds since the epoch.
         out_of_memory: whether the kernel has killed for memory meanwhile; ``None`` where that cannot be known.
         at: where it had last been seen, in words, where that is known.
+        is_echo: whether it has noted that only another rank's failure ended it.
     """
     name = signal_name(-exit_code) if exit_code < 0 else "exit"
     how = killed_in_words(exit_code, out_of_memory=out_of_memory)
@@ -143,7 +146,7 @@ def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | N
         message="",
         traceback="",
         time=when,
-        secondary=False,
+        secondary=is_echo,
         exit_code=exit_code,
         how=how,
         at=at,

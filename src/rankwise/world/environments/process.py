@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rankwise.errors import ConfigurationError
@@ -216,6 +217,18 @@ def job_of_process() -> tuple[str, int]:
 def stack_file() -> str:
     """Return what this rank writes its stack into when rankwise's launcher asks for it; empty without one."""
     return os.environ.get("RANKWISE_STACK_FILE", "")
+
+
+def note_echo() -> None:
+    """Note for rankwise's launcher that this rank fails only because another one did; nothing without a launcher.
+
+    A rank that runs below options of Python, or a shell, has only this and its exit code to report.
+    """
+    error_file = os.environ.get("RANKWISE_ERROR_FILE")
+    if error_file:
+        # A full disk keeps no rank from exiting.
+        with suppress(OSError):
+            Path(rankwise.echo_note(error_file)).touch()
 
 
 def _ancestor(name: str) -> str | None:

@@ -6,6 +6,7 @@ Starts nothing. Imported by the table of this package; the launcher calls ``vari
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.world.environments.reading import (
@@ -133,6 +134,15 @@ def variables_for(
         # NCCL takes a bare name for the beginning of one.
         **({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}),
     }
+
+
+def echo_note(error_file: str) -> str:
+    """Return the file that a rank makes when it fails only because another one did.
+
+    Args:
+        error_file: path the rank writes its failure to.
+    """
+    return str(Path(error_file).with_suffix(".echo"))
 
 
 def _read(around: ProcessContext) -> Reading | Missing | None:

@@ -40,7 +40,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Raise: a copy would not be one of the optimizers that the ranks made alike."""
         raise ConfigurationError(
             "A DistributedOptimizer cannot be pickled or copied.",
-            do="keep optimizer.state_dict(), and load it into one that is wrapped anew",
+            do="save optimizer.state_dict(), and load it into a newly wrapped optimizer",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -82,8 +82,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """
         if self.is_pending:
             raise GradientOrderError(
-                "zero_grad() was called after backward() and before step() or synchronize(): gradients would be lost "
-                "that are on their way already.",
+                "zero_grad() was called after backward() and before step() or synchronize(): gradients that are "
+                "already being reduced would be lost.",
                 do="call zero_grad() before the first backward() of a step, or after step()",
             )
         super().zero_grad(set_to_none)
@@ -183,14 +183,14 @@ class PassCounter:
         left = self._left[number]
         if left <= 0:
             raise GradientOrderError(
-                "Gradients were computed more often than backward_passes_per_step before step().",
+                "backward() ran more than backward_passes_per_step times before step().",
                 evidence=f"{self.names[number]}: pass {self._num_passes + 1} of {self._num_passes}",
-                do="pass the number of backward passes between two steps as backward_passes_per_step",
+                do="set backward_passes_per_step to the number of backward passes between two steps",
             )
         gradient = self.parameters[number].grad
         if gradient is not None and gradient.requires_grad:
             raise GradientOrderError(
-                "What backward(create_graph=True) leaves in the parameters of a DistributedOptimizer cannot be "
+                "Gradients that backward(create_graph=True) leaves in parameters of a DistributedOptimizer cannot be "
                 "differentiated again.",
                 do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
             )

@@ -59,14 +59,14 @@ class ReducedGradients:
         """Note that the gradient of a tensor is there, and send what is full."""
         if self._is_new and tensor.grad is not None and tensor.grad.layout is not torch.strided:
             raise ConfigurationError(
-                "A gradient is sparse, and cannot be reduced over ranks.", do="build the layer with sparse=False"
+                "A gradient is sparse and cannot be reduced over ranks.", do="create the layer with sparse=False"
             )
         missing = self._bucket_of[id(tensor)].note_arrival()
         if missing > 0:
             return
         if missing < 0:
             raise ConfigurationError(
-                "A parameter received a gradient again after it was on its way to the other ranks.",
+                "A parameter received another gradient after its gradient was sent to the other ranks.",
                 evidence="a part of the model runs backward several times within one backward()",
                 do="use torch.utils.checkpoint with use_reentrant=False",
             )
