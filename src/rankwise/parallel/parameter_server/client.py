@@ -116,7 +116,7 @@ class ServerConnection:
         """Return the answer that is there; the whole tensors it tells of are in ``incoming``."""
         answer, self._answer = self._answer, None
         if answer is None:
-            raise RuntimeError("no answer has come")
+            raise RuntimeError("no reply was received")
         return answer
 
     def leave(self) -> None:
@@ -147,7 +147,7 @@ class ServerConnection:
         finally:
             self._socket = None
             with self._changed:
-                self.error = self.error or "the connection has been closed"
+                self.error = self.error or "the connection was closed"
                 self._is_over = True
                 self._changed.notify_all()
 
