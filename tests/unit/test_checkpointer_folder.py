@@ -62,7 +62,7 @@ def test_a_number_below_the_newest_is_kept_with_a_warning(tmp_path: Path, caplog
     checkpoints.save(step=9, extra={})
     checkpoints.save(step=3, extra={})
     assert names(tmp_path) == ["checkpoint-000003", "checkpoint-000009"]
-    assert "restore() will take as the newest" in caplog.text
+    assert "restore() will load checkpoint 9, the newest" in caplog.text
 
 
 def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:

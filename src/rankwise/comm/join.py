@@ -113,13 +113,13 @@ def join(
     """
     if current_or_none() is not None:
         raise ConfigurationError(
-            "This process has joined a world already.",
+            "This process has already joined a world.",
             do="call rankwise.join() once; use rankwise.leave() before joining another",
         )
     if dist.is_initialized():
         raise ConfigurationError(
-            f"torch.distributed has a process group already{' (of a failed world)' if have_groups_leaked() else ''}.",
-            do="let the process end; a launcher starts all ranks anew: rankwise run --max-restarts 3"
+            f"torch.distributed already has a process group{' (of a failed world)' if have_groups_leaked() else ''}.",
+            do="let the process end; a launcher restarts all ranks: rankwise run --max-restarts 3"
             if have_groups_leaked()
             else "remove init_process_group(): rankwise.join() opens the group",
         )

@@ -67,7 +67,7 @@ def independent(model: M) -> M:
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
-            f"independent() was given a {type(model).__name__}, and takes a torch.nn.Module.",
+            f"independent() takes a torch.nn.Module, got a {type(model).__name__}.",
             do="pass the model itself",
         )
     account_for(model)
@@ -142,18 +142,18 @@ class _Look:
         one = "1 parameter" if len(own) == 1 else f"{len(own)} parameters"
         if is_beside:
             warn(
-                f"{type(optimizer).__name__} has stepped {one} beside those of a spread model that no strategy has "
-                f"spread ({_names(own)}), and they differ between ranks after the first step: each rank trains them on "
-                "its own samples; call rankwise.replicate() for the module that holds them too, as for a criterion "
-                "with parameters, or make it a part of the model before; or, where ranks are meant to differ, call "
-                "rankwise.independent(module)",
+                f"{type(optimizer).__name__} has stepped {one} outside the distributed model, which no strategy "
+                f"synchronizes ({_names(own)}), and they differ between ranks after the first step: each rank trains "
+                "them on its own samples; also call rankwise.replicate() for the module that holds them, such as a "
+                "criterion with parameters, or make it a submodule of the model first; or, if ranks are meant to "
+                "differ, call rankwise.independent(module)",
                 all_ranks=True,
             )
             return
         warn(
-            f"each of {self._world.world_size} ranks trains a model of its own: {type(optimizer).__name__} has stepped "
-            f"{one} that no strategy has spread, and they differ between ranks after the first step; call "
-            "model = rankwise.replicate(model) before the optimizer is built, or, where ranks are meant to differ, "
+            f"each of {self._world.world_size} ranks trains its own model: {type(optimizer).__name__} has stepped "
+            f"{one} that no strategy synchronizes, and they differ between ranks after the first step; call "
+            "model = rankwise.replicate(model) before the optimizer is built, or, if ranks are meant to differ, "
             "rankwise.independent(model)",
             all_ranks=True,
         )
@@ -171,8 +171,8 @@ class _BeforeLBFGS:
         if isinstance(optimizer, LBFGS) and not self._is_told:
             self._is_told = True
             warn(
-                "LBFGS decides by the loss that its closure returns how often it runs backward: return "
-                "rankwise.mean(loss, len(x)), which is equal on every rank, or the ranks part"
+                "the loss that the closure returns decides how often LBFGS runs backward: return "
+                "rankwise.mean(loss, len(x)), which is equal on every rank, or the ranks diverge"
             )
 
 

@@ -233,8 +233,8 @@ def current() -> Session:
     """
     if _process.session is None:
         raise NotJoined(
-            "This needs a world, and none has been joined.",
-            do="call rankwise.join() first, or put the code into `with rankwise.join() as world:`",
+            "No world has been joined.",
+            do="call rankwise.join() first, or put the code inside `with rankwise.join() as world:`",
         )
     return _process.session
 

@@ -28,10 +28,10 @@ def choose(reading: Reading, addresses: list[RankAddress]) -> None:
     wrong = set(gloo_interfaces()) - {one.name for one in network.interfaces()}
     if wrong:
         raise ConfigurationError(
-            f"GLOO_SOCKET_IFNAME names {', '.join(sorted(wrong))}, which is no interface of this machine.",
+            f"GLOO_SOCKET_IFNAME names {', '.join(sorted(wrong))}, which is not an interface of this machine.",
             where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
             evidence="\n".join(network.interface_lines()),
-            do="unset GLOO_SOCKET_IFNAME: rankwise takes the interface that leads to the other ranks",
+            do="unset GLOO_SOCKET_IFNAME: rankwise picks the interface that reaches the other ranks",
         )
     found = common_interface(addresses, reading.rank, None if reading.address is None else reading.address[0])
     if found is not None:

@@ -130,8 +130,8 @@ class Engine:
         # Half a step is done, and the others count on the whole of it.
         self.detector.refuse_all(
             RankwiseError(
-                "This rank was interrupted in the middle of an exchange, and cannot take part in another.",
-                do="end the process; the other ranks are told",
+                "This rank was interrupted in the middle of a collective and cannot join another.",
+                do="end the process; the other ranks are notified",
             )
         )
 

@@ -69,7 +69,7 @@ class Mapping:
         descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         if os.pread(descriptor, _TOKEN_BYTES, 0).hex() != token:
             os.close(descriptor)
-            message = f"/proc/{process}/fd/{number} is another process's"
+            message = f"/proc/{process}/fd/{number} belongs to another process"
             raise OSError(message)
         return cls(descriptor, num_bytes)
 

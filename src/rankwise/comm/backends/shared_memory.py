@@ -274,7 +274,7 @@ def _open(
     mapping, reasons = open_together(gathers, rounded_up(num_bytes, PAGE_BYTES), own_parts, first=host_map.ranks[0])
     if mapping is None:
         raise ConfigurationError(
-            f"There is no shared memory of {num_bytes / 2**20:.0f} MiB for {len(host_map.ranks)} ranks.",
+            f"Cannot get {num_bytes / 2**20:.0f} MiB of shared memory for {len(host_map.ranks)} ranks.",
             evidence=fold_values(reasons),
             do='give the machine or container more memory, or rankwise.join(exchange="gloo")',
         )

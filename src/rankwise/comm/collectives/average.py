@@ -82,7 +82,7 @@ def _numbers(given: object, name: str) -> list[float]:
         return [float(cast("SupportsFloat", one)) for one in several]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"mean() takes numbers and tensors of one element, and {name} holds something else.",
+            f"mean() takes numbers and tensors of one element, but {name} holds something else.",
             evidence=str(error),
             do="reduce each loss to one number first: loss.mean()",
         ) from None

@@ -148,18 +148,18 @@ def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
         )
     if len(values) != size:
         raise ConfigurationError(
-            f"all_to_all was given {len(values)} values for {size} ranks.", do="pass one per rank, in rank order"
+            f"all_to_all got {len(values)} values for {size} ranks.", do="pass one per rank, in rank order"
         )
     flat = [flattened(value, "all_to_all") for value in values]
     leaves, first, spec = flat[0]
     words = [dtypes(tensors, other) for _, tensors, other in flat]
     if any(other != spec for _, _, other in flat) or any(word != words[0] for word in words):
         raise ConfigurationError(
-            "all_to_all was given values of different kinds.",
+            "all_to_all got values of different types.",
             evidence="\n".join(
                 f"for rank {place}: {kinds(tensors, other)}" for place, (_, tensors, other) in enumerate(flat)
             ),
-            do="give every rank the same kind of value, of one dtype; only shapes may differ",
+            do="pass values of the same type and dtype for every rank; only shapes may differ",
         )
     what = f"all_to_all({words[0]})"
     shapes = gather_json([[list(tensor.shape) for tensor in tensors] for _, tensors, _ in flat], what=what, group=group)

@@ -46,7 +46,7 @@ def exchange_of(group: Group | None) -> Exchange | None:
         return session.exchange
     if not isinstance(group, Group):
         raise ConfigurationError(
-            f"group= takes what rankwise.new_group() returned, not {type(group).__name__}.",
+            f"group= must be a group from rankwise.new_group(), got {type(group).__name__}.",
             do="group = rankwise.new_group(ranks), called on every rank",
         )
     if group._session is not session:  # noqa: SLF001 - its own module
@@ -86,7 +86,7 @@ def source_in_group(group: Group | None, source: int, name: str) -> int:
     ranks = range(current().world.world_size) if group is None else group.ranks
     if isinstance(source, bool) or not hasattr(source, "__index__") or source not in ranks:
         raise ConfigurationError(
-            f"{name} has no rank {source!r} to take from.",
+            f"{name} has no source rank {source!r}.",
             evidence=f"the ranks are {ranks.start} to {ranks.stop - 1}"
             if isinstance(ranks, range)
             else f"{group} was given",

@@ -42,22 +42,22 @@ def new_group(ranks: Sequence[int]) -> Group:
         given = [operator.index(rank) for rank in ranks]
     except TypeError as error:
         raise ConfigurationError(
-            f"rankwise.new_group() takes a list of ranks, not {ranks!r}.", do="rankwise.new_group([0, 2])"
+            f"rankwise.new_group() takes a list of ranks, got {ranks!r}.", do="rankwise.new_group([0, 2])"
         ) from error
     gathered = gather_json(given, what="rankwise.new_group()")
     if any(sorted(other) != sorted(given) for other in gathered):
         raise ConfigurationError(
-            "rankwise.new_group() was given different ranks on different ranks.",
+            "The argument of rankwise.new_group() differs between ranks.",
             where=f"reported on {world}",
             evidence=fold_values(dict(enumerate(gathered))),
-            do="call it with the same ranks on every rank, also on those outside",
+            do="call it with the same list on every rank, including those outside the group",
         )
     members = tuple(sorted(set(given)))
     if not members or len(members) < len(given) or members[0] < 0 or members[-1] >= world.world_size:
         raise ConfigurationError(
             f"rankwise.new_group() cannot have {given}.",
             evidence=f"the ranks are 0 to {world.world_size - 1}",
-            do="pass one or more of them, each once",
+            do="pass one or more of these, each once",
         )
     own = members.index(world.rank) if world.rank in members else None
     return Group(members, own, session, _exchange(members))

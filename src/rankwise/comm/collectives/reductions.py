@@ -85,7 +85,7 @@ def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> 
     leaves, tensors, spec = flattened(value, "reduce_scatter")
     _check("reduce_scatter", tensors, op)
     if any(tensor.ndim == 0 for tensor in tensors):
-        raise ConfigurationError("reduce_scatter divides rows, and a number has none.", do="use rankwise.all_reduce()")
+        raise ConfigurationError("reduce_scatter divides rows, but a number has none.", do="use rankwise.all_reduce()")
     exchange = agreed(f'reduce_scatter("{op}", {kinds(tensors, spec)})', group, sends=bool(tensors))
     size = size_of(group)
     results: list[object] = []
@@ -107,7 +107,7 @@ def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> 
 
 def _check(name: str, tensors: list[torch.Tensor], op: str) -> None:
     if op not in OPS:
-        raise ConfigurationError(f"{name} knows no op {op!r}.", do="use one of " + ", ".join(OPS))
+        raise ConfigurationError(f"{name} has no op {op!r}.", do="use one of " + ", ".join(OPS))
     for tensor in tensors:
         dtype = tensor.dtype
         if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
@@ -117,6 +117,6 @@ def _check(name: str, tensors: list[torch.Tensor], op: str) -> None:
             )
         if not can_reduce(dtype, "sum" if op == "mean" else op):
             raise ConfigurationError(
-                f'{name}("{op}") does not know {dtype}.',
+                f'{name}("{op}") does not support {dtype}.',
                 do="convert it first, integers to torch.int32 or int64, floats to torch.float32; all_gather takes any",
             )

@@ -73,8 +73,8 @@ class Endpoint:
         """
         if self.is_closed:
             raise NotJoined(
-                "A message cannot be sent any more: the world it belongs to has been left.",
-                do="run backward() inside the world that the tensors were received in",
+                "A message can no longer be sent: its world has been left.",
+                do="run backward() before leaving the world in which the tensors were received",
             )
         if self._detector.error is not None:
             raise self._detector.error
@@ -132,7 +132,7 @@ class Endpoint:
             send_queue.end()
         for to, send_queue in self._send_queues.items():
             try:
-                self.wait(f"delivery of what was sent to rank {to}", to, partial(_is_over, send_queue))
+                self.wait(f"delivery of the values sent to rank {to}", to, partial(_is_over, send_queue))
             except (PeerFailed, PeerMissing) as error:
                 # Gradients that nobody has waited for are no loss, nor is a rank that is gone on without.
                 if send_queue.num_lost() or (isinstance(error, PeerFailed) and self._detector.error is not None):
@@ -140,21 +140,21 @@ class Endpoint:
             if send_queue.num_lost():
                 count = send_queue.num_lost()
                 raise PeerMissing(
-                    f"Rank {to} has left, and {count} {'value' if count == 1 else 'values'} sent to it had not come.",
+                    f"Rank {to} has left before {count} {'value' if count == 1 else 'values'} sent to it arrived.",
                     ranks=[to],
                     where=str(self.world),
                     evidence=send_queue.error,
-                    do=f"let rank {to} call recv(source={self.world.rank}) once for every send(to={to})",
+                    do=f"make sure rank {to} calls recv(source={self.world.rank}) once for every send(to={to})",
                 )
         self.is_closed = True
         ignored = {source: len(messages) for source, messages in self.recv_queue.values.items() if messages}
         if ignored:
             count, who = sum(ignored.values()), fold_ranks(list(ignored))
-            warn(f"never received on this rank: {count} of the values sent to it, by {who}", all_ranks=True)
+            warn(f"{count} of the values sent to this rank, by {who}, were never received", all_ranks=True)
         if untaken := +self.recv_queue.count_untaken():
             warn(
-                f"gradients came back for {untaken.total()} of the values that this rank sent, from "
-                f"{fold_ranks(list(untaken))}, and no backward() took them: call send(...).backward()",
+                f"gradients arrived for {untaken.total()} of the values that this rank sent, from "
+                f"{fold_ranks(list(untaken))}, but no backward() used them: call send(...).backward()",
                 all_ranks=True,
             )
         _abandon(self._send_queues, self._server)
@@ -187,10 +187,10 @@ def refuse_alone(caller: str, world: World) -> None:
     """
     if world.world_size == 1:
         raise ConfigurationError(
-            f"{caller} needs another rank, and this is a world of one.",
+            f"{caller} needs another rank, but this is a world of one.",
             where=str(world),
             do="start at least two ranks (rankwise run -n 2 ...); "
-            "on one rank call the second part of the model with what the first part returns",
+            "on one rank, call the second part of the model with the output of the first part",
         )
 
 

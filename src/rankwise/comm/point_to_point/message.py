@@ -96,7 +96,7 @@ def _node_of(value: Any, packed: Packed) -> Any:  # noqa: ANN401 - JSON
     kind = type(value)
     if kind is int and value.bit_length() > LARGEST_INTEGER_BITS:
         raise ConfigurationError(
-            f"send cannot send an integer of {value.bit_length()} bits.", do="send it as text: hex(value)"
+            f"send cannot send an integer of {value.bit_length()} bits.", do="send it as a string: hex(value)"
         )
     if value is None or kind in {bool, int, float, str}:
         packed.words.append(kind.__name__)
@@ -110,12 +110,12 @@ def _node_of(value: Any, packed: Packed) -> Any:  # noqa: ANN401 - JSON
     if kind is dict and all(type(key) in {str, int} for key in value):
         return ["dict", [[key, _node_of(one, packed)] for key, one in value.items()]]
     what = (
-        "a dict with keys that are no texts or integers" if kind is dict else f"{kind.__module__}.{kind.__qualname__}"
+        "a dict with keys other than strings and integers" if kind is dict else f"{kind.__module__}.{kind.__qualname__}"
     )
     raise ConfigurationError(
         f"send cannot send {what}.",
-        do="send tensors, NumPy arrays, numbers and texts, in lists, tuples and dicts; "
-        "take such a thing apart before, and put it together behind recv()",
+        do="send tensors, NumPy arrays, numbers and strings, in lists, tuples and dicts; "
+        "take other objects apart before send(), and rebuild them after recv()",
     )
 
 
@@ -182,7 +182,7 @@ def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigurationError(
-            f"A tensor of {name} has come, which this rank's torch does not have.",
+            f"A tensor of {name} was received, which this rank's torch does not have.",
             do="use one version of torch on every rank",
         )
     return dtype

@@ -25,7 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NO_GRAD = "received it inside torch.no_grad()"
-LET_GO = "let go of what it received before a backward() came to it"
+LET_GO = "freed what it received before a backward() reached it"
 
 
 @uncompiled
@@ -136,10 +136,10 @@ class _SentValue:
         self._is_taken = True
         if message.head["kind"] == "none":
             raise PeerMissing(
-                f"No gradients come back for {self.words}: rank {self.to} {message.head['why']}.",
+                f"No gradients arrive for {self.words}: rank {self.to} {message.head['why']}.",
                 ranks=[self.to],
                 where=str(self._endpoint.world),
-                do="let the loss there depend on what it receives; or send value.detach(), and leave backward() out",
+                do="make the loss there depend on the received value; or send value.detach() and leave out backward()",
             )
         return message
 
@@ -181,7 +181,7 @@ def _send_no_gradients(endpoint_reference: weakref.ref[Endpoint], to: int, numbe
 
 def _second_backward(what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"A second backward() came to {what}, whose gradients have gone between the ranks already.",
+        f"A second backward() reached {what}, but its gradients have already been sent.",
         do="run one backward() through it: add the losses up first, (loss1 + loss2).backward(); "
         "or send the value twice, once for each",
     )
@@ -233,7 +233,7 @@ class _Receive(torch.autograd.Function):
 def _refuse_second(name: str) -> None:
     if torch.is_grad_enabled():
         raise ConfigurationError(
-            f"{name} has no second derivative: backward(create_graph=True) cannot go through it.",
+            f"{name} has no second derivative: it does not support backward(create_graph=True).",
             do="leave create_graph=True out, or compute the second derivative on one rank",
         )
 
@@ -242,19 +242,17 @@ def _check_rank(name: str, argument: str, rank: object) -> None:
     world = current().world
     refuse_alone(name, world)
     if isinstance(rank, bool) or not isinstance(rank, int):
-        raise ConfigurationError(
-            f"{name} needs the number of a rank, and was given {rank!r}.", do=f"pass {argument}= an integer"
-        )
+        raise ConfigurationError(f"{name} needs the number of a rank, got {rank!r}.", do=f"pass {argument}= an integer")
     if not 0 <= rank < world.world_size:
         raise ConfigurationError(
-            f"{name} has no rank {rank}.",
+            f"{name}: there is no rank {rank}.",
             where=str(world),
             evidence=f"the ranks are 0 to {world.world_size - 1}",
             do=f"pass {argument}= one of them",
         )
     if rank == world.rank:
         raise ConfigurationError(
-            f"{name} cannot be used by rank {rank} with itself.",
+            f"{name}: rank {rank} cannot communicate with itself.",
             where=str(world),
-            do=f"pass {argument}= another rank; on this one the value is here already",
+            do=f"pass {argument}= another rank; this rank already has the value",
         )

@@ -42,13 +42,13 @@ class PeerWait:
     spare_seconds: float = 0.0
     """How much longer than the world's limit to wait."""
     do: str = (
-        "let that rank send or run backward() too, in the same order; two ranks that both wait in recv() wait for "
-        "each other: have one send first. Where the wait is meant, join(timeout_seconds=...) is the limit"
+        "make sure that rank calls send() or backward() too, in the same order; if two ranks both wait in recv(), have "
+        "one of them send first. If the wait is intended, raise join(timeout_seconds=...)"
     )
     """What to do where the limit passes."""
     do_when_left: str = (
-        "let every recv(source=...) have one send(to=...) on that rank, in the same order, "
-        "and every backward() of what was sent one of what was received"
+        "pair every recv(source=...) with one send(to=...) on that rank, in the same order, "
+        "and every backward() of a sent value with one of the received value"
     )
     """What to do where the peer has left."""
 
@@ -102,7 +102,7 @@ def _wait(peer_wait: PeerWait, changed: threading.Condition, is_there: Callable[
             raise peer_wait.detector.error or error
         if waited > notice:
             notice *= 2
-            words = f"{peer_wait.what} has been waiting for {waited:.0f} s, for rank {peer_wait.peer}:"
+            words = f"{peer_wait.what} has been waiting {waited:.0f} s for rank {peer_wait.peer}:"
             warn(f"{words}\n{_doing(peer_wait)}", all_ranks=True)
 
 
@@ -135,7 +135,7 @@ def _has_ended(process: Process) -> bool:
 
 def _timed_out(peer_wait: PeerWait, waited: float) -> PeerMissing:
     return PeerMissing(
-        f"{peer_wait.what} waited {waited:.1f} s in vain. Missing: rank {peer_wait.peer}.",
+        f"{peer_wait.what} timed out after {waited:.1f} s waiting for rank {peer_wait.peer}.",
         ranks=[peer_wait.peer],
         where=str(peer_wait.world),
         evidence=_doing(peer_wait),
