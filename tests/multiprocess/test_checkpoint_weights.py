@@ -105,7 +105,7 @@ def test_weights_that_do_not_fit_on_one_rank_are_loaded_on_none(tmp_path: Path) 
     assert "file: float32[7, 130]\n            model: float64[130, 7]" in shape
     assert "norm.num_batches_tracked" in kind
     assert "cannot be read" in cut
-    assert "There is nothing at" in nothing
+    assert "does not exist" in nothing
     # Only rank 1 has the buffer that the last file does hold.
     assert first[-1][0].startswith("CheckpointError")
     assert "unexpected: last.only_here" in first[-1][0]

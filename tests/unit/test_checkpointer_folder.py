@@ -87,7 +87,7 @@ def test_leftovers_of_dead_saves_are_reported_then_removed(tmp_path: Path, caplo
     for name in left + others:
         (tmp_path / name / "inside").mkdir(parents=True)
     assert checkpoints.restore(n={}) is not None
-    assert f"skipping {left[0]}: it is an unfinished save" in caplog.text
+    assert f"skipping {tmp_path / left[0]}: it is an unfinished save" in caplog.text
     checkpoints.save(n={})
     assert names(tmp_path) == sorted([*others, "checkpoint-000001", "checkpoint-000002"])
     save(tmp_path / "other", n=1)

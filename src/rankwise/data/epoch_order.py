@@ -58,7 +58,7 @@ class Permutation:
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
         if not 0 <= n <= MAX_LENGTH:
-            message = f"an order needs a length from 0 to 2**62, not {n}"
+            message = f"the length must be from 0 to 2**62, got {n}"
             raise ValueError(message)
         low_size = max(1, math.isqrt(max(n - 1, 0)) + 1)
         self._n = np.uint64(n)

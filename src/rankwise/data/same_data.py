@@ -42,16 +42,16 @@ _LONGEST_ENTRY = 100
 _NUM_READS = 16
 """Augmentation by a generator that no seed of ours reaches must have changed by then, even one that flips a coin."""
 
-ON_PURPOSE = "compare_samples=False where the ranks' data differ on purpose"
+ON_PURPOSE = "compare_samples=False if the ranks' data differ on purpose"
 SPLIT_ALIKE = (
-    "make the same split on every rank: random_split(..., generator=torch.Generator().manual_seed(0)), or "
+    "use the same split on every rank: random_split(..., generator=torch.Generator().manual_seed(0)), or "
     "np.random.default_rng(0).permutation(n); else one rank's training samples are in another's validation set. "
     f"Pass {ON_PURPOSE}"
 )
 SORT = f"sort what os.listdir() or glob() returned: sorted(os.listdir(path)). Pass {ON_PURPOSE}"
 SEED = (
-    "seed what makes the dataset, before it is made: np.random.seed(0), torch.manual_seed(0) or a generator of its "
-    "own; sort what os.listdir() returned; or make it on one rank: rankwise.broadcast_object(data). "
+    "seed the code that creates the dataset before it runs: np.random.seed(0), torch.manual_seed(0) or its own "
+    "generator; sort what os.listdir() returned; or create it on one rank: rankwise.broadcast_object(data). "
     f"Pass {ON_PURPOSE}"
 )
 _GET_SECONDS = 60.0
@@ -100,7 +100,7 @@ def check_with_peers(settings: Mapping[str, object], dataset: object = None, pro
 def _listings(dataset: object) -> list[Listing]:
     try:
         return listings_of(dataset)
-    except Exception:  # noqa: BLE001 - a dataset's attributes may fail in any way; its samples are compared all the same
+    except Exception:  # noqa: BLE001 - a dataset's attributes may fail in any way; its samples are still compared
         return []
 
 
@@ -113,7 +113,7 @@ def _check_settings(reports: list[Mapping[str, object]]) -> None:
                 f"{name} differs between ranks.",
                 where=f"reported on {current().world}",
                 evidence=fold_values({rank: f"{name}={value!r}" for rank, value in values.items()}),
-                do="give every rank the same dataset: rankwise takes each rank's part itself"
+                do="give every rank the same dataset: rankwise selects each rank's part itself"
                 if name == "dataset_length"
                 else f"pass the same {name} on every rank",
             )
@@ -142,7 +142,7 @@ def _first_difference(listing: Listing) -> int:
     while high - low > 1:
         cuts = np.linspace(low, high, min(_NUM_PARTS, high - low) + 1).astype(int).tolist()
         digests = [listing.digest(start, stop) for start, stop in pairwise(cuts)]
-        of_ranks = gather_json(digests, what="comparing parts of a dataset's list")
+        of_ranks = gather_json(digests, what="comparing parts of the list of a dataset")
         part = next((number for number, one in enumerate(zip(*of_ranks, strict=True)) if len(set(one)) > 1), 0)
         low, high = cuts[part], cuts[part + 1]
     return low
@@ -293,7 +293,7 @@ def check_same_block(place: str, described: str, node_rank: int) -> None:
                     first["rank"],
                     other.shown,
                     leaf.shown,
-                    "give every rank the whole stream: rankwise takes each rank's part itself, so the dataset must not "
+                    "give every rank the whole stream: rankwise selects each rank's part, so the dataset must not "
                     "divide itself by rank; draw from random, numpy.random or torch in __iter__ (seeded there, alike "
                     f"on every rank), and sort what os.listdir() returned. Pass {ON_PURPOSE}",
                 )

@@ -89,9 +89,9 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
     ) -> None:
         if (rank is None) != (world_size is None):
             raise ConfigurationError(
-                "rank and world_size go together.",
+                "rank and world_size must be given together.",
                 evidence=f"rank={rank}, world_size={world_size}",
-                do="pass both, or none to take them from the joined world",
+                do="pass both, or neither to use those of the joined world",
             )
         joined = rank is None or world_size is None
         self._number = 0
@@ -166,7 +166,7 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
         epoch, start = self._began
         if not 0 <= num_batches <= self._shards.num_batches(start):
             raise ConfigurationError(
-                f"This iteration has no {num_batches} batches.",
+                f"This iteration does not have {num_batches} batches.",
                 evidence=f"it began at sample {start} and has {self._shards.num_batches(start)} global batches",
                 do="pass how many batches the loop has taken since this `for` began",
             )

@@ -58,7 +58,8 @@ class GivenOrder:
         self._length = len(sampler)
         if not self._length:
             raise ConfigurationError(
-                f"The sampler, a {type(sampler).__name__}, has a length of 0.", do="pass a sampler that gives an index"
+                f"The sampler, a {type(sampler).__name__}, has a length of 0.",
+                do="pass a sampler that yields at least one index",
             )
         self._drawn: tuple[int, npt.NDArray[np.int64]] | None = None
         self._expected: tuple[int, str] | None = None
@@ -78,8 +79,8 @@ class GivenOrder:
         indices = self._drawn[1]
         if self._expected is not None and self._expected[0] == epoch and self._expected[1] != _digest(indices):
             raise DatasetError(
-                f"The sampler gives another order of epoch {epoch} than when the state was saved: its position means "
-                "other samples in this order.",
+                f"The sampler yields a different order for epoch {epoch} than when the state was saved: its position "
+                "refers to other samples in this order.",
                 do=SAME_DRAWS,
             )
         return indices
@@ -118,24 +119,24 @@ class GivenOrder:
     def _checked(self, given: list[Any]) -> npt.NDArray[np.int64]:
         if len(given) != self._length:
             raise DatasetError(
-                f"The sampler gave {len(given)} indices, and its length is {self._length}.",
-                do="have __len__ return how many indices an iteration gives",
+                f"The sampler gave {len(given)} indices, but its length is {self._length}.",
+                do="make __len__ return the number of indices that an iteration yields",
             )
         try:
             indices = np.fromiter(map(operator.index, given), dtype=np.int64, count=len(given))
         except TypeError:
             wrong = next(one for one in given if not hasattr(one, "__index__"))
             raise DatasetError(
-                f"The sampler must give one index at a time, and gave a {type(wrong).__name__}.",
-                do="pass a sampler of single indices: global_batch_size makes the batches",
+                f"The sampler must yield one index at a time, got a {type(wrong).__name__}.",
+                do="pass a sampler of single indices: global_batch_size forms the batches",
             ) from None
         outside = np.flatnonzero((indices < 0) | (indices >= self._num_samples))
         if outside.size:
             position = int(outside[0])
             raise DatasetError(
-                f"The sampler gave index {indices[position]} at position {position}, and the dataset has "
+                f"The sampler gave index {indices[position]} at position {position}, but the dataset has "
                 f"{self._num_samples} samples.",
-                do=f"have it give indices from 0 to {self._num_samples - 1}",
+                do=f"make it yield indices from 0 to {self._num_samples - 1}",
             )
         return indices
 
@@ -161,13 +162,13 @@ def _check_kind(sampler: Any) -> None:  # noqa: ANN401 - any sampler
     name = type(sampler).__name__
     if isinstance(sampler, DistributedSampler):
         raise ConfigurationError(
-            f"sampler= takes the order of all ranks together, and a {name} gives one rank's share.",
-            do="leave it out: rankwise takes each rank's part itself; shuffle=True gives a random order each epoch",
+            f"sampler= takes the order for all ranks together, but a {name} yields one rank's share.",
+            do="leave it out: rankwise selects each rank's part itself; shuffle=True gives a random order each epoch",
         )
     if isinstance(sampler, BatchSampler):
         raise ConfigurationError(
-            f"sampler= takes single indices, and a {name} gives batches.",
-            do="pass the sampler inside it: global_batch_size makes the batches",
+            f"sampler= takes single indices, but a {name} yields batches.",
+            do="pass its inner sampler: global_batch_size forms the batches",
         )
     if not isinstance(sampler, Iterable) or not hasattr(sampler, "__len__"):
         raise ConfigurationError(

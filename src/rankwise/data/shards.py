@@ -92,7 +92,7 @@ def resolve_global_batch_size(global_batch_size: int | None, local_batch_size: i
     if (global_batch_size is None) == (local_batch_size is None):
         given = "Neither was" if global_batch_size is None else "Both were"
         raise ConfigurationError(
-            f"Exactly one of global_batch_size and local_batch_size is needed. {given} given.",
+            f"Exactly one of global_batch_size and local_batch_size is required, {given} given.",
             evidence=f"global_batch_size={global_batch_size}, local_batch_size={local_batch_size}",
             do="pass global_batch_size (samples per step of all ranks together: the result "
             "does not depend on the number of ranks), or local_batch_size (samples per step "
@@ -127,7 +127,7 @@ def make_shards(
     """
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigurationError(
-            f"There is no rank {rank} among {world_size}.",
+            f"rank={rank} is not valid with world_size={world_size}.",
             do="pass world_size of at least 1 and a rank from 0 to world_size - 1",
         )
     _check_remainder(remainder)
@@ -140,7 +140,7 @@ def make_shards(
     )
     if length and not shards.num_batches():
         raise ConfigurationError(
-            f'remainder="drop" leaves nothing: {length} samples make no whole global batch of '
+            f'remainder="drop" leaves nothing: {length} samples do not fill one global batch of '
             f"{shards.global_batch_size}.",
             do=f'pass remainder="keep", or a batch size that makes at most {length} samples per step of all ranks',
         )
@@ -150,14 +150,14 @@ def make_shards(
 def _check_remainder(remainder: str) -> None:
     if remainder not in REMAINDERS:
         raise ConfigurationError(
-            f"There is no remainder={remainder!r}.",
+            f"remainder={remainder!r} is invalid.",
             do='use "keep" (the last, short batch is split over the ranks) or "drop" (it is left out)',
         )
 
 
 def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name} must be a positive integer, not {value!r}.", do=f"pass {name}=1 or more")
+        raise ConfigurationError(f"{name} must be a positive integer, got {value!r}.", do=f"pass {name}=1 or more")
     return value
 
 
@@ -176,7 +176,7 @@ def note_on_short_batch(shards: Shards, start: int, stop: int) -> str | None:
         return None
     samples = "1 sample" if num_samples == 1 else f"{num_samples} samples"
     return (
-        f"rankwise: the last batch that this rank was given by its DataLoader held {samples}. It is its part of the "
+        f"rankwise: the last batch that this rank got from its DataLoader held {samples}. It is its part of the "
         f"epoch's last global batch, which has {stop - start} of {shards.global_batch_size} samples. "
         'Pass remainder="drop" to rankwise.DataLoader if the error is about that.'
     )
@@ -191,7 +191,7 @@ def note_on_share(shards: Shards) -> tuple[int, str] | None:
     if high - low == shards.global_batch_size:
         return None
     words = (
-        f"rankwise: this rank was given {high - low} of the {shards.global_batch_size} samples of the global batch. If "
+        f"rankwise: this rank got {high - low} of the {shards.global_batch_size} samples of the global batch. If "
         "the error is about that, take the size from the batch, as in len(x), not from a constant."
     )
     return shards.global_batch_size, words
@@ -307,7 +307,7 @@ def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int
     missing = [name for name in ("epoch", "position", *facts) if name not in {*state, "sampler_length"}]
     if missing:
         raise ConfigurationError(
-            "This is not the state of a loader or sampler: it lacks " + ", ".join(missing) + ".",
+            "This is not the state of a loader or sampler: it has no " + ", ".join(missing) + ".",
             evidence="it holds " + (", ".join(map(str, state)) or "nothing"),
             do="pass what state_dict() of a rankwise DataLoader or ShardedSampler returned",
         )
@@ -317,7 +317,7 @@ def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int
             kind = DatasetError if name == "dataset_length" else ConfigurationError
             raise kind(
                 f"The state was saved with {name}={state.get(name)!r}, and now {name}={now!r}: "
-                "its position means other samples in this order.",
+                "its position refers to other samples in this order.",
                 do="use the dataset it was saved with, or do not load this state"
                 if name == "dataset_length"
                 else "pass a sampler as when the state was saved, or none if there was none"
@@ -328,7 +328,7 @@ def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int
     within = isinstance(position, int) and position >= 0 and (not isinstance(length, int) or position <= length)
     if not (isinstance(epoch, int) and epoch >= 0 and within):
         raise ConfigurationError(
-            f"There is no position {position!r} of epoch {epoch!r}.",
+            f"Position {position!r} of epoch {epoch!r} does not exist.",
             evidence=f"an epoch has {length} samples",
             do="pass an epoch of at least 0 and a position between 0 and the dataset's length",
         )
@@ -346,5 +346,5 @@ def check_not_empty(length: object, *, where: str | None = None, num_ranks: int 
             "The dataset is empty.",
             where=where,
             evidence=fold_values(dict.fromkeys(range(num_ranks), "0 samples")),
-            do="check the path or the filter the dataset was made with",
+            do="check the path or the filter that the dataset was created with",
         )

@@ -106,10 +106,10 @@ def _publish(value: object, node_rank: int) -> _Published:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         os.close(descriptor)
         raise DatasetError(
-            f"The dataset cannot be pickled, which sharing needs: {error}",
+            f"The dataset cannot be pickled, which sharing requires: {error}",
             where=str(current().world),
             do="define its classes and functions at the top level of a module (no lambdas), and "
-            "open files when a sample is read; or have each rank make its own, without share()",
+            "open files when a sample is read; or create one on each rank, without share()",
         ) from error
     except BaseException:
         os.close(descriptor)
@@ -125,8 +125,8 @@ def _mapped(published: _Published, dataset: Any) -> Any:  # noqa: ANN401 - any d
         descriptor = _found(published)
     except OSError as error:
         warn(
-            "share: this rank cannot map its node's copy of the dataset and takes one of its own, "
-            f"which costs the memory of one more ({error}). Ranks of one node must run in one "
+            "share: this rank cannot map its node's copy of the dataset and makes its own, "
+            f"which takes the memory of another copy ({error}). Ranks of one node must run in one "
             "container, as one user.",
             all_ranks=True,
         )

@@ -220,13 +220,13 @@ def is_stream(dataset: object) -> bool:
         return False
     if not isinstance(dataset, Iterable):
         raise ConfigurationError(
-            f"A {type(dataset).__name__} is no dataset: it can neither be indexed nor iterated.",
+            f"A {type(dataset).__name__} is not a dataset: it can neither be indexed nor iterated.",
             do="pass a map-style dataset (__getitem__ and __len__), an iterable one, tensors or arrays",
         )
     if isinstance(dataset, Iterator):
         raise ConfigurationError(
-            f"A {type(dataset).__name__} can be iterated once only, and each epoch iterates it.",
-            do="pass an object whose __iter__ starts anew each time, as IterableDataset's does",
+            f"A {type(dataset).__name__} can be iterated only once, but each epoch iterates it.",
+            do="pass an object whose __iter__ starts from the beginning each time, like an IterableDataset",
         )
     return True
 
@@ -262,7 +262,7 @@ def columns_of(dataset: object) -> ColumnSource | None:
         raise DatasetError(
             "The tensors of the dataset have different numbers of samples.",
             evidence="first dims: " + ", ".join(str(len(part)) for part in parts),
-            do="give each one row per sample",
+            do="give each of them one row per sample",
         )
     return ColumnSource(parts, rebuild, _rows_chosen(dataset))
 

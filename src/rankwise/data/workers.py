@@ -205,13 +205,11 @@ def _unanswered(error: Exception, exit_codes: dict[int, int], where: str) -> Dat
         where: the rank.
     """
     if exit_codes:
-        what = "A worker process of the loader ended before it had read its batch."
-        ends = [
-            f"worker {number} ended with exit code {code}" + _signal_name(code) for number, code in exit_codes.items()
-        ]
+        what = "A worker process of the loader exited before it had read its batch."
+        ends = [f"worker {number} exited with code {code}" + _signal_name(code) for number, code in exit_codes.items()]
         evidence = "\n".join(ends)
         if -signal.SIGKILL in exit_codes.values():
-            do = "look for the kernel's out-of-memory killer (dmesg); fewer num_workers= take less memory"
+            do = "check dmesg for the kernel's out-of-memory killer; a smaller num_workers= needs less memory"
         elif min(exit_codes.values()) < 0:
             do = "num_workers=0 with PYTHONFAULTHANDLER=1 shows the crash where it happens"
         else:
@@ -219,7 +217,7 @@ def _unanswered(error: Exception, exit_codes: dict[int, int], where: str) -> Dat
     else:
         what = "The worker processes of the loader did not answer in time, or could not start."
         evidence = f"{type(error).__name__}: {error}"
-        do = "timeout_seconds= sets the limit for one batch; num_workers=0 shows where reading waits (rankwise stacks)"
+        do = "timeout_seconds= sets the limit for one batch; num_workers=0 shows where reading blocks (rankwise stacks)"
     return DatasetError(what, where=where, evidence=evidence, do=do)
 
 

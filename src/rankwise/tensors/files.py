@@ -138,7 +138,7 @@ class TensorFiles:
         """Return a tensor that is the file's own pages: only what is touched is read."""
         entry = self.entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{self.path} holds no tensor {name!r}.", do="ask for one of .entries")
+            raise CheckpointError(f"{self.path} has no tensor {name!r}.", do="ask for one of .entries")
         if not self._opened:
             raise CheckpointError(f"{self.path} is closed.", do="read inside the `with` block")
         with _damage_reported(entry.file):
@@ -177,7 +177,7 @@ def open_tensor_files(path: str | os.PathLike[str]) -> TensorFiles:
     place = Path(path)
     if not place.exists():
         raise ConfigurationError(
-            f"There is nothing at {place}.", do="name a .safetensors file, or a folder that holds some"
+            f"{place} does not exist.", do="pass a .safetensors file, or a folder that contains some"
         )
     if place.is_file() and not place.name.endswith(".json"):
         return _opened(place, {place: None})
@@ -188,8 +188,8 @@ def open_tensor_files(path: str | os.PathLike[str]) -> TensorFiles:
     if not found:
         names = sorted(entry.name for entry in place.iterdir())
         raise ConfigurationError(
-            f"{place} holds no {SUFFIX} file.",
-            evidence="it holds " + (", ".join(names[:10]) + (", ..." if len(names) > 10 else "") or "nothing"),  # noqa: PLR2004 - enough to know the folder by
+            f"{place} contains no {SUFFIX} file.",
+            evidence="it contains " + (", ".join(names[:10]) + (", ..." if len(names) > 10 else "") or "nothing"),  # noqa: PLR2004 - enough to recognize the folder
             do="convert other formats first: safetensors.torch.save_file(torch.load(old, weights_only=True), new)",
         )
     return _opened(place, dict.fromkeys(found))
@@ -224,8 +224,8 @@ def _files_of_index(index: Path) -> dict[Path, set[str] | None]:
                 names.add(name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{index} is no index of safetensors files: {error!r}",
-            do="fetch it again, or remove it: the files of the folder are then taken without it",
+            f"{index} is not an index of safetensors files: {error!r}",
+            do="download it again, or remove it: the files of the folder are then read without it",
         ) from error
     return wanted
 
@@ -242,12 +242,12 @@ def _opened(path: Path, wanted: Mapping[Path, set[str] | None]) -> TensorFiles:
                 raise CheckpointError(
                     f"{file} lacks {len(names - there)} tensors that the index says it holds.",
                     evidence=_some(sorted(names - there)),
-                    do="fetch the files again, all of one version",
+                    do="download the files again, all of the same version",
                 )
             for name in sorted(there if names is None else names):
                 if name in file_of:
                     raise CheckpointError(
-                        f"Two files hold {name!r}.",
+                        f"Two files contain {name!r}.",
                         evidence=f"{file_of[name]}\n{file}",
                         do=f"keep one of them in {path}, or pass the path of the file to use",
                     )
@@ -268,7 +268,7 @@ def _info_of(name: str, file: Path, opened: Any) -> TensorInfo:  # noqa: ANN401 
     dtype = _DTYPES.get(code)
     if dtype is None:
         raise CheckpointError(
-            f"{file} holds {name!r} in a format that this PyTorch has no dtype for: {code}.",
+            f"{file} holds {name!r} in a format for which this PyTorch has no dtype: {code}.",
             do="save the weights in float32, bfloat16 or float16",
         )
     return TensorInfo(dtype, tuple(int(size) for size in kind.get_shape()), file)
@@ -284,5 +284,5 @@ def _damage_reported(file: Path) -> Generator[None]:
         yield
     except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file} cannot be read: {error}", do="fetch or save it again; other formats than safetensors are not read"
+            f"{file} cannot be read: {error}", do="download or save it again; only the safetensors format is read"
         ) from error

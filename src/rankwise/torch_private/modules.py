@@ -64,7 +64,7 @@ class AnySizeBatchNorm(BatchNorm):
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
         if input.dim() < 2:  # noqa: PLR2004 - batch and channels
-            raise ValueError(f"expected an input of at least 2 dimensions, not {input.dim()}")
+            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
 
 
 def check_input_dim(layer: BatchNorm, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
