@@ -28,17 +28,17 @@ EXCHANGES = ("auto", "shared_memory", "gloo")
 
 
 def check_exchange(wanted: str) -> None:
-    """Raise unless there is an exchange of this name.
+    """Raise unless an exchange of this name exists.
 
     Raises:
-        ConfigurationError: names those there are.
+        ConfigurationError: it does not; the error lists those that exist.
     """
     if wanted not in EXCHANGES:
         raise ConfigurationError(f"exchange={wanted!r} is invalid.", do="use one of " + ", ".join(EXCHANGES))
 
 
 def open_exchange(wanted: str, group: TorchGroup, world: World, *, checks: bool = False) -> tuple[Exchange, str]:
-    """Open the exchange of a world, and say in a few words which one it is.
+    """Open the exchange of a world, and return a short description of it.
 
     Called by: every rank.
 
@@ -49,11 +49,11 @@ def open_exchange(wanted: str, group: TorchGroup, world: World, *, checks: bool 
         checks: whether every collective is to be compared on all ranks before it begins.
 
     Returns:
-        The exchange, and the words; empty where there was nothing to choose.
+        The exchange and its description; empty if there was nothing to choose.
 
     Raises:
-        ConfigurationError: ranks want different ones, or shared memory is wanted and cannot be had; or only some are
-            to compare.
+        ConfigurationError: ranks want different ones, or shared memory is wanted but not available; or ``checks``
+            differs between ranks.
     """
     exchange, words = _open(wanted, group, world, checks=checks)
     if not goes_through_host(world.device, world.backend):
@@ -106,7 +106,7 @@ def _open(wanted: str, group: TorchGroup, world: World, *, checks: bool) -> tupl
 
 
 def home_of(world: World) -> str:
-    """Return what tells the processes that can share memory from others; ``!`` begins why it can with none."""
+    """Return a key that processes share if they can share memory; after ``!``, why this one can share with none."""
     if not has_futex():
         return f"!{platform.machine()} on {platform.system()} does not order stores as shared memory requires"
     return f"{world.hostname} {machine_name()}"
