@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of the ranks for themselves."""
+"""Creating groups of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def new_group(ranks: Sequence[int]) -> Group:
     """Return a group of some of the ranks, for the ``group=`` of collectives.
 
-    Called by: every rank of the world, with the same ranks, also those that are not in it.
+    Called by: every rank of the world, with the same list, including ranks that are not in it.
 
     Collectives of a group are called by its ranks only, in the same order among them. For groups along the axes of a
     model there is :func:`rankwise.mesh`.
@@ -32,7 +32,7 @@ def new_group(ranks: Sequence[int]) -> Group:
         The group; its ``ranks`` ascend, as in torch's groups.
 
     Raises:
-        ConfigurationError: no ranks, one that there is not or that comes twice; or ranks gave different ones.
+        ConfigurationError: no ranks, a rank that does not exist or occurs twice; or the list differs between ranks.
 
     Source: torch.distributed.new_group.
     """

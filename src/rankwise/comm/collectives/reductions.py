@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of all ranks made one: everywhere, or a part on each."""
+"""Values of all ranks combined into one: on every rank, or a part on each."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def all_reduce(value: T, op: str = "sum", *, group: Group | None = None) -> T:
         The same kind, shape and dtype, equal on every rank. Never an alias of ``value``; without gradients.
 
     Raises:
-        ConfigurationError: unknown ``op``, something that cannot be reduced, or this rank is not in ``group``.
-        CollectiveMismatch: ranks called different things; nothing was sent.
+        ConfigurationError: unknown ``op``, a value that cannot be reduced, or this rank is not in ``group``.
+        CollectiveMismatch: ranks made different calls; nothing was sent.
         PeerFailed: another rank failed.
-        PeerMissing: another rank left, or did not come in time.
+        PeerMissing: another rank left, or did not arrive in time.
 
     Source: torch.distributed.all_reduce.
     """
@@ -68,13 +68,13 @@ def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> 
     Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
 
     Args:
-        value: tensor or array, or a list, tuple or dict of them; [rows, ...]. The rows are divided as evenly as it
-            goes: of 7 rows three ranks get 3, 2 and 2.
+        value: tensor or array, or a list, tuple or dict of them; [rows, ...]. The rows are divided as evenly as
+            possible: of 7 rows three ranks get 3, 2 and 2.
         op: as for :func:`all_reduce`.
         group: from :func:`rankwise.new_group`; default: all ranks.
 
     Returns:
-        This rank's rows of what :func:`all_reduce` would give; the first rank has the first ones.
+        This rank's rows of the result of :func:`all_reduce`; the first rank has the first ones.
 
     Raises:
         ConfigurationError: as :func:`all_reduce`; or a value has no rows.
