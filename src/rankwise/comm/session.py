@@ -48,7 +48,7 @@ class CurrentBatch:
     values: object = None
     """The batch that the loader yielded, to recognize tensors derived from it."""
     thread: int = 0
-    """The process that took it."""
+    """The thread that took it."""
 
 
 class Loop(Protocol):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which arguments the loader refuses, and what to pass instead.
+"""Which arguments the loader rejects, and what to pass instead.
 
-Values only: reads no sample, communicates with nobody. Imported by ``loader``.
+Values only: reads no sample, does no communication. Imported by ``loader``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def refuse(unknown: dict[str, object]) -> None:
 
 
 def check_workers(options: WorkerOptions) -> None:
-    """Raise for options of worker processes that are bad, or that need workers where there are none.
+    """Raise for invalid options of worker processes, and for those that need workers if there are none.
 
     Raises:
         ConfigurationError: see above.
@@ -62,7 +62,7 @@ def check_workers(options: WorkerOptions) -> None:
 
 
 def check_order(dataset: object, *, is_stream: bool, shuffle: bool, sampler: object) -> None:
-    """Raise where the order of an epoch is given twice, or for a dataset that can only be iterated.
+    """Raise if the order of an epoch is given twice, or is given for a dataset that can only be iterated.
 
     Raises:
         ConfigurationError: see above.

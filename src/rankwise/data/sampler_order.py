@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of an epoch as a sampler of the user's gives it: seeded by epoch, so that it is the same on every rank.
+"""The order of an epoch from the user's sampler: seeded by epoch, so that it is the same on every rank.
 
 Reads no sample. Imported by ``sampler`` and ``loader``.
 """
@@ -34,11 +34,11 @@ SAME_DRAWS = (
 
 
 class GivenOrder:
-    """What a sampler gives for an epoch: the indices of all ranks together.
+    """The order that a sampler yields for an epoch: the indices of all ranks together.
 
     A pure function of ``(seed, epoch)`` for samplers that draw from Python's, NumPy's or torch's global generator or
     from a ``torch.Generator`` that is their attribute ``generator``, as all of torch's do: these are seeded while the
-    sampler is iterated, and put back. A sampler that has ``set_epoch`` is given the epoch. The indices of one epoch are
+    sampler is iterated, and restored. ``set_epoch`` of a sampler is called with the epoch. The indices of one epoch are
     kept, 8 bytes each.
 
     Args:
@@ -47,7 +47,7 @@ class GivenOrder:
         seed: of the loader.
 
     Raises:
-        ConfigurationError: it has no length, gives batches or one rank's share, or nothing at all.
+        ConfigurationError: it has no length, yields batches or one rank's share, or yields nothing.
     """
 
     def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:  # noqa: ANN401 - any sampler
@@ -71,8 +71,8 @@ class GivenOrder:
         """Return the indices of an epoch, of all ranks together.
 
         Raises:
-            DatasetError: they are not indices of the dataset, not as many as the sampler's length, or not those with
-                which the state that was loaded had been saved.
+            DatasetError: they are not indices of the dataset, not as many as the sampler's length, or not those of
+                the loaded state.
         """
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = (epoch, self._checked(self._draw(epoch)))
@@ -86,7 +86,7 @@ class GivenOrder:
         return indices
 
     def facts(self, epoch: int) -> dict[str, object]:
-        """Return what a state says of this order, JSON-able: its length, and its digest where ``epoch`` is drawn."""
+        """Return this order's entries of a state, JSON-able: its length, and its digest if ``epoch`` is drawn."""
         is_drawn = self._drawn is not None and self._drawn[0] == epoch
         return {
             "sampler_length": self._length,
@@ -94,7 +94,7 @@ class GivenOrder:
         }
 
     def expect(self, state: Mapping[str, Any]) -> None:
-        """Have the epoch of ``state`` refused unless its order is that with which the state was saved."""
+        """Reject the epoch of ``state`` later unless its order is the saved one."""
         digest = state.get("sampler_digest")
         self._expected = None if digest is None else (state["epoch"], digest)
 
@@ -142,15 +142,15 @@ class GivenOrder:
 
 
 def shared_order(given: GivenOrder, epoch: int, number: int | None) -> Callable[[Indices], Indices]:
-    """Return the function from positions of an epoch to the indices that a sampler gives, after ranks have compared it.
+    """Return the function from positions of an epoch to a sampler's indices, after the ranks have compared them.
 
     Args:
         given: the order.
         epoch: which one.
-        number: of the loader, the same on every rank; ``None``: the ranks are not compared.
+        number: of the loader, the same on every rank; ``None`` does not compare ranks.
 
     Raises:
-        DatasetError: the sampler gave another rank another order, or something that is no order.
+        DatasetError: the sampler yielded another order on another rank, or something that is not an order.
     """
     indices = given.of_epoch(epoch)
     if number is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The positions of an epoch: which make a global batch, which of these a rank takes, and where a training loop stands.
+"""The positions of an epoch: which form a global batch, which of these a rank takes, and where a training loop is.
 
-A position counts samples of an epoch, taken by all ranks together, so that it means the same on any number of ranks.
+A position counts samples of an epoch, taken by all ranks together, so it is the same on any number of ranks.
 Holds no order and no dataset; imports no torch. Imported by ``sampler``, ``sources`` and ``loader``.
 """
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 REMAINDERS = ("keep", "drop")
 _CHUNK = 4096
-"""Positions looked up at once: one look-up of 4096 costs as much as a few of 64."""
+"""Positions looked up at once: one lookup of 4096 costs as much as a few of 64."""
 
 State = dict[str, Any]
 
 
 def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the part of ``[start, stop)`` that ``rank`` takes: contiguous, as even as it goes.
+    """Return the part of ``[start, stop)`` that ``rank`` takes: contiguous, as even as possible.
 
-    Where it does not divide, the first ranks take one more. A rank may get nothing: ``(s, s)``.
+    If it does not divide, the first ranks take one more. A rank may get nothing: ``(s, s)``.
     """
     each, more = divmod(stop - start, world_size)
     first = start + rank * each + min(rank, more)
@@ -40,10 +40,10 @@ def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
-    """How the epochs of one dataset are cut into global batches, and these into the ranks' parts.
+    """How the epochs of one dataset are split into global batches, and these into the ranks' parts.
 
     Global batch ``b`` of an epoch begun at ``position`` covers the positions from ``position + b *
-    G`` on, ``G`` of them or what is left. Which samples these are does not depend on the number of
+    G`` on, ``G`` of them or the rest. Which samples these are does not depend on the number of
     ranks.
     """
 
@@ -78,7 +78,7 @@ class Shards:
         return rank_slice(start, stop, self.rank, self.world_size)
 
     def of_length(self, length: int) -> Shards:
-        """Return the same cutting for another length."""
+        """Return the same split for another length."""
         return replace(self, length=length)
 
 
@@ -86,7 +86,7 @@ def resolve_global_batch_size(global_batch_size: int | None, local_batch_size: i
     """Return the samples per step of all ranks, from whichever of the two sizes was given.
 
     Raises:
-        ConfigurationError: both or none were given, a size is not a positive integer, or the global
+        ConfigurationError: both or neither were given, a size is not a positive integer, or the global
             batch is smaller than the number of ranks.
     """
     if (global_batch_size is None) == (local_batch_size is None):
@@ -120,10 +120,10 @@ def make_shards(
     rank: int,
     world_size: int,
 ) -> Shards:
-    """Return the cutting these arguments ask for.
+    """Return the split for these arguments.
 
     Raises:
-        ConfigurationError: they are bad, contradict each other, or leave no batch at all.
+        ConfigurationError: they are invalid, contradict each other, or leave no batch.
     """
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigurationError(
@@ -162,10 +162,10 @@ def _positive(name: str, value: object) -> int:
 
 
 def note_on_short_batch(shards: Shards, start: int, stop: int) -> str | None:
-    """Return what an error should say of the batch that this rank was given last; ``None`` where it is a whole one.
+    """Return a note for errors about this rank's last batch; ``None`` if it is a full one.
 
     Args:
-        shards: how global batches are cut.
+        shards: how global batches are split.
         start: position of the epoch at which the global batch begins.
         stop: position at which it ends.
     """
@@ -183,9 +183,9 @@ def note_on_short_batch(shards: Shards, start: int, stop: int) -> str | None:
 
 
 def note_on_share(shards: Shards) -> tuple[int, str] | None:
-    """Return the samples of a whole global batch, and what an error that names their number should say besides.
+    """Return the samples of a full global batch, and a note for errors that mention this number.
 
-    ``None`` where one rank takes them all.
+    ``None`` if one rank takes them all.
     """
     low, high = shards.local_part(0, shards.global_batch_size)
     if high - low == shards.global_batch_size:
@@ -202,7 +202,7 @@ class BatchRequest(NamedTuple):
 
     epoch: int
     stop: int
-    """Position of the epoch at which the global batch ends. Goes back with the batch."""
+    """Position of the epoch at which the global batch ends. Returned with the batch."""
     indices: npt.NDArray[np.int64]
     """[samples of this rank] their indices in the dataset; may be empty in the last batch."""
     stand_in: int
@@ -215,7 +215,7 @@ def local_batches(
     """Yield this rank's part of each global batch from ``position`` to the end of the epoch.
 
     Args:
-        shards: how the epoch is cut.
+        shards: how the epoch is split.
         order: from positions of the epoch to indices of the dataset.
         epoch: its number.
         position: where to begin.
@@ -240,7 +240,7 @@ class EpochCursor:
     """The epoch and position of one loader or sampler.
 
     An epoch that was left early, by ``break`` or an error, is over: the next iteration begins the
-    next epoch. Where only one batch had been taken, that was a look at the data: the next iteration
+    next epoch. If only one batch was taken, that counts as a look at the data: the next iteration
     begins where that one began.
     """
 
@@ -248,12 +248,12 @@ class EpochCursor:
         self.epoch = 0
         self.position = 0
         self.start = 0
-        """Position at which the iteration under way began, or the next one will begin."""
+        """Position at which the current iteration began, or the next one will begin."""
         self._taken = 0
         self._iteration = 0
 
     def begin(self) -> int:
-        """Begin an iteration at ``epoch`` and ``start``; return the mark its calls must show."""
+        """Begin an iteration at ``epoch`` and ``start``; return the number its calls must pass."""
         if self._taken > 1:
             self._turn_to(self.epoch + 1, 0)
         else:
@@ -264,27 +264,27 @@ class EpochCursor:
     def take(self, iteration: int, position: int) -> None:
         """Note that the loop takes the batch that ends at ``position``.
 
-        An iteration that another one has followed counts no more.
+        An iteration that was followed by another one no longer counts.
         """
         if iteration == self._iteration:
             self.position = position
             self._taken += 1
 
     def finish(self, iteration: int) -> None:
-        """Note that the loop came to the end of the epoch."""
+        """Note that the loop reached the end of the epoch."""
         if iteration == self._iteration:
             self._turn_to(self.epoch + 1, 0)
 
     def move_to(self, epoch: int, position: int) -> None:
-        """Have the next iteration begin at that place; one under way counts no more."""
+        """Begin the next iteration at that place; a current one no longer counts."""
         self._iteration += 1
         self._turn_to(epoch, position)
 
     def place(self) -> tuple[int, int]:
-        """Return ``(epoch, position)`` to go on from.
+        """Return ``(epoch, position)`` to continue from.
 
-        After the last batch that is the end of the epoch, not the next one: what the training loop does
-        after its ``for`` (a scheduler's step, a validation) is still to come, and comes after a resume.
+        After the last batch that is the end of the epoch, not the next one: the code after the
+        ``for`` (a scheduler's step, a validation) has not run yet, and runs after a resume.
         """
         return self.epoch, self.position
 
@@ -294,15 +294,15 @@ class EpochCursor:
 
 
 def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int, int]:
-    """Return ``(epoch, position)`` of a saved state, after checking that its order is this one.
+    """Return ``(epoch, position)`` of a saved state, after checking that it has the same order.
 
     Args:
         state: what ``state_dict`` returned: ``facts``, ``epoch`` and ``position``.
-        facts: what decides the order now: ``dataset_length``, ``seed``, ``shuffle``; with a sampler ``sampler_length``.
+        facts: settings of the order now: ``dataset_length``, ``seed``, ``shuffle``; with a sampler ``sampler_length``.
 
     Raises:
         DatasetError: the dataset had another length.
-        ConfigurationError: it was another order, or this is no such state.
+        ConfigurationError: it had another order, or this is not such a state.
     """
     missing = [name for name in ("epoch", "position", *facts) if name not in {*state, "sampler_length"}]
     if missing:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of other libraries and plain numbers as tensors, and tensors back as what they were.
+"""Arrays of other libraries and plain numbers as tensors, and tensors converted back.
 
-NumPy arrays and scalars, Python numbers, and whatever exchanges memory by ``__dlpack__``: JAX, CuPy, TensorFlow.
-Nobody's library is imported here: who passes an array of it has done so.
+NumPy arrays and scalars, Python numbers, and every array with ``__dlpack__``: JAX, CuPy, TensorFlow.
+No such library is imported here: a caller that passes its array has imported it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rankwise.errors import ConfigurationError
 
 
 def tensor_of(leaf: object, name: str, other: str) -> torch.Tensor:
-    """Return a leaf as a tensor on the device it lies on; a tensor as it is.
+    """Return a leaf as a tensor on its own device; a tensor unchanged.
 
     Args:
         leaf: tensor, array or number.
-        name: of the call that it was given to, for the error.
+        name: of the call that it was passed to, for the error.
         other: the call that takes other objects.
 
     Raises:
-        ConfigurationError: it is none of these, or nothing that can be sent as it lies in memory.
+        ConfigurationError: it is none of these, or its memory cannot be sent as it is.
     """
     if isinstance(leaf, torch.Tensor):
         return _with_memory(leaf, name)
@@ -46,7 +46,7 @@ def tensor_of(leaf: object, name: str, other: str) -> torch.Tensor:
 
 
 def back(leaf: object, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - the leaf's own type
-    """Return ``tensor``, which nobody else holds, as the kind of thing ``leaf`` is."""
+    """Return ``tensor``, which has no other owner, as an object of the type of ``leaf``."""
     if isinstance(leaf, torch.Tensor):
         return tensor
     if isinstance(leaf, np.generic):
@@ -94,7 +94,7 @@ def _from_numpy(leaf: np.ndarray[Any, Any] | np.generic, name: str) -> torch.Ten
 def _from_dlpack(leaf: object, name: str) -> torch.Tensor:
     _reader_of(leaf)
     try:
-        # A copy: what lies there may not be written to, and what is sent must not change meanwhile.
+        # A copy: the memory may be read-only, and must not change while it is sent.
         return torch.from_dlpack(leaf).clone()
     except AttributeError as error:
         raise _without_memory(leaf, name, "jit, grad and vmap", str(error)) from error
@@ -137,10 +137,10 @@ def _package_of(leaf: object) -> str:
 
 
 def _of_tensorflow(leaf: Any, name: str) -> object:  # noqa: ANN401 - TensorFlow's tensor or variable
-    """Return the tensor that a variable holds, and a tensor as it is."""
+    """Return the tensor that a variable holds, or a tensor unchanged."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None and dtype.name in {"string", "variant", "resource"}:
-        # Asked for the memory of such a tensor, TensorFlow ends the process.
+        # TensorFlow ends the process when the memory of such a tensor is requested.
         raise ConfigurationError(
             f"{name} cannot take a TensorFlow tensor of {dtype.name}: it has no memory that torch can read.",
             do="pass its values as numbers; strings as bytes: tf.io.decode_raw(text, tf.uint8)",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain safetensors files, by the names of the tensors in them: one file, or a folder of several.
 
-Reads one tensor or one region at a time, and nothing else of a file; writes nothing. Imported by whatever takes
-weights from files that others wrote.
+Reads one tensor or one region at a time, and nothing else of a file; writes nothing. Imported by the code that
+reads weights from files written by other tools.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ CODES: dict[torch.dtype, str] = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-"""What the format calls each dtype."""
+"""The format's name of each dtype."""
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a file says about one of its tensors."""
+    """A file's entry for one of its tensors."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class TensorFiles:
     """Open files and the tensors in them. A context manager.
 
     Args:
-        path: what was asked for, for errors.
+        path: the path that was passed, for errors.
         opened: the open files.
         file_of: which file each tensor is read from.
     """
@@ -108,7 +108,7 @@ class TensorFiles:
         return self._mapped(name)[slices].clone()
 
     def read_into(self, name: str, destination: torch.Tensor) -> None:
-        """Copy a tensor to where it shall be, converted to that dtype. Takes no memory in between.
+        """Copy a tensor into ``destination``, converted to its dtype. Takes no memory in between.
 
         Args:
             name: of the tensor.
@@ -135,7 +135,7 @@ class TensorFiles:
         )
 
     def _mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor that is the file's own pages: only what is touched is read."""
+        """Return a tensor backed by the file's own pages: only what is accessed is read."""
         entry = self.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}.", do="ask for one of .entries")
@@ -145,7 +145,7 @@ class TensorFiles:
             return self._opened[entry.file].get_tensor(name)
 
     def close(self) -> None:
-        """Close the files. What has been read stays."""
+        """Close the files. Tensors that were read stay valid."""
         for opened in self._opened.values():
             opened.__exit__(None, None, None)
         self._opened.clear()
@@ -162,15 +162,15 @@ class TensorFiles:
 def open_tensor_files(path: str | os.PathLike[str]) -> TensorFiles:
     """Open one safetensors file, or all files of a folder, as one set of named tensors.
 
-    In a folder, ``model.safetensors.index.json`` (or the only index there is) says which file holds which tensor.
-    Without an index all files of the folder count, and no two may hold the same name.
+    In a folder, ``model.safetensors.index.json`` (or the only index there) maps each tensor to its file.
+    Without an index all files of the folder are used, and no two may contain the same name.
 
     Args:
         path: a ``.safetensors`` file, a ``.safetensors.index.json`` file, or a folder with either.
 
     Raises:
-        ConfigurationError: nothing there, or no files of this format.
-        CheckpointError: a file is damaged, missing from what the index names, or two hold the same name.
+        ConfigurationError: the path does not exist, or has no files of this format.
+        CheckpointError: a file is damaged, lacks what the index names, or two contain the same name.
 
     Source: safetensors.safe_open; the index as transformers and diffusers write it.
     """
@@ -231,7 +231,7 @@ def _files_of_index(index: Path) -> dict[Path, set[str] | None]:
 
 
 def _opened(path: Path, wanted: Mapping[Path, set[str] | None]) -> TensorFiles:
-    """Open files and collect the names in them; ``None`` wants all of a file."""
+    """Open files and collect the names in them; ``None`` selects all of a file."""
     opened: dict[Path, Any] = {}
     file_of: dict[str, Path] = {}
     with ExitStack() as until_complete:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of torch's private names: what each is for, and since which tested version of torch it exists.
+"""The table of torch's private names: the purpose of each, and the tested version of torch that introduced it.
 
 Data alone. ``tests/unit/test_torch_private.py`` exercises each name; ``tests/unit/test_private_names.py`` holds the
 table to what this room uses, and the other rooms to using none of it.
@@ -15,7 +15,7 @@ class PrivateName:
     """A private name of torch, or a member of something private."""
 
     name: str
-    """Dotted, as one would reach it."""
+    """The dotted path to it."""
     purpose: str
     since: str
     """The first tested version that has it; ``<=2.12``: the oldest tested one."""
