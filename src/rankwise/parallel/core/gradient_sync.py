@@ -239,8 +239,9 @@ class GradientSync:
     def _filled(self, number: int, missing: int) -> None:
         if missing < 0:
             raise ConfigurationError(
-                f"Parameter {self.names[number]} received a gradient again after it was on its way.",
-                evidence="a part of the model runs backward several times within one backward()",
+                f"Parameter {self.names[number]} received another gradient after its gradient was sent to the other "
+                "ranks.",
+                evidence="a part of the model ran backward several times within one backward()",
                 do="use torch.utils.checkpoint with use_reentrant=False",
             )
         if not self._unit.is_open:
@@ -252,7 +253,7 @@ class GradientSync:
         if gradient is not None and gradient.layout is not torch.strided:
             raise ConfigurationError(
                 f"Parameter {self.names[number]} has a sparse gradient.",
-                do="build the layer with sparse=False",
+                do="create the layer with sparse=False",
             )
         if self._arrived is not None:
             self._arrived.append(number)

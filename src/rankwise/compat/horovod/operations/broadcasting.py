@@ -75,7 +75,7 @@ def _begin(
     ranks = current_queue().members[members_of(process_set)].ranks
     if root_rank not in ranks:
         raise Refused(
-            f"root_rank={root_rank} is not a rank of this broadcast.",
+            f"broadcast got root_rank={root_rank}, which is not one of its ranks.",
             evidence=f"it is among {fold_ranks(ranks)}",
             do="pass one of them as root_rank=, by its rank in the world",
         )

@@ -76,7 +76,7 @@ def _counts(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, p
     if isinstance(splits, torch.Tensor):
         if splits.dtype != torch.int32 or splits.dim() > 1:
             raise Refused(
-                "splits= of alltoall must be a one-dimensional tensor of int32.",
+                "alltoall requires splits= as a one-dimensional int32 tensor.",
                 evidence=f"{splits.dtype}, shape {list(splits.shape)}",
                 do="pass torch.tensor([...], dtype=torch.int32)",
             )
