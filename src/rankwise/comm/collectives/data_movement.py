@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that go from ranks to ranks as they are."""
+"""Values sent between ranks unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def broadcast(value: T, source: int = 0, *, group: Group | None = None) -> T:
     Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
 
     Args:
-        value: as for :func:`rankwise.all_reduce`; on ranks other than ``source`` only its kind and shape count.
+        value: as for :func:`rankwise.all_reduce`; on ranks other than ``source`` only its type and shape matter.
         source: the rank of the world whose value all receive.
         group: from :func:`rankwise.new_group`; default: all ranks.
 
@@ -37,7 +37,7 @@ def broadcast(value: T, source: int = 0, *, group: Group | None = None) -> T:
         The same kind and shape as ``value``. Never an alias of it.
 
     Raises:
-        ConfigurationError: there is no rank ``source``, or this rank is not in ``group``.
+        ConfigurationError: rank ``source`` does not exist, or this rank is not in ``group``.
         PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
 
     Source: torch.distributed.broadcast.
@@ -87,11 +87,11 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
 
 
 def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
-    """Collect ``value`` of every rank, whose shapes may differ: predictions of a last batch that did not divide.
+    """Collect ``value`` of every rank, whose shapes may differ: predictions for a last batch that does not divide.
 
     Called by: every rank of ``group``, in the same order, with the same dtypes.
 
-    Every rank sends as much as the one with most, so it is for ranks that differ little.
+    Every rank sends as much as the largest one, so it is for ranks that differ little.
 
     Args:
         value: as for :func:`rankwise.all_reduce`; shapes may differ between ranks, empty ones included.
@@ -112,7 +112,7 @@ def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
         data = bytes_of(as_sent(tensor))
         sizes = [_num_bytes(of_rank[number], tensor) for of_rank in shapes]
         rows = [data.clone()] if exchange is None else gather_rows(exchange, data, sizes, what)
-        # Each for itself: a rank that keeps one need not keep all.
+        # Each in its own memory: a rank that keeps one need not keep all.
         gathered.append(
             [
                 back(leaf, row.clone().view(tensor.dtype).view(of_rank[number]))
@@ -133,10 +133,10 @@ def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
         group: from :func:`rankwise.new_group`; default: all ranks.
 
     Returns:
-        What each rank had for this one, in rank order.
+        What each rank sent to this one, in rank order.
 
     Raises:
-        ConfigurationError: not one value per rank, or values of different kinds; or as :func:`all_gather`.
+        ConfigurationError: not one value per rank, or values of different types; or as :func:`all_gather`.
         CollectiveMismatch, PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
 
     Source: torch.distributed.all_to_all.
@@ -148,18 +148,18 @@ def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
         )
     if len(values) != size:
         raise ConfigurationError(
-            f"all_to_all was given {len(values)} values for {size} ranks.", do="pass one per rank, in rank order"
+            f"all_to_all got {len(values)} values for {size} ranks.", do="pass one per rank, in rank order"
         )
     flat = [flattened(value, "all_to_all") for value in values]
     leaves, first, spec = flat[0]
     words = [dtypes(tensors, other) for _, tensors, other in flat]
     if any(other != spec for _, _, other in flat) or any(word != words[0] for word in words):
         raise ConfigurationError(
-            "all_to_all was given values of different kinds.",
+            "all_to_all got values of different types.",
             evidence="\n".join(
                 f"for rank {place}: {kinds(tensors, other)}" for place, (_, tensors, other) in enumerate(flat)
             ),
-            do="give every rank the same kind of value, of one dtype; only shapes may differ",
+            do="pass values of the same type and dtype for every rank; only shapes may differ",
         )
     what = f"all_to_all({words[0]})"
     shapes = gather_json([[list(tensor.shape) for tensor in tensors] for _, tensors, _ in flat], what=what, group=group)

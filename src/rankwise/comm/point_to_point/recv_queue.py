@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has come from other ranks and has not been taken yet. Filled by the thread of this rank's server."""
+"""Messages received from other ranks and not taken yet. Filled by the thread of this rank's server."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ LEFT = "it has left"
 
 @dataclass(frozen=True, slots=True)
 class ReceivedMessage:
-    """What one rank has sent."""
+    """A message from another rank."""
 
     head: dict[str, Any]
     buffers: list[torch.Tensor]
 
 
 class RecvQueue:
-    """What came, by rank: values in the order in which they were sent, gradients by the value they belong to."""
+    """Received messages by rank: values in the order they were sent, gradients by the value they belong to."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        """Held for every look at the rest; told whenever something has come, gone out or ended."""
+        """Held for every access to the rest; notified whenever something was received, sent or closed."""
         self.values: defaultdict[int, deque[ReceivedMessage]] = defaultdict(deque)
         self.gradients: dict[tuple[int, int], deque[ReceivedMessage]] = {}
-        """Of those values whose gradients may still be asked for."""
+        """Gradients of the values whose ``backward()`` may still be called."""
         self.untaken: Counter[int] = Counter()
-        """How many gradients came from a rank for values whose ``backward()`` never asked for them."""
+        """How many gradients a rank sent for values whose ``backward()`` never used them."""
         self.ended: dict[int, str] = {}
-        """Why nothing more comes from a rank."""
+        """Why a rank sends nothing more."""
 
     def expect(self, rank: int, number: int) -> None:
         """Keep the gradients of a value that was sent to ``rank``."""
@@ -51,12 +51,12 @@ class RecvQueue:
             self.gradients[rank, number] = deque()
 
     def forget(self, rank: int, number: int) -> None:
-        """Throw away gradients that nobody can ask for any more."""
-        # A garbage collection may call this in a thread that holds the lock: taking out one key needs none.
+        """Discard gradients that can no longer be used."""
+        # Garbage collection may call this in a thread that holds the lock: removing one key needs none.
         self._count(rank, self.gradients.pop((rank, number), ()))
 
     async def serve(self, sock: socket.socket) -> None:
-        """Take in what one rank sends, to its end. A byte goes back for each message that is here."""
+        """Receive all messages of one rank until it closes, and confirm each with a byte."""
         source = int(json.loads(await receive_frame_on_loop(sock))["rank"])
         reason = "the connection ended"
         try:
@@ -76,7 +76,7 @@ class RecvQueue:
                 self.changed.notify_all()
 
     def count_untaken(self) -> Counter[int]:
-        """Return how many gradients from each rank nobody has asked for, by now."""
+        """Return how many gradients from each rank are unused so far."""
         for (rank, number), waiting in list(self.gradients.items()):
             if waiting:
                 self.forget(rank, number)
