@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class WeightUnit:
-    """What a rank's step weighs, as far as steps have shown."""
+    """What a rank's step weighs, as far as steps have shown. float16 has no room for numbers of whatever unit."""
 
     def __init__(self, *, is_open: bool) -> None:
         """Start with a unit of one.
@@ -39,16 +39,17 @@ class WeightUnit:
         own = torch.tensor([own_weight], dtype=torch.float64)
         total = group.all_reduce(own, what=f"weights of {what}").item()
         if total > 0:
-            self.scale = 1.0 / _power_near(total / group.world_size)
+            self.scale = 1.0 / power_near(total / group.world_size)
             self.is_open = False
 
     def adjust(self, mean: float) -> None:
         """Take the mean weight of the ranks' last step, in units, for the next ones."""
-        self.size = _power_near(self.size * mean)
+        self.size = power_near(self.size * mean)
         self.scale = 1.0
 
 
-def _power_near(weight: float) -> float:
+def power_near(weight: float) -> float:
+    """Return the power of two nearest to a weight."""
     # A power of two, by which multiplying rounds nothing: a step after a resume, whose unit is 1, or with float16
     # its own, is then the same bits as in the undisturbed run.
     return 2.0 ** round(math.log2(weight))
