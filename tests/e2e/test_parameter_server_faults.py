@@ -86,7 +86,7 @@ def test_sync_ends_with_any_rank_and_starts_again_from_its_last_state(command: C
     shutil.rmtree(command.folder / "state-sync")
     again = command.run("-n", "3", "--max-restarts", "1", "train.py", "sync", str(victim), "kill")
     assert again.returncode == 0, again.stderr
-    assert "go on from update" in again.stderr
+    assert "continue from update" in again.stderr
     assert _sums(again.stdout) == sums, "to the bit"
 
 
@@ -121,5 +121,5 @@ def test_async_ends_with_its_server_and_starts_again_from_its_last_state(command
     (command.folder / "hurt").unlink()
     again = command.run("-n", "3", "--max-restarts", "1", "train.py", "async", "2", "kill")
     assert again.returncode == 0, again.stderr
-    assert "go on from update" in again.stderr
+    assert "continue from update" in again.stderr
     assert len(_sums(again.stdout)) == len(range(3))

@@ -311,7 +311,7 @@ def _data_parallel(world: World) -> tuple[Parameters, Parameters, str]:
     rw.data_parallel(model)
     output = model(x.to("standin:1"))
     nn.functional.mse_loss(output, y.to("standin:1")).backward()
-    with pytest.raises(ConfigurationError, match=r"given standin:9, and this process sees 4 devices"):
+    with pytest.raises(ConfigurationError, match=r"given standin:9, but this process has 4 devices"):
         rw.data_parallel(built(Net).to("standin:0"), ["standin:0", "standin:9"])
     with pytest.raises(ConfigurationError, match=r'devices=\["standin:0", "standin:1"\]'):
         rw.data_parallel(built(Net), "standin:0")  # type: ignore[arg-type]
@@ -373,7 +373,7 @@ def _refused(world: World, strategy: str) -> str:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_needs_a_backend_of_the_device_says_so(strategy: str) -> None:
     for text in on_standin(_refused, 2, strategy):
-        assert f"{strategy}() needs a backend of torch that carries tensors on standin, and gloo does not." in text
+        assert f"{strategy}() needs a torch backend that supports standin tensors, and gloo does not." in text
         assert "rankwise.replicate()" in text
 
 

@@ -239,7 +239,12 @@ SGD, LBFGS = torch.optim.SGD, torch.optim.LBFGS
 @pytest.mark.parametrize(
     ("layers", "make", "words", "expected"),
     [
-        ([nn.Dropout(0.5)], SGD, "dropout", "Sequential draws random numbers (dropout, noise) on each rank by itself"),
+        (
+            [nn.Dropout(0.5)],
+            SGD,
+            "dropout",
+            "Sequential draws random numbers (dropout, noise) independently on each rank",
+        ),
         ([nn.Dropout(0.0), nn.Dropout(0.5).eval()], SGD, "dropout", None),
         ([nn.BatchNorm1d(2)], SGD, "BatchNorm", "1 (BatchNorm) takes its statistics per rank"),
         ([nn.BatchNorm1d(2)] * 2, SGD, "BatchNorm", "1 (BatchNorm) takes its statistics per rank"),

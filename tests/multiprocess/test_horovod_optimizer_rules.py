@@ -101,7 +101,7 @@ def test_what_is_refused_and_as_what() -> None:
             assert said[name].startswith("ValueError: "), (name, said[name])
         assert "named_parameters=model.named_parameters()" in said["function"]
         assert "optimizer.state_dict()" in said["copy"]
-        assert "by group and place, with their shapes: 0.3: [3]" in said["unnamed"]
+        assert "by parameter group and index, with shapes: 0.3: [3]" in said["unnamed"]
         for name in ("zero_grad", "too often", "skip"):
             assert said[name].startswith("ValueError+AssertionError: "), (name, said[name])
         assert "0.weight: pass 2 of 1" in said["too often"] or "2.bias: pass 2 of 1" in said["too often"]

@@ -44,7 +44,7 @@ options:
                         whether MASTER_ADDR and MASTER_PORT lead to a store of torch's, which lets
                         in everybody who reaches it (default: RANKWISE_TORCH_STORE, else on one
                         machine only)
-  -m                    what follows is a module
+  -m                    run a module
 
 several machines:
   --nodes N | MIN:MAX   how many machines; with MIN:MAX the job goes on when some are lost and

@@ -157,7 +157,7 @@ def test_the_backend_of_a_device(
 def test_a_backend_that_cannot_be_had_is_an_error_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"The backend nccl needs a GPU, and this rank's device is cpu"):
         choice.choose_backend("nccl", "cpu")
-    with pytest.raises(ConfigurationError, match=r"There is no backend 'ncll'.*\n.*use one of gloo"):
+    with pytest.raises(ConfigurationError, match=r"Unknown backend 'ncll'.*\n.*use one of gloo"):
         choice.choose_backend("ncll", "cpu")
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
     with pytest.raises(ConfigurationError, match=r"built without xccl, the backend for xpu.*\n.*backend='gloo'"):

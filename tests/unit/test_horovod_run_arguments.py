@@ -42,7 +42,7 @@ def test_run_takes_horovods_arguments_in_their_order() -> None:
         ({"use_gloo": True, "use_mpi": True}, ConfigurationError, "use_gloo and use_mpi were both given"),
         ({"mpi_args": "--bind-to none"}, hvd.NotOffered, "mpirun ... python -m rankwise.compat.horovod"),
         ({"executable": "/usr/bin/python9"}, hvd.NotOffered, "not /usr/bin/python9"),
-        ({"max_num_proc": 4}, ConfigurationError, "max_num_proc is for an elastic job"),
+        ({"max_num_proc": 4}, ConfigurationError, "max_num_proc requires min_num_proc"),
         ({"num_proc": 2, "min_num_proc": 3}, ConfigurationError, "min_num_proc=3 is more than the 2 ranks"),
         ({"num_proc": 4, "min_num_proc": 2, "max_num_proc": 3}, ConfigurationError, "num_proc=4 is more than"),
     ],

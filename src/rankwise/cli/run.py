@@ -134,7 +134,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="how long the machines wait for one another at the start (default: 600)",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module")
     add_command(parser, "what every rank runs, and its arguments")
     parser.set_defaults(execute=execute)
 

@@ -71,7 +71,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="another option of sbatch, as --sbatch=--qos=high; may be repeated",
     )
     parser.add_argument("--dry-run", action="store_true", help="show the script for sbatch and submit nothing")
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module")
     add_command(parser, "what every rank runs, and its arguments")
     parser.set_defaults(execute=execute)
 

@@ -155,6 +155,6 @@ class Accumulation:
         left = next((number for number in self._marks if not changed.get(number, False)), 0)
         raise ConfigurationError(
             "Gradients were changed in the middle of an accumulation.",
-            evidence=f"{self._names[left]} still holds a part of it, and others do not, or it was changed in place",
+            evidence=f"{self._names[left]} still holds a part of it while others do not, or it was changed in place",
             do="clear the gradients of the whole model (model.zero_grad()), and clip them after the last microstep",
         )

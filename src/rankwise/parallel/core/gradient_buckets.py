@@ -108,8 +108,9 @@ class GradientBuckets:
             self._note_first_arrival(number)
         if missing < 0:
             raise ConfigurationError(
-                f"Parameter {self._names[number]} received a gradient again after it was on its way.",
-                evidence="a part of the model runs backward several times within one backward()",
+                f"Parameter {self._names[number]} received another gradient after its gradient was sent to the other "
+                "ranks.",
+                evidence="a part of the model ran backward several times within one backward()",
                 do="use torch.utils.checkpoint with use_reentrant=False",
             )
         return missing == 0 and self._can_send_next()
@@ -119,7 +120,7 @@ class GradientBuckets:
         gradient = bucket.parameters[bucket.numbers.index(number)].grad
         if gradient is not None and gradient.layout is not torch.strided:
             raise ConfigurationError(
-                f"Parameter {self._names[number]} has a sparse gradient.", do="build the layer with sparse=False"
+                f"Parameter {self._names[number]} has a sparse gradient.", do="create the layer with sparse=False"
             )
         self.first_arrivals.append(number)
 

@@ -101,7 +101,7 @@ class ServerConnection:
         """Return the answer that is there; the whole tensors it tells of are in ``incoming``."""
         answer, self._answer = self._answer, None
         if answer is None:
-            raise RuntimeError("no answer has come")
+            raise RuntimeError("no reply was received")
         return answer
 
     def leave(self) -> None:
@@ -132,7 +132,7 @@ class ServerConnection:
         finally:
             self._socket = None
             with self._changed:
-                self.error = self.error or "the connection has been closed"
+                self.error = self.error or "the connection was closed"
                 self._changed.notify_all()
 
     def _talk(self, sock: socket.socket) -> None:
@@ -173,5 +173,5 @@ def _fill(sock: socket.socket, memory: memoryview) -> None:
     while done < memory.nbytes:
         count = sock.recv_into(memory[done:])
         if not count:
-            raise ConnectionError("the server ended the connection")
+            raise ConnectionError("the server closed the connection")
         done += count

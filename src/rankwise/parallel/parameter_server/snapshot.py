@@ -90,8 +90,8 @@ class ServerSnapshots:
             server, num_servers, update = map(int, name.groups())
             if num_servers != self._num_servers:
                 raise CheckpointError(
-                    f"{self._folder} was written by {num_servers} parameter servers, and there are "
-                    f"{self._num_servers} now.",
+                    f"{self._folder} was written by {num_servers} parameter servers, but this job has "
+                    f"{self._num_servers}.",
                     do=f"pass servers={num_servers}, or another directory=",
                 )
             if server == self._server and self._read(update) is not None:
@@ -107,13 +107,15 @@ class ServerSnapshots:
         state = self._read(update)
         if state is None:
             raise CheckpointError(
-                f"{self._path(update)} has changed meanwhile.", do="let one job at a time write there"
+                f"{self._path(update)} was changed by another process.",
+                do="run only one job at a time with this directory=",
             )
         if state.reported["kinds"] != self._kinds():
             there, here = (set(map(tuple, kinds)) for kinds in (state.reported["kinds"], self._kinds()))
             raise CheckpointError(
-                f"{self._path(update)} holds other parameters than this model has.",
-                evidence=f"only there: {_parameters_text(there - here)}\nonly here: {_parameters_text(here - there)}",
+                f"{self._path(update)} contains other parameters than this model.",
+                evidence=f"only in the file: {_parameters_text(there - here)}\nonly in this model: "
+                f"{_parameters_text(here - there)}",
                 do="pass another directory=, or the model it was written for",
             )
         optimizer = type(self._optimizer).__name__
@@ -122,8 +124,8 @@ class ServerSnapshots:
             len(self._optimizer.param_groups),
         ):
             raise CheckpointError(
-                f"{self._path(update)} is of another optimizer: {state.reported['optimizer']} with "
-                f"{len(state.reported['groups'])} groups of parameters, and this is {optimizer} with "
+                f"{self._path(update)} belongs to another optimizer: {state.reported['optimizer']} with "
+                f"{len(state.reported['groups'])} parameter groups; this job uses {optimizer} with "
                 f"{len(self._optimizer.param_groups)}.",
                 do="pass another directory=, or the optimizer it was written for",
             )
@@ -217,7 +219,7 @@ class ServerSnapshots:
 
     def _no_room(self, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"The state of parameter server {self._server} cannot be written to {self._folder}: {error}",
+            f"Cannot write the state of parameter server {self._server} to {self._folder}: {error}",
             do="make room there, or pass another directory=",
         )
 
@@ -239,10 +241,10 @@ class ServerSnapshots:
             if reported["sum"] == _sum_of(tensors):
                 tensors |= {name: torch.view_as_complex(tensors[name]) for name in reported["complex"]}
                 return SnapshotContent(tensors, reported)
-            reason = "its bytes are not those that were written"
+            reason = "its bytes differ from those that were written"
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             reason = str(error)
-        warn(f"{path} is damaged and passed over: {reason}", all_ranks=True)
+        warn(f"{path} is damaged and was skipped: {reason}", all_ranks=True)
         return None
 
 

@@ -103,7 +103,7 @@ class WorkerConnections:
         with self.changed:
             self.connected.add(worker)
             self.changed.notify_all()
-        reason = "its connection has ended"
+        reason = "its connection was closed"
         try:
             while True:
                 head: Head = json.loads(await receive_frame_on_loop(sock))

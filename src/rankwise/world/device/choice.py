@@ -55,7 +55,7 @@ def choose_backend(backend: str | None, device: str) -> str:
     _register_backend_of(kind)
     known = known_backends()
     if backend not in dist.Backend.backend_list or backend in _NO_BACKENDS:
-        raise ConfigurationError(f"There is no backend {backend!r}.", do="use one of " + ", ".join(known))
+        raise ConfigurationError(f"Unknown backend {backend!r}.", do="use one of " + ", ".join(known))
     if backend != HOST and not _carries(backend, kind):
         for_kinds = [kind_named(name) for name in dist.Backend.backend_capability.get(backend, [])]
         wanted = " or ".join(dict.fromkeys(f"a {one.title}" for one in for_kinds)) or "another device"

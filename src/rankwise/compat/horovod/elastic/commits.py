@@ -116,9 +116,7 @@ class Commits:
             return None
         # Of several equal ones the lowest rank's.
         source = max(marks, key=lambda rank: (marks[rank], -rank))
-        log(
-            f"elastic: commit {marks[source].number} of attempt {marks[source].attempt} is taken up, from rank {source}"
-        )
+        log(f"elastic: commit {marks[source].number} of attempt {marks[source].attempt} is restored from rank {source}")
         data = own[1] if own is not None and source == current().world.rank else b""
         size = broadcast(len(data), source)
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
@@ -132,7 +130,7 @@ class Commits:
                 _loaded(data)
             except Exception as error:  # noqa: BLE001 - torch raises many kinds for a damaged file
                 warn(
-                    f"the elastic commit {self._path(mark)} is passed over: {str(error).partition(chr(10))[0]}",
+                    f"the elastic commit {self._path(mark)} is skipped: {str(error).partition(chr(10))[0]}",
                     all_ranks=True,
                 )
                 continue
@@ -194,8 +192,8 @@ def _save(kept: dict[str, Any], path: Path, *, is_first: bool) -> None:
         found = [str(error).partition("\n")[0]]
     if found:
         raise ConfigurationError(
-            "The elastic state holds what cannot be read back without running code.",
+            "The elastic state contains objects that cannot be read back without running code.",
             evidence="\n".join(sorted(found)),
-            do="keep tensors, arrays, numbers, texts, and lists, sets and dicts of them; for a class of your own what "
-            "makes it up, or allow it by torch.serialization.add_safe_globals([Class])",
+            do="keep tensors, arrays, numbers, strings, and lists, sets and dicts of them; for a class of your own, "
+            "keep its fields, or allow it with torch.serialization.add_safe_globals([Class])",
         )

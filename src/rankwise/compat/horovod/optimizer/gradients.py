@@ -187,7 +187,7 @@ class Gradients:
             return
         if not self._reduction.sparse_as_dense:
             raise ConfigurationError(
-                f"The gradient of {self.passes.names[number]} is sparse, and was dense in the first step.",
+                f"The gradient of {self.passes.names[number]} is sparse but was dense in the first step.",
                 do="pass sparse_as_dense=True to DistributedOptimizer",
             )
         parameter.grad = gradient.to_dense()
@@ -276,7 +276,8 @@ def _open_as_joined(followed: weakref.ref[Gradients]) -> None:
     gradients = followed()
     if gradients is None:
         raise ConfigurationError(
-            "Other ranks take the first step of a DistributedOptimizer that this rank, which has joined, let go of.",
-            do="keep the optimizer until join() has returned",
+            "Other ranks take the first step of a DistributedOptimizer that this rank has deleted after calling "
+            "join().",
+            do="keep a reference to the optimizer until join() returns",
         )
     gradients._open()  # noqa: SLF001 - of this module

@@ -40,7 +40,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Raise: a copy would not be one of the optimizers that the ranks made alike."""
         raise ConfigurationError(
             "A DistributedOptimizer cannot be pickled or copied.",
-            do="keep optimizer.state_dict(), and load it into one that is wrapped anew",
+            do="save optimizer.state_dict(), and load it into a newly wrapped optimizer",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -86,8 +86,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """
         if self.is_pending:
             raise GradientOrderError(
-                "zero_grad() was called after backward() and before step() or synchronize(): gradients would be lost "
-                "that are on their way already.",
+                "zero_grad() was called after backward() and before step() or synchronize(): gradients that are "
+                "already being reduced would be lost.",
                 do="call zero_grad() before the first backward() of a step, or after step()",
             )
         super().zero_grad(set_to_none)
@@ -185,15 +185,14 @@ class PassCounter:
             expected = self._expected[number]
             late = f", complete before set_backward_passes_per_step({self._num_passes})" * (expected < self._num_passes)
             raise GradientOrderError(
-                "Gradients were computed more often than backward_passes_per_step before step().",
+                "backward() ran more than backward_passes_per_step times before step().",
                 evidence=f"{self.names[number]}: pass {expected + 1} of {expected}{late}",
-                do="pass the number of backward passes between two steps as backward_passes_per_step, and change it "
-                "before the first of them",
+                do="set backward_passes_per_step to the number of backward passes between two steps, before the first",
             )
         gradient = self.parameters[number].grad
         if gradient is not None and gradient.requires_grad:
             raise GradientOrderError(
-                "What backward(create_graph=True) leaves in the parameters of a DistributedOptimizer cannot be "
+                "Gradients that backward(create_graph=True) leaves in parameters of a DistributedOptimizer cannot be "
                 "differentiated again.",
                 do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
             )

@@ -120,8 +120,8 @@ class GradManager:
             for callback in added:
                 if attached.over_ranks is not None:
                     raise ConfigurationError(
-                        "A callback stands behind make_allreduce_cb(), whose results come when backward has run.",
-                        do="attach make_allreduce_cb() as the last callback of a tensor, and once",
+                        "A callback follows make_allreduce_cb(), whose results are ready only after backward has run.",
+                        do="attach make_allreduce_cb() once, as the last callback of a tensor",
                     )
                 if isinstance(callback, AllreduceCallback):
                     attached.over_ranks = callback
@@ -136,7 +136,7 @@ class GradManager:
             NotRecording: it records already.
         """
         if self._recording is not None:
-            raise NotRecording("This GradManager records already.", do="call backward() or release() before")
+            raise NotRecording("This GradManager is already recording.", do="call backward() or release() first")
         self._recording = Recording()
         recordings.append(self._recording)
 
@@ -169,7 +169,7 @@ class GradManager:
         if recording is None:
             raise NotRecording(
                 "Nothing has been recorded for this backward().",
-                do="compute the loss within `with gm:`, or after gm.record(); one backward() for each",
+                do="compute the loss within `with gm:`, or after gm.record(), and call backward() once for each",
             )
         try:
             roots, gradients = _roots(y, dy)
@@ -195,9 +195,9 @@ class GradManager:
         self.release()
         if awaited and error is None:
             raise ConfigurationError(
-                "`with gm:` ended without gm.backward(), and what this rank sent waits for its gradient.",
-                do="call gm.backward() on every rank, without a loss where there is none; "
-                "send x.detach() where no gradient is wanted",
+                "`with gm:` ended without gm.backward(), so tensors that this rank sent never receive their gradients.",
+                do="call gm.backward() on every rank, without an argument on ranks that have no loss; send x.detach() "
+                "if no gradient is needed",
             )
 
     def _run_backward(
@@ -260,17 +260,17 @@ class GradManager:
         if self not in _in_backward:
             if not _in_backward and (self._recording is not None or attached.over_ranks is not None):
                 raise ConfigurationError(
-                    "A plain backward() came to a tensor that is attached to a GradManager, which did not hear of it.",
+                    "loss.backward() reached a tensor that is attached to a GradManager, so its callbacks did not run.",
                     evidence=f"its shape is {list(tensor.shape)}",
-                    do="write gm.backward(loss) in place of loss.backward(), within `with gm:`",
+                    do="call gm.backward(loss) instead of loss.backward(), within `with gm:`",
                 )
             return
         for callback in attached.callbacks:
             gradient = callback(tensor, cast("torch.Tensor", tensor.grad))
             if not isinstance(gradient, torch.Tensor):
                 raise ConfigurationError(
-                    f"The callback {callback!r} returned {gradient!r} for a gradient.",
-                    do="return the gradient, changed or not",
+                    f"The callback {callback!r} must return a gradient, got {gradient!r}.",
+                    do="return a gradient tensor: the one it received, or a new one",
                 )
             tensor.grad = gradient
         if attached.over_ranks is not None:
@@ -307,16 +307,16 @@ def _check_attachable(tensor: object) -> None:
         raise ConfigurationError(
             f"A tensor of {tensor.dtype} cannot have gradients.",
             evidence=f"its shape is {list(tensor.shape)}",
-            do="attach tensors of floating point only",
+            do="attach floating-point tensors only",
         )
     if not tensor.is_leaf:
         raise ConfigurationError(
-            "attach was given the result of an operation; what comes before an attached tensor gets no gradient.",
+            "attach was given the result of an operation; tensors before an attached tensor receive no gradient.",
             do="attach x = x.detach(), and compute with that",
         )
     if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
         raise ConfigurationError(
-            f"attach was given a frozen parameter, of shape {list(tensor.shape)}.",
+            f"attach was given a frozen parameter of shape {list(tensor.shape)}.",
             do="leave it out: gm.attach(p for p in model.parameters() if p.requires_grad)",
         )
 
@@ -329,8 +329,8 @@ def _roots(
     gradients = [torch.ones_like(one) for one in results] if dy is None else _listed(dy)
     if len(results) != len(gradients):
         raise ConfigurationError(
-            f"backward was given {len(results)} results and {len(gradients)} gradients of them.",
-            do="pass one dy for each y, or leave dy out",
+            f"backward was given {len(results)} results but {len(gradients)} gradients.",
+            do="pass one dy for each y, or omit dy",
         )
     pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
     return [result for result, _ in pairs], [gradient for _, gradient in pairs]

@@ -67,7 +67,7 @@ class AllreduceCallback:
     def __init__(self, reduce_method: str, group: Group = WORLD, backend: str | None = None) -> None:
         if reduce_method.lower() not in REDUCE_METHODS:
             raise ConfigurationError(
-                f"There is no reduce_method {reduce_method!r}.", do="use one of " + ", ".join(REDUCE_METHODS)
+                f"Unknown reduce_method {reduce_method!r}.", do="use one of " + ", ".join(REDUCE_METHODS)
             )
         if backend is not None:
             arguments_of(backend)
@@ -86,8 +86,8 @@ class AllreduceCallback:
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "What make_allreduce_cb() returns is for a GradManager, which takes many gradients together.",
-            do="pass it to gm.attach(model.parameters(), callbacks=[...]); for one tensor there is all_reduce_sum()",
+            "The callback of make_allreduce_cb() works only with a GradManager, which reduces many gradients together.",
+            do="pass it to gm.attach(model.parameters(), callbacks=[...]); use all_reduce_sum() for one tensor",
         )
 
 
