@@ -17,7 +17,7 @@ CODE := src tests examples benchmarks docs
 SPHINX := $(DOCS_BIN)/python -m sphinx -q -W --keep-going
 VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers chart docs docs-browser docs-links lock release-check clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers docs docs-browser docs-links chart lock release-check clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

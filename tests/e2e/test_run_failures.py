@@ -274,4 +274,4 @@ def test_an_error_on_a_short_batch_says_how_many_samples_the_rank_had(command: C
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 1
     report = ended.stderr[ended.stderr.index("[rankwise] [rank 1/2 on ") :]
-    assert report.count("the last batch that this rank was given by its DataLoader held 0 samples.") == 1
+    assert report.count("the last batch that this rank got from its DataLoader held 0 samples.") == 1

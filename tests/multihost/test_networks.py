@@ -161,4 +161,4 @@ def test_the_doctor_names_a_rank_that_never_comes(debian_hosts: Hosts) -> None:
 def test_an_interface_that_is_not_there_is_named(debian_hosts: Hosts) -> None:
     for ended in debian_hosts.run_ranks(JOIN_SOON, 1, env={"GLOO_SOCKET_IFNAME": "ib7"}):
         assert ended.exit_code == 1
-        assert "GLOO_SOCKET_IFNAME names ib7, which is no interface of this machine." in ended.stderr
+        assert "GLOO_SOCKET_IFNAME names ib7, which is not an interface of this machine." in ended.stderr

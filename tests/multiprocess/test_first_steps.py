@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 NUM_RANKS = 3
-WORDS = "3 ranks trains a model of its own: SGD has stepped 2 parameters that no strategy has spread"
+WORDS = "3 ranks trains its own model: SGD has stepped 2 parameters that no strategy synchronizes"
 Heard = list[tuple[int, str]]
 
 
@@ -254,7 +254,7 @@ SGD, LBFGS = torch.optim.SGD, torch.optim.LBFGS
             "BatchNorm",
             "1 and 2 more BatchNorm layers take their statistics per rank",
         ),
-        ([], LBFGS, "LBFGS", "LBFGS decides by the loss that its closure returns"),
+        ([], LBFGS, "LBFGS", "the loss that the closure returns decides how often"),
         ([], SGD, "", None),
     ],
     ids=["dropout", "no dropout", "BatchNorm", "one BatchNorm twice", "BatchNorms", "LBFGS", "nothing"],

@@ -204,6 +204,6 @@ def _two() -> dict[str, object]:
 def test_wrong_joins_say_what_to_do() -> None:
     (result,) = run_ranks(_wrong_joins, 1)
     joined, not_joined, incomplete, *_ = result.get()
-    assert "joined a world already" in joined
+    assert "already joined a world" in joined
     assert "call rankwise.join() first" in not_joined
     assert "without init_method" in incomplete

@@ -37,6 +37,8 @@ NUMBER = struct.Struct(">I")
 """The header of a frame: its length."""
 LONGEST_FRAME_BYTES = 2**32 - 1
 """The largest length that the header can hold."""
+JOINED_BYTES = 2**16
+"""Buffers up to this size are sent together: each on its own would be a packet."""
 ATTEMPT_SECONDS = 10.0
 """How long one attempt to connect lasts: the kernel's own pauses between attempts grow too long."""
 SILENCE_SECONDS = 30.0
@@ -79,6 +81,13 @@ def json_frame(head: Mapping[str, object]) -> bytes:
     return frame(json.dumps(head).encode())
 
 
+def as_sent(head: bytes, buffers: Sequence[memoryview]) -> list[bytes | memoryview]:
+    """Return a message as it goes out, one piece after the other: small buffers together with the head."""
+    if sum(buffer.nbytes for buffer in buffers) <= JOINED_BYTES:
+        return [b"".join([head, *buffers])]
+    return [head, *(buffer for buffer in buffers if buffer.nbytes)]
+
+
 def send_frame(sock: socket.socket, data: bytes) -> None:
     """Send ``data`` with its length before it."""
     sock.sendall(frame(data))
@@ -92,7 +101,11 @@ def receive_frame(sock: socket.socket, limit: int = LONGEST_FRAME_BYTES) -> byte
         ConnectionError: the connection ended.
         TimeoutError: the socket's own limit passed.
     """
-    return _receive(sock, checked_length(_receive(sock, NUMBER.size), limit))
+    head = bytearray(NUMBER.size)
+    fill(sock, memoryview(head))
+    data = bytearray(checked_length(head, limit))
+    fill(sock, memoryview(data))
+    return bytes(data)
 
 
 def checked_length(head: bytes | bytearray, limit: int) -> int:
@@ -107,17 +120,19 @@ def checked_length(head: bytes | bytearray, limit: int) -> int:
     return int(length)
 
 
-def _receive(sock: socket.socket, num_bytes: int) -> bytes:
-    data = sock.recv(num_bytes) if num_bytes else b""
-    if len(data) == num_bytes:
-        return data
-    parts = bytearray(data)
-    while len(parts) < num_bytes:
-        if not data:
+def fill(sock: socket.socket, memory: memoryview) -> None:
+    """Read as many bytes as ``memory`` takes.
+
+    Raises:
+        ConnectionError: the connection ended before.
+        TimeoutError: the socket's own limit passed.
+    """
+    done = 0
+    while done < memory.nbytes:
+        count = sock.recv_into(memory[done:])
+        if not count:
             raise ConnectionError("the other side ended the connection")
-        data = sock.recv(num_bytes - len(parts))
-        parts += data
-    return bytes(parts)
+        done += count
 
 
 async def receive_frame_on_loop(sock: socket.socket, limit: int = LONGEST_FRAME_BYTES) -> bytes:
