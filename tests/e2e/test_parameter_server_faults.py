@@ -107,7 +107,7 @@ def test_async_goes_on_without_a_worker(command: Command, mode: str, harm: str) 
     lines = {line.split(":")[0]: int(line.split()[2]) for line in ended.stdout.splitlines()}
     if harm == "kill":
         assert lines == {"rank 0": ALL_STEPS, "rank 2": 0}
-        assert "[rankwise] rank 1 failed (SIGKILL); the others go on without it" in ended.stderr
+        assert "[rankwise] rank 1 failed (SIGKILL); the others continue without it" in ended.stderr
         assert "worker 1 is gone" in ended.stderr
     else:
         assert lines == {"rank 0": ALL_STEPS, "rank 1": ALL_STEPS, "rank 2": 0}

@@ -80,7 +80,7 @@ def test_choices_that_cannot_be_had_are_errors_with_numbers_and_a_fix() -> None:
     (found,) = on_standin(_choices, 1)
     assert "Local rank 4 has no device: this machine has 4." in found["no device"]
     assert "join(device='cpu')" in found["no device"]
-    assert "needs a GPU, and this rank's device is standin:0" in found["not for it"]
+    assert "needs a GPU, but this rank's device is standin:0" in found["not for it"]
     assert "use one of gloo" in found["unknown"]
     assert (found["with gloo"], found["asked for"]) == ("cpu", "standin:3")
 
@@ -421,7 +421,7 @@ def test_rankwise_run_refuses_more_ranks_than_devices(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     ended = python_with_standin("-m", "rankwise", "run", "-n", "5", str(script))
     assert ended.returncode != 0
-    assert "5 ranks were asked for on a machine with 4 devices." in ended.stderr
+    assert "5 ranks were requested on a machine with 4 devices." in ended.stderr
     assert "pass -n 4, or --device cpu" in ended.stderr
 
 

@@ -75,7 +75,7 @@ def test_a_rank_that_ends_is_named_by_who_waits_for_it(how: str, kind: type[Exce
     results = testing.run_ranks(_end, 2, how, ending)
     ended, waiting = results[ending], results[1 - ending]
     assert isinstance(waiting.error, kind), waiting.error
-    assert "timed out" not in str(waiting.error), "nobody waits for the limit"
+    assert "timed out" not in str(waiting.error), "no rank waits for the limit"
     assert f"ank {ending}" in str(waiting.error)
     if how == "raise":
         assert "the batch is bad" in str(waiting.error)

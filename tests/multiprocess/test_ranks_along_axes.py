@@ -187,7 +187,7 @@ def _refused(world: World, case: str) -> str:
         ("twice", "once, right after rankwise.join()"),
         ("loader first", "was called after a DataLoader"),
         ("shard", "only rankwise.shard(model, ...)"),
-        ("one rank", "cannot have the size 2.5"),
+        ("one rank", "must be an int >= 1, or -1, got 2.5"),
         ("one call", "rank 1: rankwise.mesh() at "),
     ],
 )

@@ -35,7 +35,7 @@ def test_run_takes_horovods_arguments_in_their_order() -> None:
         ({"num_proc": 0}, ConfigurationError, "num_proc must be a whole number of at least 1, got 0"),
         ({"num_proc": "2"}, ConfigurationError, "got '2'"),
         ({"num_proc": 3, "hosts": "localhost:2"}, ConfigurationError, "num_proc=3 asks for more ranks.*slots: 2"),
-        ({"hosts": "localhost"}, ConfigurationError, "'localhost' in hosts=localhost is no host"),
+        ({"hosts": "localhost"}, ConfigurationError, "'localhost' in hosts=localhost is not a host with slots"),
         ({"hosts": "localhost:1", "hostfile": "hosts"}, ConfigurationError, "hosts and hostfile were both given"),
         ({"hostfile": "/nowhere"}, ConfigurationError, "'/nowhere' cannot be read"),
         ({"num_proc": 2, "hosts": "localhost:1,gpu-01:1"}, hvd.NotOffered, "horovodrun -np 4 -H a:2,b:2"),

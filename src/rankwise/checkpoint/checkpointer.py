@@ -24,6 +24,7 @@ from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health.preemption import StepSource
 from rankwise.log import log, warn
+from rankwise.tensors.as_bytes import memory_of
 from rankwise.world.device.kinds import is_accelerator
 from rankwise.world.device.streams import pins, wait_for_copies
 
@@ -301,7 +302,7 @@ class Checkpointer:
         def data() -> list[memoryview]:
             for wait in copied:
                 wait()
-            return [files.memory_of(memory)]
+            return [memory_of(memory)]
 
         return data
 

@@ -6,12 +6,12 @@ Knows no tensors and no other rank. Imported by the saving and the loading of th
 
 from __future__ import annotations
 
-import os
 import stat
 import zlib
 from typing import TYPE_CHECKING
 
 from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry
+from rankwise.tensors.synced_folders import sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -37,8 +37,7 @@ def write_file(path: Path, parts: Iterable[Bytes]) -> FileEntry:
                 crc = 0
         if size % PIECE_BYTES:
             checksums.append(f"{crc:08x}")
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
     return FileEntry(name=path.name, size_bytes=size, checksums=tuple(checksums))
 
 

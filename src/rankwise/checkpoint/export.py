@@ -26,6 +26,8 @@ from rankwise.checkpoint.phases import CollectiveRanks, SingleRank
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
+from rankwise.tensors.as_bytes import as_sent, bytes_of
+from rankwise.tensors.synced_folders import commit, make_folder
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -190,7 +192,7 @@ def _send(
     """Return on rank zero what ``source`` holds."""
     device = current().world.device
     size_bytes = math.prod(shape) * files.dtype_of(dtype).itemsize
-    mine = _as_bytes(held) if held is not None and ranks.rank == source else None
+    mine = bytes_of(as_sent(held)) if held is not None and ranks.rank == source else None
     received = torch.empty(size_bytes if ranks.rank == 0 else 0, dtype=torch.uint8)
     for start in range(0, size_bytes, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, size_bytes)
@@ -199,10 +201,6 @@ def _send(
         if ranks.rank == 0:
             received[start:end] = arrived.cpu()
     return received.view(files.dtype_of(dtype)).view(shape) if ranks.rank == 0 else None
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 class _WeightsFile:
@@ -222,7 +220,7 @@ class _WeightsFile:
         self._size_bytes = size_bytes
         try:
             self._refuse_other_kinds()
-            folder.make_folder(self._behind.parent)
+            make_folder(self._behind.parent)
             for left in self._behind.parent.glob(f".{glob.escape(self._behind.name)}.writing-*"):
                 left.unlink()
             if shutil.disk_usage(self._behind.parent).free < size_bytes:
@@ -262,11 +260,8 @@ class _WeightsFile:
         if self._file is None or self._staging is None:
             return
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
-            self._staging.replace(self._behind)
-            folder.sync_folder(self._behind.parent)
+            commit(self._staging, self._behind)
         except OSError as error:
             raise self._worded(error) from error
 

@@ -16,6 +16,8 @@ import safetensors
 import torch
 
 from rankwise.errors import CheckpointError
+from rankwise.tensors.as_bytes import as_sent, memory_of
+from rankwise.tensors.files import CODES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,25 +27,6 @@ if TYPE_CHECKING:
 
     Bytes = bytes | memoryview
 
-_CODES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}
 _PARTS_OF_COMPLEX = {"complex64": "float32", "complex128": "float64"}
 """The format does not have all of these: they are written as [..., 2], real and imaginary."""
 
@@ -93,7 +76,7 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping
     for name, (whole_dtype, whole_shape) in tensors.items():
         dtype, shape = _in_file(whole_dtype, whole_shape)
         end = offset + dtype_of(dtype).itemsize * math.prod(shape)
-        fields[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        fields[name] = {"dtype": CODES[dtype_of(dtype)], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)
@@ -109,13 +92,7 @@ def _in_file(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order, without a copy if they already are."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memory_of(plain.reshape(-1).view(torch.uint8))
-
-
-def memory_of(memory: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous uint8 tensor on the CPU."""
-    return memoryview(cast("bytearray", memory.numpy()))
+    return memory_of(as_sent(tensor).cpu())
 
 
 class StagingMemory:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rankwise.checkpoint.manifest import MANIFEST_NAME
 from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.tensors import synced_folders
 
 PREFIX = "checkpoint-"
 
@@ -115,19 +116,7 @@ def refuse_foreign(target: Path) -> None:
 
 def commit(staging: Path, target: Path, token: str) -> None:
     """Rename a complete staging directory to the checkpoint ``target``; durable when this returns."""
-    old = target.with_name(f".{target.name}.replaced-{token}")
-    replaces = target.exists()
-    if replaces:
-        target.rename(old)
-    try:
-        staging.rename(target)
-    except OSError:
-        if replaces:
-            old.rename(target)
-        raise
-    sync_folder(target.parent)
-    if replaces:
-        shutil.rmtree(old)
+    synced_folders.commit(staging, target, target.with_name(f".{target.name}.replaced-{token}"))
 
 
 def remove(path: Path, token: str) -> None:
@@ -135,23 +124,6 @@ def remove(path: Path, token: str) -> None:
     hidden = path.with_name(f".{path.name}.removed-{token}")
     path.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder and its parents if they do not exist; on disk when this returns."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hidden(folder: Path, state: str) -> list[Path]:

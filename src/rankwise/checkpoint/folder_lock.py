@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from rankwise.checkpoint.folder import make_folder
 from rankwise.checkpoint.lock_owner import LockOwner, decode, read
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
 from rankwise.health.fork_safety import hold_during_forks
 from rankwise.health.preemption import StepSource
 from rankwise.log import log, warn
+from rankwise.tensors.synced_folders import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable

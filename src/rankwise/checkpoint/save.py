@@ -24,6 +24,7 @@ from rankwise.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Tenso
 from rankwise.checkpoint.phases import SLICE_SECONDS, CollectiveRanks
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
+from rankwise.tensors.synced_folders import make_folder
 
 if TYPE_CHECKING:
     import os
@@ -158,7 +159,7 @@ def make_job(
 def prepare(job: SaveJob) -> None:
     """Create the staging directory; remove those of interrupted saves."""
     if job.rank == 0:
-        folder.make_folder(job.target.parent)
+        make_folder(job.target.parent)
         folder.refuse_foreign(job.target)
         folder.remove_leftovers(job.target.parent, job.sweep)
         job.staging.mkdir()
@@ -196,7 +197,6 @@ def write_manifest(job: SaveJob) -> None:
         objects=job.objects,
     )
     checksums.write_file(job.staging / manifest.MANIFEST_NAME, [manifest.encode(saved)])
-    folder.sync_folder(job.staging)
 
 
 def complete(job: SaveJob) -> None:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
+from rankwise.tensors.as_bytes import memory_of
 from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
@@ -213,5 +213,5 @@ def _digest(own: Sequence[torch.Tensor]) -> int:
             # Sparse gradients show in the values that they change.
             if tensor is not None and not tensor.is_sparse:
                 plain = tensor.detach().flatten()[:MOST_ELEMENTS].to("cpu").contiguous()
-                digest = zlib.crc32(bytes_of(plain).numpy().tobytes(), digest)
+                digest = zlib.crc32(memory_of(plain), digest)
     return digest

@@ -11,7 +11,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rankwise.data.shards import BatchRequest, Shards
 
 Collate = Callable[[list[Any]], Batch]
-Column = torch.Tensor | npt.NDArray[Any]
+Column: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 Rebuild = Callable[[list[torch.Tensor]], Batch]
 
 

@@ -76,7 +76,7 @@ def replicate(
     overwrites: clone what is to be kept over a step. ``torch.autograd.grad`` gives this rank's own gradient.
 
     Args:
-        model: on its device already; also a ``torch.compile``d one. Change its layers, dtype or device before.
+        model: on its device already; also one that ``torch.compile`` made. Change its layers, dtype or device before.
         sync_batchnorm: take BatchNorm statistics over the whole global batch, as one rank would. Without it
             each rank normalises by its own samples, and the result depends on the number of ranks.
         weight: called with the arguments of each forward call; returns what the loss is a mean over:

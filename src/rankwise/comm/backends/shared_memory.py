@@ -16,9 +16,10 @@ from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
 from rankwise.comm.backends.reducing import can_reduce
 from rankwise.comm.backends.shared_channel import ChannelLayout, SharedChannel, lay_out
 from rankwise.comm.backends.staging import CallsDiffer, Staging
-from rankwise.comm.backends.tensor_memory import ResultMemory, bytes_of
+from rankwise.comm.backends.tensor_memory import ResultMemory
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.log import warn
+from rankwise.tensors.as_bytes import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

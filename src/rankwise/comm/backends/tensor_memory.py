@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of tensors: as bytes, and for large results, reused when nothing refers to it.
+"""The memory of large results, reused when nothing refers to it.
 
 The kernel provides new memory at a fraction of the speed at which tensors are summed: a result of 100 MB would
 cost more than the collective itself.
@@ -16,12 +16,6 @@ KEPT_BYTES = 2**28
 """How much may be idle."""
 MOST_KEPT = 2
 """A loop that replaces its tensor by the result holds one while it creates the next."""
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as [n] bytes in the same memory."""
-    # One element counts as contiguous at any stride; torch's view() disagrees.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class ResultMemory:

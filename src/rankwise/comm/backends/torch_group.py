@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
 from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
 from rankwise.health.diagnosis import is_of_a_signal_handler
+from rankwise.tensors.as_bytes import bytes_of
 from rankwise.torch_private.groups import next_number, open_among
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.comm.collectives.group import agreed, exchange_of, rank_in_group, size_of, source_in_group
 from rankwise.comm.collectives.objects import gather_json, gather_rows
-from rankwise.comm.collectives.trees import dtypes, flattened, kind, kinds, plain
+from rankwise.comm.collectives.trees import dtypes, flattened, kind, kinds
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import back
+from rankwise.tensors.as_bytes import as_sent, bytes_of
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ def broadcast(value: T, source: int = 0, *, group: Group | None = None) -> T:
     results: list[object] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
         if exchange is None:
-            result = plain(tensor).clone(memory_format=torch.contiguous_format)
+            result = as_sent(tensor).clone(memory_format=torch.contiguous_format)
         else:
             what = f"broadcast({kind(tensor)}, source={source})"
-            result = exchange.broadcast(plain(tensor), place, what=what)
+            result = exchange.broadcast(as_sent(tensor), place, what=what)
         results.append(back(leaf, result))
     return pytree.tree_unflatten(results, spec)  # type: ignore[no-any-return]
 
@@ -79,9 +79,9 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
     gathered: list[list[object]] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
         if exchange is None:
-            rows = plain(tensor).clone().unsqueeze(0)
+            rows = as_sent(tensor).clone().unsqueeze(0)
         else:
-            rows = exchange.all_gather(plain(tensor), what=f"all_gather({kind(tensor)})")
+            rows = exchange.all_gather(as_sent(tensor), what=f"all_gather({kind(tensor)})")
         gathered.append([back(leaf, row) for row in rows.unbind(0)])
     return [pytree.tree_unflatten([parts[place] for parts in gathered], spec) for place in range(size_of(group))]
 
@@ -109,7 +109,7 @@ def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
     shapes = gather_json([list(tensor.shape) for tensor in tensors], what=what, group=group)
     gathered: list[list[object]] = []
     for number, (leaf, tensor) in enumerate(zip(leaves, tensors, strict=True)):
-        data = bytes_of(plain(tensor))
+        data = bytes_of(as_sent(tensor))
         sizes = [_num_bytes(of_rank[number], tensor) for of_rank in shapes]
         rows = [data.clone()] if exchange is None else gather_rows(exchange, data, sizes, what)
         # Each in its own memory: a rank that keeps one need not keep all.
@@ -165,7 +165,7 @@ def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
     shapes = gather_json([[list(tensor.shape) for tensor in tensors] for _, tensors, _ in flat], what=what, group=group)
     received: list[list[object]] = []
     for number, (leaf, like) in enumerate(zip(leaves, first, strict=True)):
-        given = torch.cat([bytes_of(plain(tensors[number])) for _, tensors, _ in flat])
+        given = torch.cat([bytes_of(as_sent(tensors[number])) for _, tensors, _ in flat])
         sizes = [[_num_bytes(shape[number], like) for shape in of_rank] for of_rank in shapes]
         taken = given if exchange is None else exchange.all_to_all(given, sizes, what=what)
         parts = taken.split([row[own] for row in sizes])

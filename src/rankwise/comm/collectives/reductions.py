@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from rankwise.comm.backends.reducing import can_reduce, reduce_into
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.comm.collectives.group import agreed, rank_in_group, size_of
-from rankwise.comm.collectives.trees import flattened, kind, kinds, plain
+from rankwise.comm.collectives.trees import flattened, kind, kinds
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import back
+from rankwise.tensors.as_bytes import as_sent, bytes_of
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def all_reduce(value: T, op: str = "sum", *, group: Group | None = None) -> T:
     results: list[object] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
         if exchange is None:
-            result = plain(tensor).clone(memory_format=torch.contiguous_format)
+            result = as_sent(tensor).clone(memory_format=torch.contiguous_format)
         else:
             what = f'all_reduce("{op}", {kind(tensor)})'
-            result = exchange.all_reduce(plain(tensor), "sum" if op == "mean" else op, what=what)
+            result = exchange.all_reduce(as_sent(tensor), "sum" if op == "mean" else op, what=what)
             if op == "mean":
                 result = result.div_(exchange.world_size)
         results.append(back(leaf, result))
@@ -90,7 +90,7 @@ def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> 
     size = size_of(group)
     results: list[object] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
-        whole = plain(tensor)
+        whole = as_sent(tensor)
         if exchange is None:
             results.append(back(leaf, whole.clone()))
             continue

@@ -26,11 +26,6 @@ def flattened(value: object, name: str) -> tuple[list[object], list[torch.Tensor
     return leaves, [tensor_of(leaf, name, other) for leaf in leaves], spec
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as contiguous memory that can be sent."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
 def dtype_word(tensor: torch.Tensor) -> str:
     """Return ``float32``."""
     return str(tensor.dtype).removeprefix("torch.")

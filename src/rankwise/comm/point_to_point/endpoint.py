@@ -49,7 +49,7 @@ class Endpoint:
         self._store.set_if_absent(f"{KEYS}/secret", secrets.token_hex(32))
         self._secret = self._store.get(f"{KEYS}/secret", detector.timeout_seconds)
         host = bootstrap.address_on_job(self._store, session.world)
-        server = AuthenticatedServer(listen(host, 0), self._secret, {PURPOSE: self.recv_queue.serve})
+        server = AuthenticatedServer(listen(host, 0), self._secret, {}, {PURPOSE: self.recv_queue.serve})
         server.start()
         self._server = server
         announced = session.world.hostname if host == EVERY_INTERFACE else host

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.errors import ConfigurationError
+from rankwise.tensors.as_bytes import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -135,7 +135,7 @@ def _tensor_node(tensor: torch.Tensor, packed: Packed) -> list[Any]:
         packed.sources.append(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().as_subclass(torch.Tensor)
     copy = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
-    packed.buffers.append(bytes_of(copy).numpy().data)
+    packed.buffers.append(memory_of(copy))
     return ["tensor", name, list(tensor.shape), wants_gradient]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections import Counter, defaultdict, deque
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.comm.point_to_point.message import sizes_of
-from rankwise.store.wire import read_frame
+from rankwise.store.wire import fill_on_loop, receive_frame_on_loop
+from rankwise.tensors.as_bytes import memory_of
 
 if TYPE_CHECKING:
-    import asyncio
+    import socket
     from collections.abc import Iterable
 
 LEFT = "it has left"
@@ -53,21 +55,21 @@ class RecvQueue:
         # Garbage collection may call this in a thread that holds the lock: removing one key needs none.
         self._count(rank, self.gradients.pop((rank, number), ()))
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, sock: socket.socket) -> None:
         """Receive all messages of one rank until it closes, and confirm each with a byte."""
-        source = int(json.loads(await read_frame(reader))["rank"])
+        source = int(json.loads(await receive_frame_on_loop(sock))["rank"])
         reason = "the connection ended"
         try:
             while True:
-                head: dict[str, Any] = json.loads(await read_frame(reader))
+                head: dict[str, Any] = json.loads(await receive_frame_on_loop(sock))
                 if head["kind"] == "end":
                     reason = LEFT
                     return
-                message = ReceivedMessage(head, [await _buffer(reader, size) for size in sizes_of(head["tree"])])
+                message = ReceivedMessage(head, [await _buffer(sock, size) for size in sizes_of(head["tree"])])
                 with self.changed:
                     self._put(source, message)
                     self.changed.notify_all()
-                writer.write(b"\0")
+                await asyncio.get_running_loop().sock_sendall(sock, b"\0")
         finally:
             with self.changed:
                 self.ended[source] = reason
@@ -94,15 +96,8 @@ class RecvQueue:
                 self._count(source, [message])
 
 
-async def _buffer(reader: asyncio.StreamReader, size: int) -> torch.Tensor:
-    """Return the next ``size`` bytes, read piece by piece as they arrive."""
+async def _buffer(sock: socket.socket, size: int) -> torch.Tensor:
+    """Return the next ``size`` bytes, read into the memory that the value will have."""
     buffer = torch.empty(size, dtype=torch.uint8)
-    view = buffer.numpy().data
-    done = 0
-    while done < size:
-        piece = await reader.read(size - done)
-        if not piece:
-            raise ConnectionError("the other rank ended the connection")
-        view[done : done + len(piece)] = piece
-        done += len(piece)
+    await fill_on_loop(sock, memory_of(buffer))
     return buffer

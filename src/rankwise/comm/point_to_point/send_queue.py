@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import RankwiseError
-from rankwise.store.wire import json_frame, open_connection
+from rankwise.store.wire import as_sent, json_frame, open_connection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 PURPOSE = "point_to_point"
 KEYS = "rankwise/point_to_point"
-JOINED_BYTES = 2**16
-"""Pieces up to this size are sent together: each on its own would be a packet."""
 FIRST_PAUSE_SECONDS = 0.002
 LONGEST_PAUSE_SECONDS = 0.1
 
@@ -58,7 +56,7 @@ class SendQueue:
         self._secret = secret
         self._timeout_seconds = timeout_seconds
         self._changed = changed
-        self._queue: queue.SimpleQueue[tuple[bytes, Sequence[memoryview]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[bytes | memoryview] | None] = queue.SimpleQueue()
         self._given_up = threading.Event()
         self._unconfirmed: deque[bool] = deque()
         """For each message that was sent but not confirmed, whether it is a value."""
@@ -68,7 +66,7 @@ class SendQueue:
     def put(self, head: dict[str, Any], buffers: Sequence[memoryview]) -> None:
         """Append a message to the queue."""
         self._unconfirmed.append(head["kind"] == "value")
-        self._queue.put((json_frame(head), [buffer for buffer in buffers if buffer.nbytes]))
+        self._queue.put(as_sent(json_frame(head), buffers))
 
     def end(self) -> None:
         """End the thread once every message has arrived."""
@@ -115,8 +113,8 @@ class SendQueue:
         try:
             sock.sendall(json_frame({"rank": self._rank}))
             while (message := self._queue.get()) is not None:
-                head, buffers = message
-                self._send(sock, head, buffers)
+                for piece in message:
+                    sock.sendall(piece)
                 with contextlib.suppress(BlockingIOError):
                     self._confirm(sock.recv(4096, socket.MSG_DONTWAIT))
             if self._given_up.is_set():
@@ -129,14 +127,6 @@ class SendQueue:
             with contextlib.suppress(OSError):
                 while self._unconfirmed and not self._given_up.is_set():
                     self._confirm(sock.recv(4096))
-
-    def _send(self, sock: socket.socket, head: bytes, buffers: Sequence[memoryview]) -> None:
-        if sum(buffer.nbytes for buffer in buffers) <= JOINED_BYTES:
-            sock.sendall(b"".join([head, *buffers]))
-            return
-        sock.sendall(head)
-        for buffer in buffers:
-            sock.sendall(buffer)
 
     def _confirm(self, confirmations: bytes) -> None:
         if not confirmations:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.comm.session import current_or_none
 from rankwise.log import log, warn
 from rankwise.parallel.loss.hooks import samples_of
+from rankwise.tensors.as_bytes import memory_of
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def digest_of_tensors(values: object) -> int:
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
             plain = leaf.detach().to("cpu").contiguous()
-            digest = zlib.crc32(bytes_of(plain).numpy().tobytes(), zlib.crc32(str(plain.shape).encode(), digest))
+            digest = zlib.crc32(memory_of(plain), zlib.crc32(str(plain.shape).encode(), digest))
     return digest
 
 

@@ -136,9 +136,12 @@ class ServerLoop:
         if message is None:
             self._lose(worker, arrival.reason)
         elif message.head["kind"] == "end_loop":
-            self._staleness.end_loop(worker, message.head["loader"], has_stepped=message.head["has_stepped"])
-            if message.head["has_stepped"]:
-                self._answer(worker)
+            self._staleness.end_loop(worker, message.head["loader"], has_stepped=True)
+            self._answer(worker)
+        elif message.head["kind"] == "end_loops":
+            for loader, count in message.head["loops"]:
+                self._staleness.end_loop(worker, loader, has_stepped=False, count=count)
+            self._connections.confirm(worker)
         else:
             self._staleness.step(worker)
             self._waiting[worker] = message

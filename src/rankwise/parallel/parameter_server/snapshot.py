@@ -6,9 +6,7 @@ Knows no other rank. Nothing is pickled.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import zlib
 from dataclasses import dataclass
@@ -18,10 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.errors import CheckpointError
 from rankwise.log import warn
 from rankwise.parallel.parameter_server.optimizer_state import dense, options_of, set_options
+from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.synced_folders import make_folder, staged_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -181,16 +180,10 @@ class ServerSnapshots:
             "workers": {str(worker): state for worker, state in workers.items()},
             "sum": _sum_of(tensors),
         }
-        path = self._path(update)
-        staged = path.with_name(f".{path.name}.new")
         try:
-            save_file(tensors, staged, {"rankwise": json.dumps(reported)})
-            with staged.open("rb") as written:
-                os.fsync(written.fileno())
-            staged.rename(path)
+            with staged_file(self._path(update)) as staging:
+                save_file(tensors, staging, {"rankwise": json.dumps(reported)})
         except (OSError, SafetensorError) as error:
-            with contextlib.suppress(OSError):
-                staged.unlink(missing_ok=True)
             raise self._no_room(error) from error
         self._newest = update
         self._delete_old()
@@ -209,7 +202,7 @@ class ServerSnapshots:
     def _check_room(self) -> None:
         """Raise if nothing can be written to the folder, and delete what a write that was cut off has left."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
             probe = self._folder / f".server-{self._server}-of-{self._num_servers}.new"
             probe.touch()
             for path in (probe, *self._folder.glob(f".server-{self._server}-of-{self._num_servers}-update-*.new")):
@@ -252,7 +245,7 @@ def _sum_of(tensors: Mapping[str, torch.Tensor]) -> int:
     total = 0
     for name in sorted(tensors):
         total = zlib.crc32(name.encode(), total)
-        total = zlib.crc32(bytes_of(tensors[name].contiguous()).numpy().data, total)
+        total = zlib.crc32(memory_of(tensors[name].contiguous()), total)
     return total
 
 

@@ -144,14 +144,13 @@ class Worker:
             return
         if not self.channels:
             raise left("server.finish()")
-        head: Head = {"kind": "end_loop", "loader": loader, "has_stepped": has_stepped}
         if not has_stepped:
             for channel in self.channels:
-                channel.notify(head | {"whole": [], "rows": []})
+                channel.end_loop(loader)
             return
         self._take()
         for channel in self.channels:
-            channel.request(head, [], [])
+            channel.request({"kind": "end_loop", "loader": loader}, [], [])
         self._awaits_answer = True
         self._take()
 
@@ -163,8 +162,8 @@ class Worker:
         self._take()
         for channel in self.channels:
             channel.leave()
-        for channel in self.channels:
-            channel.join(self._context.detector.timeout_seconds)
+        for server, channel in self._pairs():
+            self._wait("leaving the parameter servers", server, channel, channel.has_left)
         # The optimizer holds this worker, and their memory is as large as the model.
         self.channels.clear()
 

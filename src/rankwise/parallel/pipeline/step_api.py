@@ -18,10 +18,10 @@ from rankwise.health.event_log import post_failure
 from rankwise.log import warn
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
-from rankwise.parallel.core.gradient_mean import clip_to_norm
 from rankwise.parallel.core.same_inputs import describe_arguments
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
+from rankwise.parallel.pipeline.gradient_norm import clip_to_norm
 from rankwise.parallel.pipeline.link import PipelineLink
 from rankwise.parallel.pipeline.loss_on_stages import LossOnStages
 from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
@@ -166,7 +166,7 @@ class Pipeline:
         Raises:
             ConfigurationError: ``max_norm`` is negative.
 
-        Source: torch.nn.utils.clip_grad_norm_, the 2-norm.
+        Source: ``torch.nn.utils.clip_grad_norm_``, the 2-norm.
         """
         if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0:
             raise ConfigurationError(

@@ -8,7 +8,7 @@ the second by its inputs ("row"). Only what is clear is split. Used by tensor_pa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -21,7 +21,7 @@ from rankwise.parallel.tensor_parallel.mlp_code import is_elementwise, is_linear
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-Style = str | ParallelStyle
+Style: TypeAlias = "str | ParallelStyle"
 
 STYLES = {
     "column": "a Linear split by its outputs; each rank keeps its part of the output",

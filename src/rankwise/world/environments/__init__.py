@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who started this process, and which variables say so: one ordered table, a file per environment.
+"""What started this process, and which variables show it: one ordered table, a file per environment.
 
-No torch. Holds facts about the start only; opens nothing. Used by ``join`` and by the launcher.
+No torch. Determines only facts about the start; opens nothing. Used by ``join`` and by the launcher.
 """
 
 from __future__ import annotations

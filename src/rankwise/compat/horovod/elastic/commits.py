@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commits that outlive a rank's process: files in the launcher's temporary folder, written once per machine.
 
-The folder is this user's alone, and goes with the launcher, however that ends: so nothing is flushed to the disk, which
-would only help where the machine and the launcher with it are gone. Files are read without running code.
+The folder belongs to this user alone and is removed with the launcher. Files are read without running code.
 """
 
 from __future__ import annotations
 
 import _codecs
-import contextlib
 import io
 import itertools
 import pickle
@@ -25,6 +23,7 @@ from rankwise.comm.collectives import broadcast, gather_json
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.log import log, warn
+from rankwise.tensors.synced_folders import staged_file
 from rankwise.world import environments
 
 if TYPE_CHECKING:
@@ -85,19 +84,14 @@ class Commits:
         if kept is None or not self._is_writer:
             return
         path = self._folder / f"elastic-{self._run}-{self._attempt}-{self._num_written}.pt"
-        part = path.with_suffix(".part")
         try:
-            _save(kept, part, is_first=self._num_written == 1)
-            part.rename(path)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            if isinstance(error, OSError | RuntimeError):
-                raise CheckpointError(
-                    f"The elastic state cannot be committed to {self._folder}: {error}",
-                    do="make room there, or set TMPDIR to another folder before `rankwise run`",
-                ) from error
-            raise
+            with staged_file(path) as staging:
+                _save(kept, staging, is_first=self._num_written == 1)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"The elastic state cannot be committed to {self._folder}: {error}",
+                do="make room there, or set TMPDIR to another folder before `rankwise run`",
+            ) from error
         for old in self._found()[NUM_KEPT:]:
             self._path(old).unlink(missing_ok=True)
 

@@ -14,6 +14,7 @@ from rankwise.comm import collectives
 from rankwise.compat.megengine.distributed.backends import arguments_of
 from rankwise.compat.megengine.distributed.groups import WORLD, Group, checked
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.core.gradient_buckets import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,6 +73,11 @@ class AllreduceCallback:
             arguments_of(backend)
         self.reduce_method = reduce_method.lower()
         self.group = checked(group)
+
+    def weights(self, num_ranks: int) -> Weights:
+        """Return what every rank's gradients count: each rank as one, however many samples it had."""
+        # What a mean divides by is what a sum is multiplied with: the bits are those of the plain sum.
+        return Weights(float(num_ranks) if self.reduce_method == "sum" else 1.0, 1.0)
 
     def __call__(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - as callbacks are called
         """Refuse: gradients do not go one by one.
