@@ -201,7 +201,7 @@ def test_wrong_arguments_are_refused_before_anything_changes(tmp_path: Path) -> 
         (lambda: save_weights(file, torch.nn.LazyLinear(2)), "has no shape yet"),
         (lambda: load_weights(file, torch.nn.LazyLinear(2)), "has no shape yet"),
         (lambda: load_weights(file, expanded), "bias cannot be loaded in place: it is an expanded tensor"),
-        (lambda: save_weights(file, {"__metadata__": torch.ones(2)}), "can be called '__metadata__'"),
+        (lambda: save_weights(file, {"__metadata__": torch.ones(2)}), "cannot be named '__metadata__'"),
         (lambda: save_weights(tmp_path / "pipe", model), "is a device, a pipe or a socket, not a file"),
     ]
     for call, words in calls:

@@ -162,7 +162,7 @@ def _criterion(world: World, spread: bool) -> Heard:
 
 def test_a_criterion_with_parameters_of_its_own_is_named_in_its_first_step() -> None:
     heard = [one for result in testing.run_ranks(_criterion, NUM_RANKS, False) for one in result.get()]
-    check_said([text for _, text in heard], ["SGD has stepped 1 parameter beside those of a spread model"])
+    check_said([text for _, text in heard], ["SGD has stepped 1 parameter outside the distributed model"])
     assert "(centers of _CenterLoss)" in heard[0][1]
 
 

@@ -170,7 +170,7 @@ def test_wrong_groups_and_parts_are_refused_and_the_world_goes_on(run_ranks: Run
         assert all("each once" in text for text in said[:3])
         assert "rank 0: [0]" in said[3]
         assert "rank 1: [1]" in said[3]
-        assert "a list of ranks, not [0.5]" in said[4]
+        assert "a list of ranks, got [0.5]" in said[4]
         assert "rankwise.new_group() returned, not list" in said[5]
         assert "a list of values, not dict" in said[6]
         assert "all_reduce()" in said[7]

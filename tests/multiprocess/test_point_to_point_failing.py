@@ -178,7 +178,7 @@ def _after_leaving(world: World) -> str:
 
 def test_a_backward_behind_the_end_of_the_world_says_so() -> None:
     _, receiver = testing.run_ranks(_after_leaving, 2)
-    assert "run backward() inside the world" in receiver.get()
+    assert "run backward() before leaving the world" in receiver.get()
 
 
 def _wrong_calls(world: World) -> list[str]:

@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "offload_folder was not given": ({"plan": {"": "disk"}, "offload_folder": None}, "offload_folder was not given"),
     "keep_whole": ({"keep_whole": ["blocks.7"]}, r"no module named 'blocks\.7'"),
     "keep_whole of one name": ({"keep_whole": "blocks.7"}, r"no module named 'blocks\.7'"),
-    "no files": ({"checkpoint": "/nowhere"}, "nothing at /nowhere"),
+    "no files": ({"checkpoint": "/nowhere"}, "/nowhere does not exist"),
     "int8 of float64": ({"int8": True}, "int8=True requires a model in float32"),
 }
 
