@@ -61,7 +61,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!rankwise\b).*"),
     ("py:class", r".*\.[A-Z]"),  # type variables
-    ("py:class", r".*\.(Session|Sized)"),  # in signatures, but nothing that a script makes
+    ("py:class", r".*\.(Session|Sized|Weights)"),  # in signatures, but nothing that a script makes
     ("py:class", r".*\.groups\.Group"),  # documented under another name, so that plain Group is rankwise's own
 ]
 
@@ -89,10 +89,13 @@ html_sidebars = {
 linkcheck_timeout = 20
 
 
+def keep_summary(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:  # noqa: ARG001, PLR0917 - as Sphinx calls it
+    """Keep the first paragraph of a module's docstring: the others speak to people who change it."""
+    if what == "module" and "" in lines:
+        del lines[lines.index("") :]
+
+
 def setup(app: Sphinx) -> None:
-    """Show the drawing of layers in architecture.md as it stands, and let toctrees name pages that may be absent."""
+    """Show the drawing of layers in architecture.md as it stands."""
+    app.connect("autodoc-process-docstring", keep_summary)
     app.add_lexer("layers", TextLexer)
-    # Sphinx gives this warning no type, so that suppress_warnings does not reach it.
-    logging.getLogger("sphinx.sphinx.directives.other").addFilter(
-        lambda record: getattr(record, "subtype", None) != "empty_glob"
-    )

@@ -362,7 +362,7 @@ def test_a_rank_launches_no_others(command: Command) -> None:
     ended = command.run("train.py")
     assert ended.stdout == "This process is already a rank and cannot launch others.\n", ended.stderr
     assert _python(command, "train.py", "joined") == (
-        "This process has joined a world, and cannot launch ranks of another.\n"
+        "This process has joined a world and cannot launch ranks of another.\n"
     )
 
 

@@ -108,7 +108,7 @@ def test_async_goes_on_without_a_worker(command: Command, mode: str, harm: str) 
     if harm == "kill":
         assert lines == {"rank 0": ALL_STEPS, "rank 2": 0}
         assert "[rankwise] rank 1 failed (SIGKILL); the others continue without it" in ended.stderr
-        assert "worker 1 is gone" in ended.stderr
+        assert "worker 1 was lost" in ended.stderr
     else:
         assert lines == {"rank 0": ALL_STEPS, "rank 1": ALL_STEPS, "rank 2": 0}
 

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
     from conftest import Command, Started
 
-ELSEWHERE = "from-a-function.md"
-"""Starts its ranks itself, and has a test of its own."""
+ELSEWHERE = {"errors.md", "from-a-function.md"}
+"""One raises, one starts its ranks itself; each has a test of its own."""
 DOCS = Path(__file__).parents[2] / "docs"
 SHOWN = re.compile(r"^ *```(?:python|py)\b", re.MULTILINE)
 PAGES = sorted(
     path
     for path in DOCS.rglob("*.md")
-    if path.name != ELSEWHERE and "zh" not in path.parts and SHOWN.search(path.read_text(encoding="utf-8"))
+    if path.name not in ELSEWHERE and "zh" not in path.parts and SHOWN.search(path.read_text(encoding="utf-8"))
 )
 LEFT = {"from-horovod.md": ("-m", "rankwise.compat.horovod")}
 """What runs the left side, where that is not `rankwise run` alone."""

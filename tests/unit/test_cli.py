@@ -137,7 +137,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_mistake_is_text_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-n", "0", "train.py"]) == 2
     assert capsys.readouterr().err == (
-        "ConfigurationError: 0 ranks cannot be started.\n"
+        "ConfigurationError: The number of ranks must be >= 1, got 0.\n"
         "  do        pass -n 1 or more, or omit -n: one rank per GPU, else one\n"
     )
 

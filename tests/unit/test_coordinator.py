@@ -106,8 +106,8 @@ def test_a_machine_that_starts_anew_costs_a_restart_where_all_are_needed() -> No
     ("second", "words", "evidence"),
     [
         ({"node_rank": 0}, "Two machines are node 0: a and b.", "last heartbeat of a: 0.0 s ago"),
-        ({"script": "other"}, "b and a would not run the same job.", "script: a has one, b has other"),
-        ({"rankwise": "0.2"}, "b and a would not run the same job.", "rankwise: a has 0.1, b has 0.2"),
+        ({"script": "other"}, "b and a do not run the same job.", "script: a has one, b has other"),
+        ({"rankwise": "0.2"}, "b and a do not run the same job.", "rankwise: a has 0.1, b has 0.2"),
     ],
 )
 def test_a_machine_that_contradicts_is_refused(second: dict[str, Any], words: str, evidence: str) -> None:
@@ -118,7 +118,7 @@ def test_a_machine_that_contradicts_is_refused(second: dict[str, Any], words: st
     assert (to, type(refusal), refusal.what, refusal.evidence) == ("b", Refuse, words, evidence)
     assert refusal.advice
     scene.node_joined("c", node_rank=1, **job)
-    assert scene.node_joined("d", node_rank=None, **job)[0][1].what == "The job has all its 2 nodes."
+    assert scene.node_joined("d", node_rank=None, **job)[0][1].what == "The job already has all its 2 nodes."
 
 
 def test_a_failure_without_restarts_lets_the_others_end_and_names_the_cause() -> None:

@@ -194,7 +194,7 @@ def test_a_full_disk_behind_stdout_is_said_and_the_files_go_on(shown: Shown, tmp
     _write(carrier, [(0, 1, b"one\n"), (0, 1, b"two\n"), (1, 2, b"err\n")], 2)
     carrier.close()
     assert shown[2].count(b"No space left on device") == 1
-    assert b"[rankwise] /dev/full: No space left on device; the ranks go on" in shown[2]
+    assert b"[rankwise] /dev/full: No space left on device; the ranks continue" in shown[2]
     assert (tmp_path / "rank-0.out").read_bytes() == b"one\ntwo\n"
     assert carrier.problem() == "", "nothing failed because of it"
 

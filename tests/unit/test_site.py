@@ -12,10 +12,10 @@ import rankwise
 
 DOCS = Path(__file__).parents[2] / "docs"
 REFERENCE = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "reference").glob("*.md")))
-INCLUDED = {"changelog", "contributing"}
-"""Pages that are files of the repository's root."""
-WITHOUT_CODE = {"security", "benchmarks"}
-"""Pages that begin without a snippet: there is nothing to type."""
+INCLUDED = {"changelog"}
+"""A page that is a file of the root of the repository."""
+WITHOUT_CODE = {"errors", "security", "which-call"}
+"""Pages that begin without a snippet: one for each error or call follows, or there is nothing to type."""
 PAGES = sorted(path for path in DOCS.glob("*.md") if path.stem not in INCLUDED)
 FIRST_PAGE = ("reference/data-loader.md", "weights.md#to-say-it-yourself", "failing.md#when-a-rank-hangs", "slurm.md")
 

@@ -63,7 +63,7 @@ def test_a_host_named_twice_is_refused() -> None:
         parse_hosts("a:2,b,me@A:3")
     assert str(error.value) == (
         "The host A is given twice in --hosts a:2,b,me@A:3.\n"
-        "  do        name it once, with the number of its ranks: A:5"
+        "  do        give it once, with the number of its ranks: A:5"
     )
 
 
@@ -169,11 +169,11 @@ def run(tmp_path: Path, ssh: str, *options: str) -> tuple[int, str]:
         (
             'eval "$remote" | sed -u \'s/"rankwise": "[^"]*"/"rankwise": "9.9"/\'',
             (
-                "ConfigurationError: a has rankwise 9.9, and this machine {version}.\n"
+                "ConfigurationError: a has rankwise 9.9, but this machine has {version}.\n"
                 "  do        {ssh} -F x a {python} -m pip install rankwise=={version}\n"
             ),
         ),
-        ("echo hello; exit 3", "LaunchError: a ended before any rank was started: exit code 3.\n  evidence  hello\n"),
+        ("echo hello; exit 3", "LaunchError: a exited before any rank was started: exit code 3.\n  evidence  hello\n"),
         (
             'echo noise; cd /; eval "$remote"',
             "ConfigurationError: Script 'train.py' does not exist.\n",

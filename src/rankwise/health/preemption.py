@@ -106,7 +106,7 @@ class Preemption:
         """Have the job stop. Sets a flag only, so that a signal handler may call it."""
         self._requested = self._requested or reason
 
-    def heed(self, signals: Sequence[str]) -> None:
+    def accept_signals(self, signals: Sequence[str]) -> None:
         """Record which signals ask this process to stop, and handle those received before it joined."""
         self.signals = tuple(signals)
         for name in early:

@@ -36,7 +36,7 @@ def listen(preemption: Preemption, names: Sequence[str]) -> Callable[[], None]:
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    preemption.heed(names)
+    preemption.accept_signals(names)
     listeners = [_Listener(preemption, signal.Signals[name]) for name in names]
 
     def restore() -> None:
