@@ -152,8 +152,9 @@ class AlwaysDropout(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = F.dropout(F.gelu(self.up(x)), 0.3).float()
         h *= 0.5
-        x += self.down(h.to(self.down.weight.dtype))
-        return x
+        y = self.down(h.to(self.down.weight.dtype))
+        y += x
+        return y
 
 
 class Chunked(SwiGlu):
