@@ -335,7 +335,11 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
             bos_token_id=1,
             eos_token_id=2,
         ),
-        {"transformer.h.0.mlp": "fc_in | fc_out", "": "transformer.wte: vocab, lm_head: head"},
+        {
+            "transformer.h.0.attn": Q_K_V_OUT + "; num_attention_heads=2",
+            "transformer.h.0.mlp": "fc_in | fc_out",
+            "": "transformer.wte: vocab, lm_head: head",
+        },
     ),
     "GPT-Neo": (
         transformers_model(
@@ -349,7 +353,11 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
             bos_token_id=1,
             eos_token_id=2,
         ),
-        {"transformer.h.0.mlp": "c_fc | c_proj", "": "transformer.wte: vocab, lm_head: head"},
+        {
+            "transformer.h.0.attn.attention": Q_K_V_OUT + "; num_heads=2",
+            "transformer.h.0.mlp": "c_fc | c_proj",
+            "": "transformer.wte: vocab, lm_head: head",
+        },
     ),
     "CLIP's text model": (
         transformers_model("CLIPTextModel", **SIZES),

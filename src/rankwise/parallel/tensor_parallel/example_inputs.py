@@ -56,7 +56,7 @@ def example_inputs(
         masks: Sequence[torch.Tensor | None] = (None, below, ~below)
         if not any("mask" in one.name or "bias" in one.name for one in filled):
             masks = (None,)
-        rotations: Sequence[torch.Tensor] = (angles[None], angles, angles[:, :half])
+        rotations: Sequence[torch.Tensor] = (angles[None], angles, angles[None, :, :half], angles[:, :half])
         if not any(_is_position(one.name) for one in filled):
             rotations = rotations[:1]
         for x, mask, angle in itertools.product(_first_arguments(module, width, normal), masks, rotations):

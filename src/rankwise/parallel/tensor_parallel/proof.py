@@ -33,6 +33,8 @@ MAX_ELEMENTS = 2**29
 """How many elements the parameters beside the pair may have, which are copied whole."""
 _LOWER = {torch.float32, torch.float16, torch.bfloat16}
 _TABLES = {"_parameters", "_buffers", "_modules"}
+_UNLIKE = {*_TABLES, "layer_idx", "layer_id", "layer_index", "layer_number"}
+"""What differs between layers that are alike: the place that a layer knows to have, as for a cache."""
 
 
 @dataclass(frozen=True)
@@ -427,9 +429,11 @@ class _InFloat64(TorchDispatchMode):
 @contextmanager
 def _aside() -> Generator[None]:
     """Leave random numbers, warnings and the mode of autograd as they are; work on the CPU, in float64."""
-    state = random.getstate()
     with ExitStack() as during:
-        during.callback(random.setstate, state)
+        during.callback(random.setstate, random.getstate())
+        # All ranks of a machine try at once, with small tensors: their threads would only wait for one another.
+        during.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         during.enter_context(torch.random.fork_rng(devices=[]))
         during.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -449,7 +453,7 @@ def _description(module: nn.Module) -> Hashable:
             type(one),
             *((key, p.shape, p.dtype) for key, p in one.named_parameters(recurse=False, remove_duplicate=False)),
             *((key, b.shape, b.dtype) for key, b in one.named_buffers(recurse=False, remove_duplicate=False)),
-            *((key, _plain(value)) for key, value in vars(one).items() if key not in _TABLES),
+            *((key, _plain(value)) for key, value in vars(one).items() if key not in _UNLIKE),
         )
         for name, one in module.named_modules(remove_duplicate=False)
     )
@@ -463,6 +467,8 @@ def _plain(value: object) -> Hashable:
         return "dict", *((_plain(key), _plain(one)) for key, one in value.items())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):
         return "list", *(_plain(one) for one in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, set):
+        return "set", frozenset(_plain(one) for one in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return "object", id(value)
 
 
