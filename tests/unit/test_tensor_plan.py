@@ -251,7 +251,10 @@ WHOLE = {
     "a layer left out at times": (Sometimes(), "no input was found that its code takes"),
     "a weight that is read": (ReadsWeight(), "uses the weight of a layer itself"),
     "layers of another kind": (AdaptedPair(), "do more than nn.Linear"),
-    "nobody calls them": (nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)}), "no code of its own calls its layers"),
+    "nobody calls them": (
+        nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)}),
+        "no code of its own calls its layers",
+    ),
     "a number per head": (Slopes(num_heads=4), "the parts of o_proj do not add up"),
     "the width of what is split": (ScaledBefore(head_dim=3), "the parts of o_proj do not add up"),
     "a mean over heads": (MeanOfHeads(head_dim=3), "returns what lies between"),

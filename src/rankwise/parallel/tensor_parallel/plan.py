@@ -217,7 +217,7 @@ def _add_mlp(plan: TensorPlan, proofs: Proofs, model: nn.Module, name: str, tp: 
         if width % tp:
             plan.whole.setdefault(_join(name, last), f"{width} inputs cannot be shared by {tp} ranks evenly")
             return
-        why = _why_no_pair(proofs, model, name, firsts, last, tp)
+        why = _why_no_pair(proofs, model, name, firsts, last, tp=tp)
         if why is None:
             plan.styles |= {_join(name, one): "column" for one in firsts} | {_join(name, last): "row"}
         else:
@@ -226,7 +226,7 @@ def _add_mlp(plan: TensorPlan, proofs: Proofs, model: nn.Module, name: str, tp: 
 
 
 def _why_no_pair(
-    proofs: Proofs, model: nn.Module, name: str, firsts: tuple[str, ...], last: str, tp: int
+    proofs: Proofs, model: nn.Module, name: str, firsts: tuple[str, ...], last: str, *, tp: int
 ) -> str | None:
     # A ModuleDict: whoever holds it calls its layers.
     above = name
@@ -329,7 +329,7 @@ def _add_attention(plan: TensorPlan, proofs: Proofs, name: str, module: nn.Modul
             return
         is_even = heads.queries % tp == heads.keys % tp == 0
         # Where ranks cannot share the heads, that is the error only if the attention could be split otherwise.
-        counts = _counts_of_part(proofs, module, projections, out, heads, tp if is_even else heads.keys)
+        counts = _counts_of_part(proofs, module, projections, out, heads, tp=tp if is_even else heads.keys)
         if isinstance(counts, str):
             plan.whole[name] = counts
             return
@@ -342,7 +342,7 @@ def _add_attention(plan: TensorPlan, proofs: Proofs, name: str, module: nn.Modul
 
 
 def _counts_of_part(
-    proofs: Proofs, module: nn.Module, projections: tuple[str, ...], out: str, heads: _Heads, tp: int
+    proofs: Proofs, module: nn.Module, projections: tuple[str, ...], out: str, heads: _Heads, *, tp: int
 ) -> dict[str, int] | str:
     """Return the attributes that must count the heads of one rank, or why an attention cannot be split."""
     if heads.queries % heads.keys:

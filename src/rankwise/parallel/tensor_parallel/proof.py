@@ -338,7 +338,7 @@ def _check_outputs(split: Split, whole: _Run, parts: list[_Run]) -> list[int]:
         raise _Differs("its code does something else on a part")
     for number, expected in enumerate(whole.shares):
         if not _is_close(torch.stack([part.shares[number] for part in parts]).sum(0), expected):
-            raise _Differs(f"the parts of {split.row} do not add up: its code mixes what lies between, or uses its size")
+            raise _Differs(f"the parts of {split.row} do not add up: its code mixes what lies between or uses its size")
     compared = [number for number, one in enumerate(whole.outputs) if one.is_floating_point()]
     for rank, part in enumerate(parts):
         for number, (found, expected) in enumerate(zip(part.outputs, whole.outputs, strict=True)):
@@ -346,15 +346,17 @@ def _check_outputs(split: Split, whole: _Run, parts: list[_Run]) -> list[int]:
                 continue
             if number == 0 or not _are_own_heads(split, rank, found, expected):
                 raise _Differs("its output is another where it has a part: its code returns what lies between")
-            if number in compared:
-                compared.remove(number)
-        if part.kept.keys() != whole.kept.keys():
-            raise _Differs("its code keeps something else where it has a part")
-        for name, found in part.kept.items():
-            expected = whole.kept[name]
-            if not _is_close(found, expected) and not _are_own_heads(split, rank, found, expected):
-                raise _Differs("its code keeps what lies between")
+            compared = [one for one in compared if one != number]
+        _check_kept(split, rank, part.kept, whole.kept)
     return compared
+
+
+def _check_kept(split: Split, rank: int, part: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    if part.keys() != whole.keys():
+        raise _Differs("its code keeps something else where it has a part")
+    for name, found in part.items():
+        if not _is_close(found, whole[name]) and not _are_own_heads(split, rank, found, whole[name]):
+            raise _Differs("its code keeps what lies between")
 
 
 def _are_own_heads(split: Split, rank: int, found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -437,7 +439,7 @@ def _aside() -> Generator[None]:
         during.enter_context(torch.random.fork_rng(devices=[]))
         during.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        during.enter_context(torch.inference_mode(False))  # noqa: FBT003 - torch's own
+        during.enter_context(torch.inference_mode(False))
         during.enter_context(torch.enable_grad())
         during.enter_context(torch.autocast("cpu", enabled=False))
         during.enter_context(torch.device("cpu"))
