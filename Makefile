@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # Needs Python 3.11 or newer, and nothing else: `make setup` puts the rest into .venv.
 PYTHON ?= python3
+# Where `make demo` takes torch from: the CPU build, a tenth of the size. Empty: from where pip takes everything.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/ready
 PEERS_BIN := .venv-peers/bin
 PEERS_READY := .venv-peers/ready
 FRAMEWORKS_BIN := .venv-frameworks/bin
 FRAMEWORKS_READY := .venv-frameworks/ready
+DOCS_BIN := .venv-docs/bin
+DOCS_READY := .venv-docs/ready
 # pytest, in lanes: three on two cores.
 LANES := $(BIN)/python tests/lanes.py
-CODE := src tests examples benchmarks docs/architecture.py
+CODE := src tests examples benchmarks docs
+SPHINX := $(DOCS_BIN)/python -m sphinx -q -W --keep-going
 VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers lock clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers docs docs-browser docs-links chart lock release-check clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,8 +34,8 @@ $(READY): requirements/dev.lock pyproject.toml
 	@$(BIN)/python -m compileall -q src tests
 	@touch $@
 
-demo: setup  ## train on one rank and on two, and compare
-	$(BIN)/python examples/compare_ranks.py
+demo:  ## train on one rank and on two, and compare; says first what it downloads
+	@PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/demo
 
 test: check  ## checks, then every tier of tests; installs the programs they need, or says which tiers it leaves out
 	@PYTHON=$(PYTHON) .ci/programs install || true
@@ -84,7 +89,20 @@ bench: setup  ## ratios against other tools; leave the machine alone meanwhile
 bench-peers: $(PEERS_READY)  ## a training step beside other libraries, from .venv-peers
 	$(PEERS_BIN)/python benchmarks/peers.py
 
-$(PEERS_READY) $(FRAMEWORKS_READY): .venv-%/ready: requirements/%.lock pyproject.toml
+docs: $(DOCS_READY)  ## the documentation as static files in site/; any warning is an error
+	rm -rf site build/docs
+	$(SPHINX) -b html -d build/docs/en docs site
+	$(SPHINX) -b html -d build/docs/zh -c docs -t zh docs/zh site/zh
+	$(DOCS_BIN)/python docs/check_links.py site
+	@echo "open site/index.html"
+
+docs-browser: docs  ## the same in a real browser: widths, search, dark mode; needs chromium
+	$(DOCS_BIN)/python docs/check_browser.py site
+
+docs-links: $(DOCS_READY)  ## follow the links of the documentation to other sites; needs a network
+	$(SPHINX) -b linkcheck -d build/docs/links docs build/docs/linkcheck
+
+$(PEERS_READY) $(FRAMEWORKS_READY) $(DOCS_READY): .venv-%/ready: requirements/%.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rankwise needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/install python3-venv
 	$(PYTHON) -m venv --clear .venv-$*
@@ -93,9 +111,15 @@ $(PEERS_READY) $(FRAMEWORKS_READY): .venv-%/ready: requirements/%.lock pyproject
 	@.venv-$*/bin/python -m compileall -q src
 	@touch $@
 
-lock:  ## pin requirements/dev.in, frameworks.in and peers.in anew
+chart:  ## draw docs/images/speed-*.svg, with the ratios of a table of `make bench` (TABLE=file) if there is one
+	$(PYTHON) docs/speed_chart.py $(TABLE)
+
+release-check: setup  ## build a release into dist/, check it, and try its wheel in a fresh environment
+	.ci/release-check
+
+lock:  ## pin each requirements/*.in again
 	$(PYTHON) requirements/lock.py
 
 clean:  ## remove what the other targets made
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis dist site build/docs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,7 @@ import venv
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = ("dev", "frameworks", "peers")
+NAMES = ("demo", "dev", "docs", "frameworks", "peers", "release")
 # They come with the environment, or by a tool that is in nobody's requirements.
 LEFT_OUT = {"pip", "wheel"}
 

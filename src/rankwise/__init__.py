@@ -159,8 +159,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
-    """Import a public name when it is first used: the command line answers without importing torch."""
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name
+    """Import a public name on first use, so that the command line does not import torch."""
     if name not in _ROOM_OF:
         raise AttributeError(f"module 'rankwise' has no attribute {name!r}; it has {', '.join(__all__)}")
     thing = getattr(importlib.import_module(f"rankwise.{_ROOM_OF[name]}"), name)
@@ -173,14 +173,14 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps a public name from being replaced by the module of the same name, which importing would bind."""
+    """Keeps a public name from being replaced by the module of the same name, which an import would bind."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _ROOM_OF and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a pickled function name this package, as it may name any other module."""
+        """Let a pickled function refer to this package, as it may to any other module."""
         return importlib.import_module, (self.__name__,)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exception of rankwise, its tree, and the one place that words them.
+"""Every exception of rankwise, their class tree, and the one place that formats them.
 
-An error says what happened, on which rank, what the ranks held, and what to do. Raise sites pass these as
+An error states what happened, on which rank, the evidence, and what to do. Raise sites pass these as
 fields; only :meth:`RankwiseError.__str__` turns them into text. Imported by everything, imports nothing.
 """
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def rank_prefix(rank: int, world_size: int, hostname: str | None = None) -> str:
-    """Return ``[rank 3/16 on gpu-01]``, the prefix of every line that speaks for a rank."""
+    """Return ``[rank 3/16 on gpu-01]``, the prefix of every line about a rank."""
     where = f" on {hostname}" if hostname else ""
     return f"[rank {rank}/{world_size}{where}]"
 
@@ -43,13 +43,13 @@ def fold_values(value_of_rank: Mapping[int, object]) -> str:
 
 
 class RankwiseError(Exception):
-    """What every error of rankwise is.
+    """Base class of all rankwise errors.
 
     Args:
-        what: one plain sentence, complete by itself.
-        where: the rank it happened on, as :func:`rank_prefix` words it, or any place (a file, a variable).
+        what: one plain sentence that is complete by itself.
+        where: the rank it happened on, formatted by :func:`rank_prefix`, or any place (a file, a variable).
         evidence: what was found, one fact per line.
-        do: what mends it: the exact argument, variable or command.
+        do: the fix: the exact argument, variable or command.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class RankwiseError(Exception):
         return "\n".join(lines)
 
     def supplement(self, *, where: str | None = None, evidence: str | None = None, do: str | None = None) -> Self:
-        """Replace the fields that are given, by what only a caller further up knows; return the error."""
+        """Replace the given fields with what only a caller further up knows; return the error."""
         self.where = where or self.where
         self.evidence = evidence or self.evidence
         self.do = do or self.do
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep the keyword fields when the error crosses a process border."""
+        """Keep the keyword fields when the error is pickled."""
         return (_rebuild, (type(self), self.args, self.__dict__))
 
 
@@ -90,11 +90,11 @@ def _rebuild(kind: type[RankwiseError], args: tuple[Any, ...], fields: dict[str,
 
 
 class ConfigurationError(RankwiseError, ValueError):
-    """An argument or setting is bad, or two contradict each other."""
+    """An argument or setting is invalid, or two contradict each other."""
 
 
 class TorchTooOld(RankwiseError, ImportError):
-    """The installed torch lacks calls that rankwise needs."""
+    """The installed torch lacks functions that rankwise needs."""
 
 
 class UntestedTorch(UserWarning):
@@ -102,11 +102,11 @@ class UntestedTorch(UserWarning):
 
 
 class WrongGradients(RankwiseError, RuntimeError):
-    """On this version of torch a strategy computes other gradients than one device does."""
+    """On this version of torch, a strategy computes different gradients than one device does."""
 
 
 class EnvironmentConflict(ConfigurationError):
-    """Two launchers' variables say different things about this process."""
+    """The variables of two launchers contradict each other about this process."""
 
 
 class SecretRefused(ConfigurationError):
@@ -114,11 +114,11 @@ class SecretRefused(ConfigurationError):
 
 
 class NotRankwise(ConfigurationError):
-    """Something else listens where a process of the job should."""
+    """Another program listens where a process of the job should."""
 
 
 class NotJoined(RankwiseError, RuntimeError):
-    """Something that needs a world was called before ``rankwise.join()``."""
+    """A function that needs a world was called before ``rankwise.join()``."""
 
 
 class LaunchError(RankwiseError, RuntimeError):
@@ -126,7 +126,7 @@ class LaunchError(RankwiseError, RuntimeError):
 
 
 class RankFailed(RankwiseError, RuntimeError):
-    """A rank of ``rankwise.launch`` left neither a value nor an exception to raise; ``rank`` says which."""
+    """A rank of ``rankwise.launch`` returned no value and raised no exception; ``rank`` is its number."""
 
     def __init__(self, what: str, *, rank: int, **fields: str | None) -> None:
         super().__init__(what, **fields)
@@ -146,7 +146,7 @@ class PeerFailed(RankwiseError, RuntimeError):
 
 
 class PeerMissing(RankwiseError, RuntimeError):
-    """Some ranks never came to a collective, or left before it; ``ranks`` lists them."""
+    """Some ranks never reached a collective, or left before it; ``ranks`` lists them."""
 
     def __init__(self, what: str, *, ranks: Sequence[int], **fields: str | None) -> None:
         super().__init__(what, **fields)
@@ -158,7 +158,7 @@ class ModelMismatch(RankwiseError, ValueError):
 
 
 class ReplicasDiffer(RankwiseError, RuntimeError):
-    """Replicas of a model have parted: parameters, hyperparameters or something else is not the same on all ranks."""
+    """Replicas of a model have diverged: parameters, hyperparameters or other state differ between ranks."""
 
 
 class DatasetError(RankwiseError, ValueError):
@@ -166,4 +166,4 @@ class DatasetError(RankwiseError, ValueError):
 
 
 class CheckpointError(RankwiseError, RuntimeError):
-    """A checkpoint could not be written, or is unfinished, damaged, or of another model."""
+    """A checkpoint could not be written, is unfinished or damaged, or belongs to another model."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rankwise says to a person: lines on standard error, from rank zero unless asked otherwise.
+"""What rankwise logs: lines on standard error, from rank zero unless requested otherwise.
 
-Holds one logger and adds no handler to anybody else's; a line goes to the user's own logging
+Holds one logger and adds no handler to any other; a line goes to the user's own logging
 configuration where there is one, else to standard error.
 """
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("rankwise")
 
 
 class _Speaker:
-    """Who speaks in this process."""
+    """The rank that logs in this process."""
 
     prefix = ""
     is_rank_zero = True
@@ -30,14 +30,14 @@ _speaker = _Speaker()
 
 
 def speak_as(prefix: str, *, is_rank_zero: bool) -> None:
-    """Tell the log which rank this process is. Called when a world is joined and left."""
+    """Set which rank this process logs as. Called when a world is joined and left."""
     _speaker.prefix = prefix
     _speaker.is_rank_zero = is_rank_zero
 
 
 @contextmanager
 def muted() -> Generator[None]:
-    """Say nothing inside the block: what is done there is not the user's."""
+    """Log nothing inside the block: the work done there is not the user's."""
     before, _speaker.is_muted = _speaker.is_muted, True
     try:
         yield
@@ -46,17 +46,17 @@ def muted() -> Generator[None]:
 
 
 def log(message: str, *, all_ranks: bool = False) -> None:
-    """Say one line, on rank zero.
+    """Log one line, on rank zero.
 
     Args:
         message: the line, without prefix.
-        all_ranks: say it on every rank that calls, with the rank before it.
+        all_ranks: log it on every rank that calls, prefixed with the rank.
     """
     _emit(logging.INFO, message, all_ranks=all_ranks)
 
 
 def warn(message: str, *, all_ranks: bool = False) -> None:
-    """Say one warning, on rank zero unless ``all_ranks``."""
+    """Log one warning, on rank zero unless ``all_ranks``."""
     _emit(logging.WARNING, message, all_ranks=all_ranks)
 
 
@@ -68,4 +68,4 @@ def _emit(level: int, message: str, *, all_ranks: bool) -> None:
         logger.log(level, text)
         return
     kind = "warning: " if level >= logging.WARNING else ""
-    print(f"[rankwise] {kind}{text}", file=sys.stderr, flush=True)  # noqa: T201 - no logging is set up
+    print(f"[rankwise] {kind}{text}", file=sys.stderr, flush=True)  # noqa: T201 - logging is not configured

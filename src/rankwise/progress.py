@@ -35,7 +35,7 @@ def progress(iterable: Iterable[T], **options: Any) -> Iterator[T]:  # noqa: ANN
 
 
 def print(*values: object, all_ranks: bool = False, **options: Any) -> None:  # noqa: A001, ANN401 - replaces print
-    """Print on rank zero; with ``all_ranks`` on every rank, its rank before the text.
+    """Print on rank zero; with ``all_ranks``, on every rank, prefixed with the rank.
 
     Args:
         values: as for the built-in ``print``.

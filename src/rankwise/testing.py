@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function on real ranks, and hurt one of them: for our tests and for users' tests."""
+"""Run a function on real ranks, and kill one of them: for rankwise's tests and for users' tests."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 END_SECONDS = 3.0
-"""How long ranks have to end by themselves after the last result."""
+"""How long ranks may take to exit by themselves after the last result."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What one rank came to: a value, or an error."""
+    """The outcome of one rank: a value, or an error."""
 
     value: Any
     error: BaseException | None
     exit_code: int | None
     seconds: float
 
-    def get(self) -> Any:  # noqa: ANN401 - whatever the function returned
+    def get(self) -> Any:  # noqa: ANN401 - any value the function returned
         """Return the value, or raise the rank's error."""
         if self.error is not None:
             raise self.error
@@ -45,7 +45,7 @@ class RankResult:
 
 
 class RankDied(RuntimeError):
-    """A rank's process ended without a result."""
+    """A rank's process exited without a result."""
 
 
 def run_ranks(
@@ -57,16 +57,16 @@ def run_ranks(
     timeout_seconds: float = 60.0,
     join_timeout_seconds: float = 30.0,
 ) -> list[RankResult]:
-    """Run ``fn(world, *args)`` on real ranks of this machine and return what each came to.
+    """Run ``fn(world, *args)`` on real ranks of this machine and return the outcome of each.
 
-    Each rank is a process of its own with one torch thread, which has joined a world.
+    Each rank is a separate process with one torch thread that has joined a world.
 
     Args:
-        fn: a function of a module; the world is its first argument.
-        world_size: how many ranks.
+        fn: a module-level function; the world is its first argument.
+        world_size: number of ranks.
         args: picklable; passed on.
         exchange: how tensors travel, as for :func:`rankwise.join`.
-        device: of every rank, as for :func:`rankwise.join`; ``None`` gives each a GPU of its own, where there are.
+        device: of every rank, as for :func:`rankwise.join`; ``None`` gives each a GPU of its own where there are GPUs.
         timeout_seconds: after which every rank is killed; its result is then a :class:`RankDied`.
         join_timeout_seconds: the limit of each collective, as for :func:`rankwise.join`.
 
@@ -74,7 +74,7 @@ def run_ranks(
         One result per rank, in rank order.
     """
     if world_size < 1:
-        raise ConfigurationError(f"run_ranks cannot run {world_size} ranks.", do="pass world_size >= 1")
+        raise ConfigurationError(f"world_size must be >= 1, got {world_size}.", do="pass world_size >= 1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rankwise.testing", "numpy"])
     with tempfile.TemporaryDirectory(prefix="rankwise-ranks-") as folder:
@@ -128,7 +128,7 @@ def _result(rank: int, pipe: Connection, process: BaseProcess, seconds: float) -
         value, error = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from a process of ours
     except EOFError:
         process.join(5)
-        died = RankDied(f"rank {rank} ended without a result, exit code {process.exitcode}")
+        died = RankDied(f"rank {rank} exited without a result, exit code {process.exitcode}")
         return RankResult(None, died, process.exitcode, seconds)
     return RankResult(value, error, process.exitcode, seconds)
 
@@ -145,7 +145,7 @@ def _end(processes: list[BaseProcess]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _RankCall:
-    """What one rank is to do."""
+    """The call that one rank runs."""
 
     fn: Callable[..., Any]
     rank: int
@@ -179,7 +179,7 @@ def _run_rank(job: _RankCall, sender: Connection) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if error is not None:
-        # Collectives of a broken group may be under way; a normal exit would wait for them.
+        # Collectives of a broken group may be in flight; a normal exit would wait for them.
         os._exit(1)
 
 

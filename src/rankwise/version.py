@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of this package: what machines of one job compare. Imports nothing."""
+"""The version of this package: compared between the machines of one job. Imports nothing."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

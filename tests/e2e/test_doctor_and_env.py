@@ -61,7 +61,7 @@ def test_an_error_is_the_exit_code_and_a_line(command: Command) -> None:
     lines = ended.stdout.splitlines()
     assert lines[0].startswith("rankwise doctor: this machine, ")
     assert (
-        "  error    launcher       nobody knows who started this process: The variables of plain env:// variables"
+        "  error    launcher       cannot tell what started this process: The variables of plain env:// variables"
         in (ended.stdout)
     )
     assert "does not share nowhere with rank 0: No such file or directory" in ended.stdout
@@ -107,4 +107,4 @@ def test_env_in_a_shell_is_a_world_of_one_and_imports_no_torch(command: Command)
 def test_env_says_what_contradicts(command: Command) -> None:
     ended = run(command, *RANKWISE, "env", RANK="0", WORLD_SIZE="2", PMI_RANK="1", PMI_SIZE="2")
     assert ended.returncode == 1
-    assert ended.stdout.startswith("undecided; the script would end with:\n  plain env:// variables and PMI disagree")
+    assert ended.stdout.startswith("undecided; the script would fail with:\n  plain env:// variables and PMI disagree")

@@ -73,7 +73,7 @@ if __name__ == "__main__":
     mp.spawn(work, args=(3, port), nprocs=3)
 """
 FAILING = {
-    "nccl": (1, 'dist.init_process_group("nccl")', "NCCL is for GPUs"),
+    "nccl": (1, 'dist.init_process_group("nccl")', "NCCL needs GPUs"),
     "device": (1, "torch.cuda.set_device(0)", "this rank sees no GPU"),
     "model on a gpu": (1, 'torch.nn.Linear(1, 1).to("cuda")', "this rank sees no GPU"),
     "sampler first": (
@@ -88,7 +88,7 @@ FAILING = {
         dist.init_process_group("gloo")
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), device_ids=[0])
         """,
-        "leave device_ids and output_device out",
+        "omit device_ids and output_device",
     ),
     "unused": (
         2,
@@ -114,7 +114,7 @@ FAILING = {
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
         """,
-        "leave init_method out",
+        "remove init_method",
     ),
 }
 

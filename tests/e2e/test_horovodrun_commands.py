@@ -67,6 +67,28 @@ def test_an_exception_below_options_of_python_is_shown(command: Command) -> None
     assert "ValueError: of rank 1" in report[2]
 
 
+# An exit handler holds rank 1 until rank 0 has ended: the echo ends before its cause.
+SLOW_TO_END = """
+    import atexit, os, select
+    import horovod.torch as hvd
+    hvd.init()
+    pid = hvd.broadcast_object(os.getpid(), root_rank=0)
+    if hvd.rank() == 1:
+        other = os.pidfd_open(pid)
+        atexit.register(select.select, [other], [], [])
+        raise ValueError("of rank 1")
+    hvd.barrier()
+"""
+
+
+def test_who_only_hears_of_a_failure_is_not_blamed_when_it_ends_first(command: Command) -> None:
+    command.write("train.py", SLOW_TO_END)
+    ended = horovodrun(command, "python", "-W", "error", "train.py")
+    report = ended.stderr.partition("failed first")
+    assert report[0].rstrip().endswith("[rank 1/2 on " + os.uname().nodename + "]"), ended.stderr
+    assert "ValueError: of rank 1" in ended.stderr
+
+
 def test_a_pipe_of_the_command_ends_as_in_a_shell(command: Command) -> None:
     ended = horovodrun(command, "sh", "-c", "yes | head -n 1")
     assert ended.returncode == 0, ended.stderr

@@ -197,7 +197,7 @@ FAILURES = {
         What fails returned on rank 1, a lock, cannot be pickled.
           on        \[rank 1/2 on .*\]
           evidence  TypeError: cannot pickle '_thread.lock' object
-          do        return what can travel (?s:.*)
+          do        return values that can be pickled(?s:.*)
         """,
     ),
     "a signal": (
@@ -223,7 +223,7 @@ FAILURES = {
         r"""
         False
         RankFailed
-        Rank 1 ended with exit code 0 before the function had returned.(?s:.*)
+        Rank 1 exited with code 0 before the function returned.(?s:.*)
         """,
     ),
 }
@@ -360,9 +360,9 @@ def test_a_rank_launches_no_others(command: Command) -> None:
         """,
     )
     ended = command.run("train.py")
-    assert ended.stdout == "This is a rank already, and cannot launch others.\n", ended.stderr
+    assert ended.stdout == "This process is already a rank and cannot launch others.\n", ended.stderr
     assert _python(command, "train.py", "joined") == (
-        "This process has joined a world, and cannot launch ranks of another.\n"
+        "This process has joined a world and cannot launch ranks of another.\n"
     )
 
 

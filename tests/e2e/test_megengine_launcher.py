@@ -94,7 +94,7 @@ def test_ranks_that_are_there_already(command: Command) -> None:
     done = command.run("-n", "2", "train.py")
     assert done.stdout.splitlines() == [" ".join(["[(0, 2, [3.0, 3.0]), (1, 2, [3.0, 3.0])]"] * 2)] * 2, done.stderr
     refused = command.run("-n", "3", "train.py")
-    assert "n_gpus=2, and `rankwise run` has started 3" in refused.stderr
+    assert "n_gpus=2, but `rankwise run` started 3" in refused.stderr
 
 
 def test_ranks_that_are_there_already_on_two_machines(command: Command, port: int) -> None:
@@ -197,6 +197,6 @@ def test_refusals_say_what_to_write(command: Command) -> None:
     assert code == 0, said
     words = [
         "pass n_gpus=4", "as many ranks on each machine", "or leave it out", "pass world_size=", "xpu, cpu, cuda",
-        "auto, gloo, nccl", "no function", "leave Server out", "NotJoined", "NotJoined", "port is of type int, not str",
+        "auto, gloo, nccl", "no function", "omit Server", "NotJoined", "NotJoined", "port is of type int, not str",
     ]  # fmt: skip
     assert [word for word, line in zip(words, out.splitlines(), strict=True) if word not in line] == [], out

@@ -86,7 +86,7 @@ def test_sync_ends_with_any_rank_and_starts_again_from_its_last_state(command: C
     shutil.rmtree(command.folder / "state-sync")
     again = command.run("-n", "3", "--max-restarts", "1", "train.py", "sync", str(victim), "kill")
     assert again.returncode == 0, again.stderr
-    assert "go on from update" in again.stderr
+    assert "continue from update" in again.stderr
     assert _sums(again.stdout) == sums, "to the bit"
 
 
@@ -107,8 +107,8 @@ def test_async_goes_on_without_a_worker(command: Command, mode: str, harm: str) 
     lines = {line.split(":")[0]: int(line.split()[2]) for line in ended.stdout.splitlines()}
     if harm == "kill":
         assert lines == {"rank 0": ALL_STEPS, "rank 2": 0}
-        assert "[rankwise] rank 1 failed (SIGKILL); the others go on without it" in ended.stderr
-        assert "worker 1 is gone" in ended.stderr
+        assert "[rankwise] rank 1 failed (SIGKILL); the others continue without it" in ended.stderr
+        assert "worker 1 was lost" in ended.stderr
     else:
         assert lines == {"rank 0": ALL_STEPS, "rank 1": ALL_STEPS, "rank 2": 0}
 
@@ -121,5 +121,5 @@ def test_async_ends_with_its_server_and_starts_again_from_its_last_state(command
     (command.folder / "hurt").unlink()
     again = command.run("-n", "3", "--max-restarts", "1", "train.py", "async", "2", "kill")
     assert again.returncode == 0, again.stderr
-    assert "go on from update" in again.stderr
+    assert "continue from update" in again.stderr
     assert len(_sums(again.stdout)) == len(range(3))

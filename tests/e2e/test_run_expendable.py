@@ -61,8 +61,8 @@ def test_the_others_go_on_without_ranks_that_die_raise_or_are_stopped(command: C
     assert min(lines).startswith("in a collective of all: Rank 2 failed: SIGKILL.")
     said = ended.stderr
     parts = [
-        "[rankwise] rank 2 failed (SIGKILL); the others go on without it\n",
-        "[rankwise] rank 3 failed (ValueError: bad sample 17); the others go on without it\nTraceback ",
+        "[rankwise] rank 2 failed (SIGKILL); the others continue without it\n",
+        "[rankwise] rank 3 failed (ValueError: bad sample 17); the others continue without it\nTraceback ",
         "ValueError: bad sample 17\n",
         "[rankwise] rank 4 failed (stopped for ",
     ]
@@ -71,9 +71,9 @@ def test_the_others_go_on_without_ranks_that_die_raise_or_are_stopped(command: C
     assert all(said.count(part) == 1 for part in (*parts[:2], "Traceback"))
     last = said.splitlines()[-1]
     assert last.startswith(
-        "[rankwise] rank 2 failed on the way: SIGKILL; rank 3 failed on the way: ValueError: bad sample 17; rank 4 "
+        "[rankwise] rank 2 failed earlier: SIGKILL; rank 3 failed earlier: ValueError: bad sample 17; rank 4 "
     )
-    assert last.endswith("; the others ended well")
+    assert last.endswith("; the others succeeded")
 
 
 def test_the_last_of_them_and_any_other_rank_end_all(command: Command) -> None:
@@ -97,7 +97,7 @@ def test_the_last_of_them_and_any_other_rank_end_all(command: Command) -> None:
     first, restarted, second = ended.stderr.partition("[rankwise] restart 1 of 1\n")
     assert restarted
     for part, rank, name in ((first, 1, "SIGTERM"), (second, 0, "SIGABRT")):
-        assert part.count("[rankwise] rank 2 failed (SIGKILL); the others go on without it\n") == 1
-        assert part.count("[rankwise] rank 2 failed on the way: SIGKILL, last seen in ") == 1
+        assert part.count("[rankwise] rank 2 failed (SIGKILL); the others continue without it\n") == 1
+        assert part.count("[rankwise] rank 2 failed earlier: SIGKILL, last seen in ") == 1
         assert f"[rank {rank}/3 on " in part
         assert f" failed: killed by {name}" in part

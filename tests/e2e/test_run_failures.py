@@ -68,7 +68,7 @@ def test_what_would_read_from_the_terminal_is_told_that_there_is_none(command: C
     command.write("train.py", f"{line}\nprint('after')\n")
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 1
-    assert "with several ranks there never is: debug with `rankwise run -n 1`" in ended.stderr.splitlines()[-1]
+    assert "stdin is empty if there are several ranks: debug with `rankwise run -n 1`" in ended.stderr.splitlines()[-1]
 
 
 def test_ranks_that_are_ended_for_a_restart_are_not_said_to_hang(command: Command) -> None:
@@ -85,7 +85,7 @@ def test_ranks_that_are_ended_for_a_restart_are_not_said_to_hang(command: Comman
     )
     ended = command.run("-n", "3", "--max-restarts", "1", "train.py")
     assert ended.returncode == 0
-    assert "[rankwise] ranks 0, 2 ended by the launcher, to start anew\n" in ended.stderr
+    assert "[rankwise] ranks 0, 2 terminated by the launcher for a restart\n" in ended.stderr
     assert "had to be killed" not in ended.stderr
 
 
@@ -123,7 +123,7 @@ def test_the_first_failure_is_shown_last_and_whole(command: Command) -> None:
     others = ended.stderr.partition(f"[rankwise] [rank 1/3 on {name}] failed first: exit code 1\n")[2]
     for rank in (0, 2):
         assert re.search(
-            rf"^\[rankwise\] ranks? .*{rank}.* then failed too: RuntimeError: .*\bpeer\b", others, re.MULTILINE
+            rf"^\[rankwise\] ranks? .*{rank}.* then also failed: RuntimeError: .*\bpeer\b", others, re.MULTILINE
         )
 
 
@@ -174,8 +174,8 @@ def test_after_a_kill_it_is_said_where_that_rank_was(command: Command) -> None:
     first, seen, *others = report.splitlines()
     assert "failed first: killed by SIGKILL, exit code 137" in first
     assert seen.startswith("[rankwise] it was last seen in or after barrier() at train.py:5 in train, begun ")
-    assert "[rankwise] rank 0 then failed too: PeerFailed: Rank 1 failed: SIGKILL." in others
-    assert f"[rankwise] rank 2 had to be ended by the launcher, at {path}:10 in train" in others
+    assert "[rankwise] rank 0 then also failed: PeerFailed: Rank 1 failed: SIGKILL." in others
+    assert f"[rankwise] rank 2 had to be terminated by the launcher, at {path}:10 in train" in others
 
 
 def test_a_rank_that_ends_early_and_well_is_no_failure(command: Command) -> None:
@@ -274,4 +274,4 @@ def test_an_error_on_a_short_batch_says_how_many_samples_the_rank_had(command: C
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 1
     report = ended.stderr[ended.stderr.index("[rankwise] [rank 1/2 on ") :]
-    assert report.count("the last batch that this rank was given by its DataLoader held 0 samples.") == 1
+    assert report.count("the last batch that this rank got from its DataLoader held 0 samples.") == 1

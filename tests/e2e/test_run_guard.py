@@ -115,7 +115,7 @@ def test_what_may_be_meant_is_a_warning_once(command: Command, script: str, word
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("is not the same on all ranks") == 1
     assert words in ended.stderr
-    assert "leave --guard out" in ended.stderr
+    assert "remove --guard" in ended.stderr
 
 
 FOLDS = """

@@ -90,7 +90,7 @@ def test_nothing_is_left(command: Command, kind: str, number: signal.Signals) ->
     assert started.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert "Traceback" not in text
     if number != signal.SIGKILL:
-        assert text.endswith(f"[rankwise] {number.name}: every rank has been ended\n")
+        assert text.endswith(f"[rankwise] {number.name}: every rank has been terminated\n")
     assert list(_temporary(command).iterdir()) == []
 
 
@@ -122,7 +122,7 @@ def test_a_second_signal_ends_stubborn_ranks_too(command: Command) -> None:
     os.kill(started.pid, signal.SIGTERM)
     _, text = started.communicate()
     assert "Traceback" not in text
-    assert text.endswith(": every rank has been ended\n")
+    assert text.endswith(": every rank has been terminated\n")
     assert started.returncode in {130, 143}
 
 
@@ -167,7 +167,7 @@ def test_ctrl_c_ends_a_job_whose_warm_server_is_stopped(command: Command, kind: 
     os.kill(_server_of(command, started), signal.SIGSTOP)
     os.kill(started.pid, signal.SIGINT)
     _, text = started.communicate()
-    assert text.endswith("[rankwise] SIGINT: every rank has been ended\n")
+    assert text.endswith("[rankwise] SIGINT: every rank has been terminated\n")
     assert started.returncode == 130
     assert command.processes() == []
     assert list(_temporary(command).iterdir()) == []

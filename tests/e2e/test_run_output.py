@@ -165,7 +165,7 @@ def test_a_full_disk_behind_stdout_is_named_and_not_called_a_broken_pipe_only(co
     command.write("train.py", TRAIN_AND_PRINT)
     ended = _run_into(command, "/dev/full", "-n", "2", "train.py")
     assert ended.returncode == 1
-    assert "[rankwise] /dev/full: No space left on device; what ranks write from now on fails" in ended.stderr
+    assert "[rankwise] /dev/full: No space left on device; from now on writes of the ranks fail" in ended.stderr
     assert "failed first: could not write its output: /dev/full: No space left on device\n" in ended.stderr
 
 

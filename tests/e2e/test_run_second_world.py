@@ -67,7 +67,7 @@ def test_ranks_go_on_without_those_that_may_go_there(command: Command) -> None:
     ended = command.run("-n", "3", "train.py", "second")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "well\nwell\n"
-    assert "[rankwise] rank 1 failed (SIGKILL); the others go on without it\n" in ended.stderr
+    assert "[rankwise] rank 1 failed (SIGKILL); the others continue without it\n" in ended.stderr
 
 
 def test_all_save_when_the_launcher_is_told_to_stop(command: Command) -> None:

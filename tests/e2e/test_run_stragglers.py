@@ -82,10 +82,10 @@ def test_a_rank_held_up_in_an_exit_handler_is_named_once_and_not_ended(command: 
     started = _start(command, "-n", "2", "train.py")
     said = _until(started, "  do  ")
     assert "[rankwise] rank 1 still runs, " in said
-    assert "after rank 0 ended without an error, and makes no progress" in said
+    assert "after rank 0 exited without an error, and makes no progress" in said
     assert "train.py:6 in close_logger" in said
-    assert "rank 1: its script has run to the end, and its process does not end" in said
-    assert "do        close what holds it at the end of the script" in said
+    assert "rank 1: its script has run to the end, but its process does not exit" in said
+    assert "do        release what keeps it alive at the end of the script" in said
     _open(command.folder / "gate")
     assert _rest(started) == ""
     assert started.returncode == 0
@@ -118,7 +118,7 @@ def test_a_rank_that_works_on_gets_one_line_and_is_reported_when_it_stops_workin
     said = _until(started, "  do  ")
     assert "still works" not in said
     assert "[rankwise] rank 0 still runs, " in said
-    assert "do        where it waits for a rank that has ended" in said
+    assert "do        if it waits for a rank that has exited" in said
     _open(command.folder / "gate")
     assert _rest(started) == ""
     assert started.returncode == 0
@@ -161,7 +161,7 @@ def test_a_rank_that_holds_pythons_lock_after_the_world_is_shown_with_its_stack(
                 raise SystemExit
             rw.join()
             """,
-            "PeerMissing: join() cannot complete: rank 0 has ended without an error and without joining.",
+            "PeerMissing: join() cannot complete: rank 0 has exited without an error and without joining.",
         ),
         (
             """
@@ -172,7 +172,7 @@ def test_a_rank_that_holds_pythons_lock_after_the_world_is_shown_with_its_stack(
                 raise SystemExit
             rw.join()
             """,
-            "PeerMissing: join() cannot complete: rank 0 has ended without an error and without joining.",
+            "PeerMissing: join() cannot complete: rank 0 has exited without an error and without joining.",
         ),
         (
             """
@@ -181,7 +181,7 @@ def test_a_rank_that_holds_pythons_lock_after_the_world_is_shown_with_its_stack(
                 raise SystemExit
             dist.init_process_group("gloo")
             """,
-            "This wait cannot end: rank 0 ended without an error before it called init_process_group().",
+            "This wait cannot end: rank 0 exited without an error before it called init_process_group().",
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_wait_for_others_to_join_names_who_is_missing(command: Command) -> Non
     )
     started = _start(command, "-n", "2", "train.py")
     said = _until(started, "join() has been waiting")
-    assert "for rank 1: not started, or not come to rankwise.join() yet" in said
+    assert "for rank 1: not started, or not yet at rankwise.join()" in said
     _open(command.folder / "gate")
     assert "still runs" not in _rest(started)
     assert started.returncode == 0

@@ -82,7 +82,7 @@ def test_a_failure_is_told_whole_once_and_everywhere_by_its_exit_code(command: C
     assert (first.returncode, second.returncode) == (7, 7), said + said_too
     assert "failed first: exit code 7" in said
     assert "failed first: exit code 7" in said_too
-    assert said_too.endswith("node 0 shows it whole\n")
+    assert said_too.endswith("node 0 shows the full report\n")
 
 
 @pytest.mark.parametrize("is_asked_for", [True, False])
@@ -114,8 +114,8 @@ def test_torchs_store_is_served_to_several_machines_where_that_is_asked_for(
     ("words", "env", "text"),
     [
         (("--nodes", "2", "--node-rank", "0", "train.py"), {}, "is taken"),
-        (("--nodes", "2", "--torch-store", "on", "train.py"), {}, "would not run the same job"),
-        (("--nodes", "2", "other.py"), {}, "would not run the same job"),
+        (("--nodes", "2", "--torch-store", "on", "train.py"), {}, "do not run the same job"),
+        (("--nodes", "2", "other.py"), {}, "do not run the same job"),
         (("--nodes", "2", "train.py"), {"RANKWISE_SECRET": "another"}, "do not hold the same secret"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_launcher_that_contradicts_is_refused_and_the_job_goes_on(
     command.write("other.py", HELLO + "\n")
     first = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "0", "train.py")
     assert first.stderr is not None
-    while "has come" not in first.stderr.readline():
+    while "joined with" not in first.stderr.readline():
         assert first.poll() is None
     wrong = launchers.start("-n", "1", *words, env=env)
     _, said = wrong.communicate(timeout=50)
@@ -146,7 +146,7 @@ def test_two_launchers_of_one_number_are_told(command: Command, launchers: Launc
     assert "Two machines are node 1" in said
 
 
-@pytest.mark.parametrize(("number", "text"), [("0", "node 1 never came"), ("1", "Nothing answered at the rendezvous")])
+@pytest.mark.parametrize(("number", "text"), [("0", "node 1 never joined"), ("1", "did not answer within")])
 def test_a_node_that_never_comes_is_named(command: Command, launchers: Launchers, number: str, text: str) -> None:
     command.write("train.py", HELLO)
     words = ("--nodes", "2", "--node-rank", number, "--rendezvous-timeout", "1", "train.py")
@@ -158,12 +158,12 @@ def test_a_node_that_never_comes_is_named(command: Command, launchers: Launchers
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--nodes", "2"), "nothing says where they meet"),
-        (("--nodes", "2:1", "--rendezvous", "127.0.0.1:1"), "nodes is 2:1"),
+        (("--nodes", "2"), "machines need a rendezvous"),
+        (("--nodes", "2:1", "--rendezvous", "127.0.0.1:1"), "got 2:1"),
         (("--nodes", "two"), "neither a number nor MIN:MAX"),
         (("--nodes", "2", "--rendezvous", "here"), "is not host:port"),
-        (("--nodes", "2", "--node-rank", "2", "--rendezvous", "127.0.0.1:1"), "node_rank is 2"),
-        (("--nodes", "2", "--rendezvous", "no.such.host.invalid:29400"), "knows no host"),
+        (("--nodes", "2", "--node-rank", "2", "--rendezvous", "127.0.0.1:1"), "node_rank must be from 0 to 1, got 2"),
+        (("--nodes", "2", "--rendezvous", "no.such.host.invalid:29400"), "cannot resolve the host name"),
         (("--nodes", "2", "--interface", "no0", "--rendezvous", "127.0.0.1:29400"), "no network interface 'no0'"),
     ],
 )
@@ -249,4 +249,4 @@ def test_a_lost_rendezvous_ends_the_others(command: Command, launchers: Launcher
     first.kill()
     _, said = second.communicate(timeout=30)
     assert second.returncode == 1
-    assert "the rendezvous is lost: its launcher has ended; every rank here has been ended" in said
+    assert "lost the rendezvous: its launcher has exited; every rank here has been terminated" in said

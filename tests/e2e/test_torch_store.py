@@ -222,7 +222,7 @@ def test_one_option_closes_it(command: Command, *, by_variable: bool) -> None:
     ended = command.run(*words, env={"RANKWISE_TORCH_STORE": "off"} if by_variable else {})
     assert ended.returncode == 1
     assert ended.stdout == "3\n3\n"
-    assert "names rankwise's own store, which torch's client cannot use" in ended.stderr
+    assert "is rankwise's own store, which torch's client cannot use" in ended.stderr
     assert "--torch-store on" in ended.stderr
 
 
@@ -253,5 +253,5 @@ def test_variables_that_contradict_the_launcher_are_an_error_at_once(command: Co
     command.write("train.py", BEGINNING + "\n    os.environ['WORLD_SIZE'] = '4'; total()\n")
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 1
-    assert "init_process_group() was asked for rank 0 of 4, and this process is rank 0 of 2." in ended.stderr
+    assert "init_process_group() was called for rank 0 of 4, but this process is rank 0 of 2." in ended.stderr
     assert "rankwise run -n 4" in ended.stderr

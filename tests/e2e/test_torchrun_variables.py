@@ -107,5 +107,5 @@ def test_env_names_rankwise_and_not_torchrun(command: Command) -> None:
     )
     ended = command.run("-n", "1", "train.py")
     assert ended.returncode == 0, ended.stderr
-    assert "RANKWISE_RUN_ID is set, which only rankwise's launcher does" in ended.stdout
+    assert "RANKWISE_RUN_ID is set, as only rankwise's launcher does" in ended.stdout
     assert "TORCHELASTIC_RUN_ID is set, but torchrun did not start this process" in ended.stdout

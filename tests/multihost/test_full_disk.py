@@ -46,7 +46,7 @@ def test_a_disk_that_fills_up_behind_stdout_is_named(tmp_path: Path) -> None:
     ended = _run(tmp_path, "train.py > disk/train.log")
     assert ended.returncode == 1, ended.stderr
     full = f"{tmp_path}/disk/train.log: No space left on device"
-    assert f"[rankwise] {full}; what ranks write from now on fails with a broken pipe" in ended.stderr
+    assert f"[rankwise] {full}; from now on writes of the ranks fail with a broken pipe" in ended.stderr
     assert f"failed first: could not write its output: {full}\n" in ended.stderr
     assert _trained(tmp_path) == []
 
@@ -65,5 +65,5 @@ def test_ranks_go_on_when_the_disk_of_their_log_files_is_full(tmp_path: Path, wo
     assert ended.returncode == 0, ended.stderr
     assert _trained(tmp_path) == ["trained-0", "trained-1"]
     if ">" not in words:
-        assert "disk/rank-1.out is kept no longer: No space left on device; what that rank writes is" in ended.stderr
+        assert "disk/rank-1.out: No space left on device; from now on the output of that rank is" in ended.stderr
         assert ended.stdout.count("x" * 300) > 3000, "the rest of both ranks is shown"

@@ -74,5 +74,5 @@ def test_a_rendezvous_that_means_loopback_and_is_another_machine_is_an_error(hos
     job.words[job.words.index("--nodes") : job.words.index("--nodes")] = ["--node-rank", "1"]
     job.start(0)
     assert job.exit_code(0) == 2, job.said()
-    assert "host0 means this machine itself, and other machines have to reach it" in job.said()
+    assert "host0 resolves to this machine itself, but other machines must reach it" in job.said()
     assert hosts.addresses[0] in job.said()

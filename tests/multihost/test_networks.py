@@ -59,7 +59,7 @@ def test_ranks_train_where_every_host_calls_itself_loopback(debian_hosts: Hosts,
         assert ended.exit_code == 0, ended.stderr
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     torch.testing.assert_close(second, first, rtol=0, atol=0)
-    assert f"port {PORT}: host0 means 127.0.1.1 on this machine, not on others" in all_ended[0].stderr
+    assert f"port {PORT}: host0 resolves to 127.0.1.1 on this machine, but not on others" in all_ended[0].stderr
 
 
 def test_ranks_listen_only_where_the_others_come_from(debian_hosts: Hosts) -> None:
@@ -101,10 +101,10 @@ def test_rank_zero_on_the_wrong_machine_says_so_at_once(debian_hosts: Hosts) -> 
 @pytest.mark.parametrize(
     ("address", "expected"),
     [
-        ("host1", r"host1 means this machine itself here: 127\.0\.1\.1\n +/etc/hosts says: 127\.0\.1\.1 host1"),
-        ("198.18.0.1", r"way there: 198\.18\.0\.1 from 198\.18\.0\.2 through eth0"),
-        ("10.1.2.3", r"No network of this machine leads to 10\.1\.2\.3, port 29500"),
-        ("nowhere.invalid", r"This machine knows no host 'nowhere\.invalid'"),
+        ("host1", r"host1 resolves to the machine itself: 127\.0\.1\.1\n +/etc/hosts has: 127\.0\.1\.1 host1"),
+        ("198.18.0.1", r"route: 198\.18\.0\.1 from 198\.18\.0\.2 through eth0"),
+        ("10.1.2.3", r"This machine has no route to 10\.1\.2\.3, port 29500"),
+        ("nowhere.invalid", r"This machine cannot resolve the host name 'nowhere\.invalid'"),
     ],
 )
 def test_a_rank_that_cannot_reach_the_store_says_what_it_tried(
@@ -136,7 +136,7 @@ def test_the_doctor_examines_both_hosts(debian_hosts: Hosts, tmp_path: Path) -> 
     assert abs(clock["clock_ahead_seconds"]) <= clock["clock_error_seconds"] < 1
     assert [timing["num_bytes"] for timing in read["timings"]][:2] == [4096, 2**20]
     found = {finding["check"]: (finding["level"], finding["what"]) for finding in read["findings"]}
-    assert found["own name"] == ("warning", "host1 is 127.0.1.1 to itself, not where others reach it")
+    assert found["own name"] == ("warning", "host1 resolves its own name to 127.0.1.1, which others cannot reach")
     assert found["clocks"][0] == found["shared folder"][0] == found["network"][0] == "ok"
     assert not [finding for finding in read["findings"] if finding["level"] == "error"]
     assert list(tmp_path.iterdir()) == [], "the shared file is gone"
@@ -155,10 +155,10 @@ def test_the_doctor_names_a_rank_that_never_comes(debian_hosts: Hosts) -> None:
     code = "import os, sys; os.environ['RANK'] == '1' and sys.exit(); " + DOCTOR
     first, _, third = debian_hosts.run_ranks(code, [1, 2], "--timeout", "2")
     assert (first.exit_code, third.exit_code, third.stdout) == (1, 0, ""), third.stderr
-    assert "error    join        join() waited 2 s for rank 1 in vain." in first.stdout
+    assert "error    join        join() timed out after 2 s waiting for rank 1." in first.stdout
 
 
 def test_an_interface_that_is_not_there_is_named(debian_hosts: Hosts) -> None:
     for ended in debian_hosts.run_ranks(JOIN_SOON, 1, env={"GLOO_SOCKET_IFNAME": "ib7"}):
         assert ended.exit_code == 1
-        assert "GLOO_SOCKET_IFNAME names ib7, which is no interface of this machine." in ended.stderr
+        assert "GLOO_SOCKET_IFNAME names ib7, which is not an interface of this machine." in ended.stderr

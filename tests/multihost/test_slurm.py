@@ -150,7 +150,7 @@ def test_a_submitted_job_that_is_told_to_stop_and_then_preempted_goes_on_where_i
     (tmp_path / "hurry").touch()
     shown, errors = following.communicate(timeout=120)
     assert following.returncode == 0, shown + errors
-    assert f"job {job_id} is submitted" in errors
+    assert f"job {job_id} has been submitted" in errors
     for number, signal_name in enumerate(("SIGUSR2", "SIGTERM"), 1):
         assert f"stopped early because of {signal_name}, and saved; exit code 75" in shown, shown
         assert f"restored {tmp_path}/net/checkpoint-{number:06}" in shown, shown
@@ -195,4 +195,4 @@ def test_ctrl_c_stops_following_and_not_the_job(slurm: Slurm, tmp_path: Path) ->
     slurm.run("scancel", job_id)
     slurm.await_job(job_id, lambda job: job["JobState"] == "CANCELLED")
     assert following.returncode == 130
-    assert f"job {job_id} goes on; to end it: scancel {job_id}" in errors
+    assert f"job {job_id} continues; to cancel it: scancel {job_id}" in errors

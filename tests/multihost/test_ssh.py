@@ -154,7 +154,7 @@ def test_ranks_of_a_module_know_where_they_are_and_the_first_failure_comes_last_
     for attempt in attempts:
         assert attempt.count("[rankwise] [rank 2/3 on host1] failed first: exit code 1\n") == 1
         assert attempt.endswith("\nValueError: as asked\n")
-    assert "node 0 shows it" not in said
+    assert "node 0 shows the full report" not in said
 
 
 def test_a_single_host_is_a_job_of_its_own_and_its_exit_code_comes_through(job: Job) -> None:
@@ -166,7 +166,7 @@ def test_a_single_host_is_a_job_of_its_own_and_its_exit_code_comes_through(job: 
     assert exit_code == 255, said
     assert out.startswith("127.0.0.1:")
     assert out.endswith("\nhalf a line")
-    assert "is gone" not in said
+    assert "was lost" not in said
 
 
 def test_ctrl_c_here_ends_the_job_everywhere(job: Job) -> None:
@@ -189,7 +189,7 @@ def test_a_host_whose_connection_ends_takes_the_job_with_it(job: Job) -> None:
     process, pids = job.begin()
     os.kill(ssh_of(process, "host1"), signal.SIGKILL)
     assert process.wait(END_SECONDS) != 0
-    assert "[rankwise] host1 is gone: its ssh has ended with exit code -9\n" in job.said
+    assert "[rankwise] host1 was lost: its ssh exited with code -9\n" in job.said
     for pid in pids.values():
         assert wait_for_end(pid)
 
@@ -209,7 +209,7 @@ def test_an_elastic_job_goes_on_without_a_host_whose_connection_ends(job: Job) -
     assert wait_for_end(pids[1])
     assert process.stdout is not None
     assert process.stdout.readline().split()[:2] == ["begun", "0"], job.said
-    assert "[rankwise] host1 is gone: its ssh has ended with exit code -9; the job goes on without it\n" in job.said
+    assert "[rankwise] host1 was lost: its ssh exited with code -9; the job continues without it\n" in job.said
     process.send_signal(signal.SIGTERM)
     assert process.wait(END_SECONDS) == 128 + signal.SIGTERM, job.said
 
@@ -217,12 +217,12 @@ def test_an_elastic_job_goes_on_without_a_host_whose_connection_ends(job: Job) -
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [
-        ("host0,host2", ["LaunchError: ssh does not lead to host2.", "port 2222: Connection refused", "host2 true\n"]),
+        ("host0,host2", ["LaunchError: ssh cannot connect to host2.", "port 2222: Connection refused", "host2 true\n"]),
         (
             "host0,nobody@host1",
-            ["LaunchError: ssh does not lead to host1.", "Permission denied", "nobody@host1 true\n"],
+            ["LaunchError: ssh cannot connect to host1.", "Permission denied", "nobody@host1 true\n"],
         ),
-        ("host0,host1", ["ConfigurationError: There is no script 'nowhere.py'.", "on        host", "rsync -a"]),
+        ("host0,host1", ["ConfigurationError: Script 'nowhere.py' does not exist.", "on        host", "rsync -a"]),
     ],
 )
 def test_what_cannot_start_on_one_host_starts_on_none(job: Job, hosts: str, expected: list[str]) -> None:

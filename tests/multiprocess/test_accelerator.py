@@ -80,7 +80,7 @@ def test_choices_that_cannot_be_had_are_errors_with_numbers_and_a_fix() -> None:
     (found,) = on_standin(_choices, 1)
     assert "Local rank 4 has no device: this machine has 4." in found["no device"]
     assert "join(device='cpu')" in found["no device"]
-    assert "needs a GPU, and this rank's device is standin:0" in found["not for it"]
+    assert "needs a GPU, but this rank's device is standin:0" in found["not for it"]
     assert "use one of gloo" in found["unknown"]
     assert (found["with gloo"], found["asked for"]) == ("cpu", "standin:3")
 
@@ -311,7 +311,7 @@ def _data_parallel(world: World) -> tuple[Parameters, Parameters, str]:
     rw.data_parallel(model)
     output = model(x.to("standin:1"))
     nn.functional.mse_loss(output, y.to("standin:1")).backward()
-    with pytest.raises(ConfigurationError, match=r"given standin:9, and this process sees 4 devices"):
+    with pytest.raises(ConfigurationError, match=r"given standin:9, but this process has 4 devices"):
         rw.data_parallel(built(Net).to("standin:0"), ["standin:0", "standin:9"])
     with pytest.raises(ConfigurationError, match=r'devices=\["standin:0", "standin:1"\]'):
         rw.data_parallel(built(Net), "standin:0")  # type: ignore[arg-type]
@@ -373,7 +373,7 @@ def _refused(world: World, strategy: str) -> str:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_needs_a_backend_of_the_device_says_so(strategy: str) -> None:
     for text in on_standin(_refused, 2, strategy):
-        assert f"{strategy}() needs a backend of torch that carries tensors on standin, and gloo does not." in text
+        assert f"{strategy}() needs a torch backend that supports standin tensors, and gloo does not." in text
         assert "rankwise.replicate()" in text
 
 
@@ -421,7 +421,7 @@ def test_rankwise_run_refuses_more_ranks_than_devices(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     ended = python_with_standin("-m", "rankwise", "run", "-n", "5", str(script))
     assert ended.returncode != 0
-    assert "5 ranks were asked for on a machine with 4 devices." in ended.stderr
+    assert "5 ranks were requested on a machine with 4 devices." in ended.stderr
     assert "pass -n 4, or --device cpu" in ended.stderr
 
 

@@ -50,7 +50,7 @@ def _train_on(world: World, how: str, exchange: str, folder: str) -> None:
         with pytest.raises(NotJoined, match="world that has been left"):
             _train(model, optimizer, x)
     rw.join(init_method=f"file://{folder}/second", rank=world.rank, world_size=2, exchange=exchange)
-    with pytest.raises(NotJoined, match=r"(?s)world that has been left.*build model and optimizer anew"):
+    with pytest.raises(NotJoined, match=r"(?s)world that has been left.*build a new model and optimizer"):
         _train(model, optimizer, x)
     assert rw.all_reduce(1) == 2
 

@@ -233,9 +233,9 @@ def test_a_model_that_does_not_fit_on_one_rank_loads_nowhere(tmp_path: Path) -> 
     run_ranks(_save_linear, 1, str(tmp_path / "c"))
     first, second = (result.get() for result in run_ranks(_restore_another_model, 2, str(tmp_path / "c")))
     assert second.startswith("CheckpointError")
-    assert "differs first at model.weight" in second
+    assert "the first difference is at model.weight" in second
     assert first.startswith("PeerFailed: Rank 1 failed")
-    assert "differs first at model.weight" in first
+    assert "the first difference is at model.weight" in first
 
 
 def _save_linear(world: World, path: str) -> None:
@@ -379,5 +379,5 @@ def test_a_file_that_has_not_arrived_whole_is_an_error_on_all_ranks(tmp_path: Pa
     results = [result.get() for result in run_ranks(_save_where_a_file_is_cut, 2, str(tmp_path))]
     assert [kind for kind, _ in results] == ["CheckpointError", "PeerFailed"]
     for _, message in results:
-        assert "is not saved: rank zero finds that part-00001.safetensors is truncated" in message
+        assert "was not saved: rank zero found that part-00001.safetensors is truncated" in message
     assert list(tmp_path.iterdir()) == []

@@ -105,10 +105,10 @@ def test_weights_that_do_not_fit_on_one_rank_are_loaded_on_none(tmp_path: Path) 
     assert "file: float32[7, 130]\n            model: float64[130, 7]" in shape
     assert "norm.num_batches_tracked" in kind
     assert "cannot be read" in cut
-    assert "There is nothing at" in nothing
+    assert "does not exist" in nothing
     # Only rank 1 has the buffer that the last file does hold.
     assert first[-1][0].startswith("CheckpointError")
-    assert "not known: last.only_here" in first[-1][0]
+    assert "unexpected: last.only_here" in first[-1][0]
     assert "Rank 0 failed" in second[-1][0]
 
 
@@ -135,7 +135,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_the_earlier_file(tmp_pa
     assert second[0].startswith("PeerFailed")
     for text, total in (first, second):
         assert "File too large" in text
-        assert "what was there before is untouched" in text
+        assert "a file that was there before is unchanged" in text
         assert total == 2
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("model.safetensors", "earlier")]
 
@@ -168,7 +168,7 @@ class _Doubling(torch.nn.Linear):
 
 def test_a_model_whose_state_is_not_its_own_memory_is_not_loaded_in_vain(tmp_path: Path) -> None:
     save_weights(tmp_path / "f", torch.nn.Linear(3, 2))
-    with pytest.raises(ConfigurationError, match=r"weight cannot be loaded in place: state_dict\(\) gives a copy"):
+    with pytest.raises(ConfigurationError, match=r"weight cannot be loaded in place: state_dict\(\) returns a copy"):
         load_weights(tmp_path / "f", _Doubling(3, 2))
 
 
@@ -183,7 +183,7 @@ def test_an_untied_file_is_not_loaded_into_a_tied_model(tmp_path: Path, monkeypa
         untied = {key: value.clone() for key, value in weights.items()}
         untied[second][-1, -1] += 1
         save_file(untied, tmp_path / "g")
-        with pytest.raises(CheckpointError, match=f"{first} and {second} are one tensor in the model, and differ"):
+        with pytest.raises(CheckpointError, match=f"{first} and {second} are one tensor in the model but differ"):
             load_weights(tmp_path / "g", model)
         check(model.state_dict(), weights)
 
@@ -195,14 +195,14 @@ def test_wrong_arguments_are_refused_before_anything_changes(tmp_path: Path) -> 
     expanded.bias = torch.nn.Parameter(torch.zeros(1).expand(2))
     os.mkfifo(tmp_path / "pipe")
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: save_weights(None, model), "needs the path of a file first, and was given a NoneType"),  # type: ignore[arg-type]
-        (lambda: load_weights(model, file), "needs the path of a file first, and was given a Linear"),  # type: ignore[type-var]
+        (lambda: save_weights(None, model), "must be the path of a file, got a NoneType"),  # type: ignore[arg-type]
+        (lambda: load_weights(model, file), "must be the path of a file, got a Linear"),  # type: ignore[type-var]
         (lambda: load_weights(file, {"weight": torch.ones(2, 3)}), "was given a dict"),  # type: ignore[type-var]
         (lambda: save_weights(file, torch.nn.LazyLinear(2)), "has no shape yet"),
         (lambda: load_weights(file, torch.nn.LazyLinear(2)), "has no shape yet"),
         (lambda: load_weights(file, expanded), "bias cannot be loaded in place: it is an expanded tensor"),
-        (lambda: save_weights(file, {"__metadata__": torch.ones(2)}), "can be called '__metadata__'"),
-        (lambda: save_weights(tmp_path / "pipe", model), "is no file but a device, a pipe or a socket"),
+        (lambda: save_weights(file, {"__metadata__": torch.ones(2)}), "cannot be named '__metadata__'"),
+        (lambda: save_weights(tmp_path / "pipe", model), "is a device, a pipe or a socket, not a file"),
     ]
     for call, words in calls:
         with pytest.raises(ConfigurationError, match=words):
@@ -239,6 +239,6 @@ def _name_different_files(world: World, path: str) -> list[str]:
 def test_files_that_differ_between_ranks_are_refused_on_all(tmp_path: Path) -> None:
     for result in run_ranks(_name_different_files, 2, str(tmp_path)):
         loading, saving = result.get()
-        assert "Ranks were given files of different contents" in loading
+        assert "The files have different contents on different ranks" in loading
         assert f"rank 1: {tmp_path}/1" in saving
     assert load_file(tmp_path / "1")["bias"].sum() == 300

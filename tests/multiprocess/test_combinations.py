@@ -67,10 +67,10 @@ def _one_after_the_other(_world: World, first: str, second: str, folder: str) ->
     ("first", "second", "instead"),
     [
         ("replicate", "replicate", "replicate() once per model"),
-        ("replicate", "shard", "shard() alone, after rankwise.mesh(dp_replicate=..., dp_shard=...)"),
-        ("shard", "replicate", "shard() alone, after rankwise.mesh(dp_replicate=..., dp_shard=...)"),
-        ("replicate", "pipeline", "pipeline() alone, after rankwise.mesh(pp=..., dp_replicate=...)"),
-        ("pipeline", "replicate", "pipeline() alone, after rankwise.mesh(pp=..., dp_replicate=...)"),
+        ("replicate", "shard", "only shard(), after rankwise.mesh(dp_replicate=..., dp_shard=...)"),
+        ("shard", "replicate", "only shard(), after rankwise.mesh(dp_replicate=..., dp_shard=...)"),
+        ("replicate", "pipeline", "only pipeline(), after rankwise.mesh(pp=..., dp_replicate=...)"),
+        ("pipeline", "replicate", "only pipeline(), after rankwise.mesh(pp=..., dp_replicate=...)"),
         ("shard", "pipeline", "dp_replicate="),
         ("replicate", "tensor_parallel", "tensor_parallel() first, then replicate()"),
         ("shard", "tensor_parallel", "tensor_parallel() first, then shard()"),
@@ -113,8 +113,8 @@ def _differing(world: World, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("blocks", "what shard() was given differs between ranks"),
-        ("precision", "what shard() was given differs between ranks"),
+        ("blocks", "the configuration of shard() differs between ranks"),
+        ("precision", "the configuration of shard() differs between ranks"),
         ("plan", "the plan of tensor_parallel() differs between ranks"),
         ("nobody averages", "call rankwise.replicate(model) after tensor_parallel()"),
         ("nobody splits", "tensor_parallel(model) first"),

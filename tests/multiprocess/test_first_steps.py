@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 NUM_RANKS = 3
-WORDS = "3 ranks trains a model of its own: SGD has stepped 2 parameters that no strategy has spread"
+WORDS = "3 ranks trains its own model: SGD has stepped 2 parameters that no strategy synchronizes"
 Heard = list[tuple[int, str]]
 
 
@@ -162,7 +162,7 @@ def _criterion(world: World, spread: bool) -> Heard:
 
 def test_a_criterion_with_parameters_of_its_own_is_named_in_its_first_step() -> None:
     heard = [one for result in testing.run_ranks(_criterion, NUM_RANKS, False) for one in result.get()]
-    check_said([text for _, text in heard], ["SGD has stepped 1 parameter beside those of a spread model"])
+    check_said([text for _, text in heard], ["SGD has stepped 1 parameter outside the distributed model"])
     assert "(centers of _CenterLoss)" in heard[0][1]
 
 
@@ -239,7 +239,12 @@ SGD, LBFGS = torch.optim.SGD, torch.optim.LBFGS
 @pytest.mark.parametrize(
     ("layers", "make", "words", "expected"),
     [
-        ([nn.Dropout(0.5)], SGD, "dropout", "Sequential draws random numbers (dropout, noise) on each rank by itself"),
+        (
+            [nn.Dropout(0.5)],
+            SGD,
+            "dropout",
+            "Sequential draws random numbers (dropout, noise) independently on each rank",
+        ),
         ([nn.Dropout(0.0), nn.Dropout(0.5).eval()], SGD, "dropout", None),
         ([nn.BatchNorm1d(2)], SGD, "BatchNorm", "1 (BatchNorm) takes its statistics per rank"),
         ([nn.BatchNorm1d(2)] * 2, SGD, "BatchNorm", "1 (BatchNorm) takes its statistics per rank"),
@@ -249,7 +254,7 @@ SGD, LBFGS = torch.optim.SGD, torch.optim.LBFGS
             "BatchNorm",
             "1 and 2 more BatchNorm layers take their statistics per rank",
         ),
-        ([], LBFGS, "LBFGS", "LBFGS decides by the loss that its closure returns"),
+        ([], LBFGS, "LBFGS", "the loss that the closure returns decides how often"),
         ([], SGD, "", None),
     ],
     ids=["dropout", "no dropout", "BatchNorm", "one BatchNorm twice", "BatchNorms", "LBFGS", "nothing"],

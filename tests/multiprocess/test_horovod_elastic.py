@@ -131,8 +131,8 @@ def test_a_killed_rank_changes_nothing(
     _, said = hurt.communicate(timeout=50)
     assert hurt.returncode == 0, said
     taken = 4 if who == "rank" else 3
-    assert f"commit {taken} of attempt 0 is taken up" in said
-    assert ("is passed over" in said) == (who == "torn")
+    assert f"commit {taken} of attempt 0 is restored" in said
+    assert ("is skipped" in said) == (who == "torn")
     for rank in range(2):
         was = ended(tmp_path, 5, rank)
         assert was["resets"] == [(taken, 2)]

@@ -320,6 +320,13 @@ def test_wrong_arguments_say_what_to_do() -> None:
     first, second = (result.get() for result in testing.run_ranks(_wrong_calls, 2))
     assert first == second
     said = ["not list", "uint8", "contiguous()", "sparse_allreduce_async", "hvd.Average, Sum", "op= only", "reshape(1)"]
-    said += ["ranks 0-1", "splits=", "at most the rows", "dtype=torch.int32", "process_sets=", "add_process_set"]
+    said += [
+        "ranks 0-1",
+        "splits=",
+        "at most the number of rows",
+        "dtype=torch.int32",
+        "process_sets=",
+        "add_process_set",
+    ]
     for part, text in zip(said, first, strict=True):
         assert part in text

@@ -101,7 +101,7 @@ def test_what_is_refused_and_as_what() -> None:
             assert said[name].startswith("ValueError: "), (name, said[name])
         assert "named_parameters=model.named_parameters()" in said["function"]
         assert "optimizer.state_dict()" in said["copy"]
-        assert "by group and place, with their shapes: 0.3: [3]" in said["unnamed"]
+        assert "by parameter group and index, with shapes: 0.3: [3]" in said["unnamed"]
         for name in ("zero_grad", "too often", "skip"):
             assert said[name].startswith("ValueError+AssertionError: "), (name, said[name])
         assert "0.weight: pass 2 of 1" in said["too often"] or "2.bias: pass 2 of 1" in said["too often"]
@@ -132,6 +132,37 @@ def _same_optimizer(world: World) -> tuple[bool, bool, bool, str]:
 def test_it_stays_the_optimizer_that_it_was() -> None:
     for result in testing.run_ranks(_same_optimizer, 2):
         assert result.get() == (True, True, True, "Adam")
+
+
+def _more_passes_when_complete(world: World) -> tuple[Parameters, str]:
+    hvd.init()
+    model = built()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for step, passes in enumerate((1, 1, 2)):
+        for micro in range(passes):
+            loss_of(model, 2 * step + micro, world).backward()
+        if step == 1:
+            # The gradients of this step are on their way: they are those of one pass.
+            optimizer.set_backward_passes_per_step(2)
+        optimizer.step()
+        optimizer.zero_grad()
+    # One more pass for the first layer, whose gradients are not complete; those of the second are.
+    loss_of(model, 6, world).backward()
+    model[2](torch.full((1, 7), world.rank + 0.5, dtype=torch.float64)).sum().backward()
+    optimizer.set_backward_passes_per_step(3)
+    model[0](torch.full((1, 5), world.rank + 0.5, dtype=torch.float64)).sum().backward()
+    said = _error_of(lambda: model[2](torch.ones(1, 7, dtype=torch.float64)).sum().backward())
+    optimizer.load_state_dict(optimizer.state_dict())
+    return kept(model), said
+
+
+def test_more_passes_when_complete() -> None:
+    reference, _ = one_rank(_more_passes_when_complete)
+    for result in testing.run_ranks(_more_passes_when_complete, 2):
+        parameters, said = result.get()
+        assert largest_difference(parameters, reference) < TOLERANCE
+        assert said.startswith("ValueError+AssertionError: "), said
+        assert "pass 3 of 2, complete before set_backward_passes_per_step(3)" in said
 
 
 def _around(world: World) -> Parameters:

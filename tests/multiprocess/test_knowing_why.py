@@ -101,7 +101,7 @@ def _stuck(world: World, how: Callable[[Path], None], folder: Path) -> None:
     [
         (_load_images, "2 +after gradients of .* test_knowing_why.py:[0-9]+ in _load_images"),
         (_stop, r"- +no answer .*stopped \(SIGSTOP .*kill -CONT [0-9]+"),
-        (_hold_the_lock, "- +no answer .*alive, but Python does not run: a call into C holds its lock"),
+        (_hold_the_lock, "- +no answer .*alive, but Python is not running: a call into C holds the GIL"),
     ],
 )
 def test_a_rank_that_is_stuck_is_shown_with_its_stack(
@@ -154,9 +154,9 @@ def test_a_launcher_sees_every_rank(run_ranks: RunRanks, tmp_path: Path) -> None
     text = run_ranks(_looked_at, 3, tmp_path)[0].get()
     for line in (
         r"rank 0 +\S+ +2 +after gradients of Linear, bucket 0: \S+ +test_knowing_why.py:[0-9]+ in _looked_at",
-        r"rank 1 +here +- +no answer +- +alive, but Python does not run: a call into C holds its lock",
+        r"rank 1 +here +- +no answer +- +alive, but Python is not running: a call into C holds the GIL",
         r"rank 2 +\S+ +2 +waiting in barrier\(\) +test_knowing_why.py:[0-9]+ in _looked_at",
-        r"rank 3 +here +- +no answer +- +it runs, and has not joined the world yet or has left it",
+        r"rank 3 +here +- +no answer +- +running, but it has not joined the world yet or has left it",
         r"stack of rank 0, innermost line last:(\n  .*)* in call",
         r"stack of rank 1, innermost line last:(\n  .*)*test_knowing_why.py:[0-9]+ in _hold_the_lock",
         r"stack of rank 2, innermost line last:(\n  .*)*test_knowing_why.py:[0-9]+ in _looked_at",

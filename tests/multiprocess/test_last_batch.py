@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rankwise.testing import RankResult
     from rankwise.world.facts import World
 
-WORDS = "the last batch that this rank was given by its DataLoader held"
+WORDS = "the last batch that this rank got from its DataLoader held"
 
 
 def _norms(world: World, length: int, size: int) -> None:

@@ -173,7 +173,7 @@ def _steps_that_nobody_counts(world: World) -> None:
     with _said() as texts:
         for _ in range(2):
             outer.synchronize()
-    check_said(texts, ["3 backward passes of Sequential, and no step of an optimizer"] * (world.rank == 0))
+    check_said(texts, ["3 backward passes of Sequential ran without a step of an optimizer"] * (world.rank == 0))
 
 
 def _loops(world: World) -> None:
@@ -236,18 +236,22 @@ def test_islands_hear_of_a_failure_in_the_middle_of_a_round() -> None:
 def _refused(world: World) -> None:
     model = nn.Linear(2, 2)
     for arguments, words in (
-        ({"every": 0}, "cannot have 0 steps"),
-        ({"every": True}, "cannot have True steps"),
+        ({"every": 0}, "at least 1, got 0"),
+        ({"every": True}, "at least 1, got True"),
         ({"every": 4, "overlap": 4}, "from 0 to 3"),
         ({"every": 4, "outer": "sgd"}, r'"mean", "diloco" or rankwise\.DiLoCo'),
-        ({"every": 4, "outer": np.ones(2)}, r"knows no outer=array"),
+        ({"every": 4, "outer": np.ones(2)}, r"Unknown outer=array"),
         ({"every": 4, "compress": "zip"}, "'int8'"),
-        ({"every": 4 + world.rank}, "what local_sgd\\(\\) was given differs"),
-        ({"every": 4, "outer": rw.DiLoCo(lr=0.5 + world.rank)}, "what local_sgd\\(\\) was given differs"),
+        ({"every": 4 + world.rank}, "the configuration of local_sgd\\(\\) differs"),
+        ({"every": 4, "outer": rw.DiLoCo(lr=0.5 + world.rank)}, "the configuration of local_sgd\\(\\) differs"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             rw.local_sgd(model, **arguments)  # type: ignore[arg-type]
-    for arguments, words in (({"lr": 0}, "no lr 0"), ({"momentum": 1.0}, "no momentum 1.0"), ({"lr": "1"}, "a number")):
+    for arguments, words in (
+        ({"lr": 0}, "above 0, got 0"),
+        ({"momentum": 1.0}, "below 1, got 1.0"),
+        ({"lr": "1"}, "a number"),
+    ):
         with pytest.raises(ConfigurationError, match=words):
             rw.DiLoCo(**arguments)  # type: ignore[arg-type]
     outer = rw.local_sgd(model, every=4)
@@ -255,7 +259,7 @@ def _refused(world: World) -> None:
         rw.local_sgd(nn.Sequential(model), every=4)
     with pytest.raises(ConfigurationError, match=r"call replicate\(\) first, then local_sgd\(\)"):
         rw.replicate(model)
-    with pytest.raises(ConfigurationError, match="not of the outer optimizer"):
+    with pytest.raises(ConfigurationError, match="not belong to the outer optimizer"):
         outer.load_state_dict({"num_rounds": 1, "momentum": {"weight": torch.zeros(2, 2)}})
     other = rw.local_sgd(nn.Linear(2, 2), every=4, outer="diloco")
     with pytest.raises(ConfigurationError, match=r"(?s)momentum of bias is \[1\]; here it is \[2\]"):
@@ -284,21 +288,21 @@ def _without_islands(world: World, how: str, folder: str) -> None:
         words = r"rankwise\.mesh\(islands=\.\.\., dp_replicate=\.\.\.\) first"
     elif how == "no islands":
         rw.mesh(dp_replicate=world.world_size)
-        words = "no other island"
+        words = "requires at least two islands"
     else:
         rw.mesh(islands=2, dp_replicate=2)
         words = r"call rankwise\.replicate\(model\) first"
     with pytest.raises(ConfigurationError, match=words):
         rw.local_sgd(model, every=2)
-    if how == "not spread":
-        with pytest.raises(ConfigurationError, match=r"(?s)train apart.*call rankwise\.local_sgd"):
+    if how == "not distributed":
+        with pytest.raises(ConfigurationError, match=r"(?s)train independently.*call rankwise\.local_sgd"):
             rw.save(folder, model=rw.replicate(model))
         with _said() as texts:
             rw.leave()
         check_said(texts, ["nothing was averaged between islands"] * (world.rank == 0))
 
 
-@pytest.mark.parametrize(("world_size", "how"), [(2, "replicated over all"), (2, "no islands"), (4, "not spread")])
+@pytest.mark.parametrize(("world_size", "how"), [(2, "replicated over all"), (2, "no islands"), (4, "not distributed")])
 def test_ranks_that_are_no_islands_are_told_what_to_call(world_size: int, how: str, tmp_path: Path) -> None:
     for result in run_plain_ranks(_without_islands, world_size, how, str(tmp_path)):
         result.get()

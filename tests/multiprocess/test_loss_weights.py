@@ -223,10 +223,10 @@ def _in_two_units(world: World) -> None:
 @pytest.mark.parametrize(
     ("trains", "message"),
     [
-        (_in_two_units, "weigh their losses in different units"),
-        (_ambiguous, "divided by 4, which can be read in two ways"),
-        (_contradicted, "divided by 3, which can be read in two ways"),
-        (_of_other_terms, "is not of the same terms on all ranks"),
+        (_in_two_units, "weight their losses in different units"),
+        (_ambiguous, "divided by 4, which is ambiguous"),
+        (_contradicted, "divided by 3, which is ambiguous"),
+        (_of_other_terms, "does not have the same terms on all ranks"),
     ],
 )
 def test_what_can_be_read_in_two_ways_is_an_error(

@@ -166,7 +166,9 @@ def test_a_rank_without_samples_raises_it_too() -> None:
 def _expect_error(strategy: str, loss: Loss, *, lengths: tuple[int, ...], num_ranks: int, evidence: str) -> None:
     errors = [one.error for one in testing.run_ranks(_train, num_ranks, strategy, [loss], _padded, lengths)]
     assert [type(error) for error in errors] == [ConfigurationError] * num_ranks
-    assert all("is over unequal numbers of elements of each sample on the ranks" in str(error) for error in errors)
+    assert all(
+        "averages over different numbers of elements per sample on different ranks" in str(error) for error in errors
+    )
     assert all("test_padded_losses.py:" in str(error) for error in errors)
     assert evidence in str(errors[-1])
 
@@ -214,7 +216,7 @@ def _train_pipeline(_: World, loss: Loss) -> int:
         step = rw.pipeline(model, loss, example=torch.ones(2, 4, 3, dtype=torch.float64), micro_batches=2)
         for x, num in rw.DataLoader(_sequences(LENGTHS), global_batch_size=5, collate_fn=_padded):
             step(x, num)
-    return sum("is over other numbers of elements per sample in other copies" in line for line in lines)
+    return sum("averages over different numbers of elements per sample in different copies" in line for line in lines)
 
 
 @pytest.mark.parametrize(("loss", "num_lines"), [(_mean, [1, 0]), (_masked, [0, 0])])

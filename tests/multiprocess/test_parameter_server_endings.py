@@ -79,12 +79,12 @@ def _after_the_world(_: World) -> int:
         _step(model, optimizer, data.tensors[0])
         server.finish()
     rw.leave()
-    with pytest.raises(NotJoined, match=r"server.synchronize\(\) came after"):
+    with pytest.raises(NotJoined, match=r"server.synchronize\(\) was called after"):
         server.synchronize()
     if not server.is_server:
-        with pytest.raises(NotJoined, match=r"optimizer.step\(\) came after"):
+        with pytest.raises(NotJoined, match=r"optimizer.step\(\) was called after"):
             _step(model, optimizer, data.tensors[0])
-        with pytest.raises(NotJoined, match=r"server.finish\(\) came after"):
+        with pytest.raises(NotJoined, match=r"server.finish\(\) was called after"):
             server.finish()
     mapped = Path("/proc/self/maps").read_text(encoding="utf-8")
     return 0 if server.is_server else mapped.count("memfd:rankwise")

@@ -37,8 +37,8 @@ SOME = ("mse", "class_weights", "ignore_index", "masked", "masked_by_index", "ms
 WARNED = {
     "rmse": "is neither a mean nor a sum over samples because of Sqrt",
     "contrastive": "is neither a mean nor a sum over samples because of Mm of two outputs",
-    "means_over_unlike_numbers": "adds up terms that are means over unlike numbers, or means and sums",
-    "mean_and_sum": "adds up terms that are means over unlike numbers, or means and sums",
+    "means_over_unlike_numbers": "adds terms that are means over different numbers, or means and sums",
+    "mean_and_sum": "adds terms that are means over different numbers, or means and sums",
 }
 SIZES = (9, 11, 2, 5)
 """Of the batches: in micro-batches of equal and of unequal size, in fewer, and with few tokens or none."""
@@ -261,9 +261,9 @@ def _refused(_: World, loss_fn: OfTarget, size: int) -> str:
 @pytest.mark.parametrize(
     ("loss_fn", "size", "words"),
     [
-        (_mean_or_sum, 5, "The loss of the pipeline is not of the same terms for all micro-batches"),
+        (_mean_or_sum, 5, "The loss of the pipeline does not have the same terms for all micro-batches"),
         # Each of the micro-batches has 16 elements, and the batch 16 samples.
-        (_over_sixteen, 16, "which can be read in two ways"),
+        (_over_sixteen, 16, "which is ambiguous"),
     ],
 )
 def test_what_cannot_be_told_is_an_error_on_every_rank(loss_fn: OfTarget, size: int, words: str) -> None:

@@ -57,7 +57,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "cut before 'layers.3', or after it: before 'layers.4'",
     ),
     "not called": (Skipping, {"split": ["never"]}, "not called"),
-    "empty stage": (Skipping, {"split": ["layers"]}, "would hold no block"),
+    "empty stage": (Skipping, {"split": ["layers"]}, "would be empty"),
     "one name": (Skipping, {"split": "layers.33"}, "layers.3"),
     "no name": (Skipping, {"split": [2]}, "names of modules, not 2"),
     "no loss": (Skipping, {"loss_fn": None}, "loss_fn must be a function"),
@@ -73,8 +73,8 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no micro-batches": (Skipping, {"micro_batches": 0}, "at least 1"),
     "tied": (Tied, {"split": ["middle.1"]}, "first.weight = last.weight is used on stages 0, 1"),
     "tied, by cost": (Tied, {}, "shared: first.weight = last.weight"),
-    "one block": (partial(nn.Linear, 4, 4), {}, "1 blocks, and there are 2 stages"),
-    "depends on values": (Deciding, {}, "depends on values"),
+    "one block": (partial(nn.Linear, 4, 4), {}, "1 blocks for 2 stages"),
+    "depends on tensor values": (Deciding, {}, "depends on tensor values"),
 }
 
 
@@ -116,11 +116,11 @@ def test_what_cannot_be_is_refused_on_every_rank_before_anything_changes() -> No
         afterwards = [
             "its predict()",
             "once per model",
-            "pipeline() already",
-            "8 samples, and target has 7",
+            "pipeline() was already called",
+            "8 samples, but target has 7",
             "no samples",
             "step.measure()",
-            "no_sync() is not for",
+            "no_sync() does not apply to",
         ]
         check_said(found["afterwards"], afterwards)
 
@@ -151,10 +151,10 @@ def _mixed_up(world: World, folder: str) -> None:
     model = built(Skipping)
     before = torch.optim.SGD(model.parameters(), lr=0.1)
     step = pipeline(model, mean_square, example=drawn(8, 6))
-    with pytest.raises(ConfigurationError, match="An optimizer \\(SGD\\) was built before pipeline"):
+    with pytest.raises(ConfigurationError, match="An optimizer \\(SGD\\) was created before pipeline"):
         step(drawn(8, 6), drawn(8, 3))
     before.param_groups.clear()
-    with pytest.raises(ConfigurationError, match="given different batches"):
+    with pytest.raises(ConfigurationError, match="received different batches"):
         step(drawn(8, 6, seed=world.rank), drawn(8, 3))
     with pytest.raises(CollectiveMismatch, match=r"x=float64\[7, 6\]"):
         step(drawn(8 - world.rank, 6), drawn(8 - world.rank, 3))
@@ -162,7 +162,7 @@ def _mixed_up(world: World, folder: str) -> None:
         step.predict(drawn(8 - world.rank, 6))
     with pytest.raises(ConfigurationError, match="cannot be called with this batch"):
         step(drawn(8, 5), drawn(8, 3))
-    with pytest.raises(ConfigurationError, match="at least zero"):
+    with pytest.raises(ConfigurationError, match="at least 0"):
         step.clip_grad_norm_(-1.0)
     one = built(Skipping)
     step(drawn(8, 6), drawn(8, 3))
@@ -175,7 +175,7 @@ def _mixed_up(world: World, folder: str) -> None:
     with torch.device("meta"):
         model = Skipping().double()
     step = pipeline(model, mean_square, example=drawn(8, 6), schedule="zbv_zero_bubble")
-    with pytest.raises(ConfigurationError, match=r"(have|has) not been filled since"):
+    with pytest.raises(ConfigurationError, match=r"(have|has) not been initialized since"):
         step(drawn(8, 6), drawn(8, 3))
     rw.load_weights(path, model)
     step(drawn(8, 6), drawn(8, 3))

@@ -204,7 +204,7 @@ def test_gradients_in_the_corners() -> None:
     assert unused is None
     assert not requires_grad
     assert "rank 1 received it inside torch.no_grad()" in under_no_grad
-    assert "rank 1 let go of what it received" in let_go
+    assert "rank 1 freed what it received" in let_go
     assert receiver == [True, True, False, False, False]
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Draw = Callable[[torch.Tensor], object]
     """Draws for a batch."""
 
-FOUR = "has drawn 4 random numbers one by one, as many as this rank has samples"
+FOUR = "drew 4 random numbers one at a time, as many as this rank has samples"
 
 
 def _in_several_places(_: torch.Tensor) -> list[float]:

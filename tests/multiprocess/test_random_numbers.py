@@ -281,7 +281,7 @@ def _labels_one_by_one(_: World) -> list[str]:
 
 def test_numbers_that_are_drawn_one_by_one_are_named_once() -> None:
     first, other = (one.get() for one in testing.run_ranks(_labels_one_by_one, 2))
-    check_said(first, ["has drawn 4 random numbers one by one", "has drawn 4 random numbers one by one"])
+    check_said(first, ["drew 4 random numbers one at a time", "drew 4 random numbers one at a time"])
     assert other == []
 
 
@@ -357,7 +357,7 @@ def _seeded_apart(world: World, seed: int) -> tuple[list[str], int]:
     return [text for text in said if "seeded" in text], hash(torch.get_rng_state().numpy().tobytes())
 
 
-@pytest.mark.parametrize(("seed", "expected"), [(7, ["was seeded differently on the ranks"]), (2**40, [])])
+@pytest.mark.parametrize(("seed", "expected"), [(7, ["had different seeds on different ranks"]), (2**40, [])])
 def test_generators_agree_after_replicate(seed: int, expected: list[str]) -> None:
     (said, state), (_, other) = (one.get() for one in testing.run_ranks(_seeded_apart, 2, seed))
     check_said(said, expected)
@@ -381,12 +381,12 @@ def _pictures_on_rank_zero(world: World) -> tuple[list[str], int]:
 
 def test_a_generator_that_parts_takes_rank_zeros_state() -> None:
     (said, state), (_, other) = (one.get() for one in testing.run_ranks(_pictures_on_rank_zero, 2))
-    check_said(said, ["torch's random number generator stood elsewhere on some ranks"])
+    check_said(said, ["the state of torch's random number generator differed between ranks"])
     assert state == other
 
 
 def _wrong_blocks(_: World) -> None:
-    with pytest.raises(ConfigurationError, match="does not know how many samples the ranks have"), rw.as_one_rank():
+    with pytest.raises(ConfigurationError, match="cannot tell how many samples the ranks have"), rw.as_one_rank():
         pass
     with pytest.raises(ConfigurationError, match='one of "counter", "torch", "per_rank"'):
         rw.replicate(nn.Linear(1, 1), randomness="own")  # type: ignore[arg-type]

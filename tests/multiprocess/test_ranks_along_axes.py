@@ -185,9 +185,9 @@ def _refused(world: World, case: str) -> str:
         ("sizes", "different sizes"),
         ("product", "pass mesh(tp=2), or start 3 ranks"),
         ("twice", "once, right after rankwise.join()"),
-        ("loader first", "came after a DataLoader"),
-        ("shard", "rankwise.shard(model, ...) alone"),
-        ("one rank", "cannot have the size 2.5"),
+        ("loader first", "was called after a DataLoader"),
+        ("shard", "only rankwise.shard(model, ...)"),
+        ("one rank", "must be an int >= 1, or -1, got 2.5"),
         ("one call", "rank 1: rankwise.mesh() at "),
     ],
 )

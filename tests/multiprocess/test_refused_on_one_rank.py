@@ -72,10 +72,10 @@ CASES = {
     "pipeline, its example": Case(_pipeline, lambda: _pipeline(example=drawn(8, 5)), "float64[4, 5] on cpu"),
     "pipeline, its cuts": Case(_pipeline, lambda: _pipeline(built(lambda: Ends(tied=True))), "is used on stages 0, 1"),
     "tensor_parallel": Case(
-        lambda: tensor_parallel(built(Mlp)), lambda: tensor_parallel(built(Mlp), "ato"), "knows no plan 'ato'"
+        lambda: tensor_parallel(built(Mlp)), lambda: tensor_parallel(built(Mlp), "ato"), "Unknown plan 'ato'"
     ),
     "local_sgd, its arguments": Case(
-        lambda: _island(nn.Linear(2, 2)), lambda: _island(nn.Linear(2, 2), every=0), "cannot have 0 steps"
+        lambda: _island(nn.Linear(2, 2)), lambda: _island(nn.Linear(2, 2), every=0), "at least 1, got 0"
     ),
     "local_sgd, its model": Case(
         lambda: _island(nn.Linear(2, 2)),
@@ -85,11 +85,11 @@ CASES = {
     "local_sgd, within its island": Case(
         lambda: _island(_replicated()),
         lambda: (_replicated(), _island(nn.Linear(2, 2))),
-        "This model is not spread over the ranks of its island",
+        "This model is not distributed over the ranks of its island",
         lambda: mesh(islands=2, dp_replicate=2),
         4,
     ),
-    "shard": Case(lambda: shard(nn.Linear(2, 2)), lambda: shard(nn.Linear(2, 2), blocks=-5), "blocks=-5 says no"),
+    "shard": Case(lambda: shard(nn.Linear(2, 2)), lambda: shard(nn.Linear(2, 2), blocks=-5), "blocks=-5 does not name"),
     "mesh": Case(lambda: mesh(dp_replicate=2), lambda: mesh(dp_replicate=3), "dp_replicate=3"),
     "DataLoader": Case(
         lambda: rw.DataLoader(torch.ones(4), global_batch_size=2),

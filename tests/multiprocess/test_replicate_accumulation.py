@@ -328,5 +328,5 @@ def _count_nothing_before_batchnorm(world: World) -> list[str]:
 
 def test_samples_that_count_only_in_batchnorms_statistics_are_told_of_once(run_ranks: RunRanks) -> None:
     first, second = (result.get() for result in run_ranks(_count_nothing_before_batchnorm, 2))
-    check_said(first, ["the samples of this rank do not count in the loss, and BatchNorm takes statistics"])
+    check_said(first, ["the samples of this rank have no weight in the loss, but BatchNorm includes them"])
     assert second == []

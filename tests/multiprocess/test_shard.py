@@ -284,7 +284,7 @@ def test_a_model_from_the_meta_device_must_be_filled() -> None:
     expected = {k: v for k, v in gradients(model).items() if v is not None}
     for result in testing.run_ranks(unfilled, 2):
         message, found = result.get()
-        assert "first.weight was on the meta device in shard(), and has not been filled" in message
+        assert "first.weight was on the meta device in shard() and has not been initialized" in message
         assert largest_difference(found, expected) <= TOLERANCE
 
 

@@ -43,7 +43,7 @@ def _train(world: World, mistake: str, num_ranks: int) -> list[float]:
     ("mistake", "named"),
     [
         ("own loss", "lr of SGD is not the same on all ranks before step 3: ranks would train 0.weight of Sequential"),
-        ("skipped", "Ranks have stepped the optimizers of Sequential differently often before step 4"),
+        ("skipped", "Ranks have stepped the optimizers of Sequential a different number of times before step 4"),
     ],
 )
 def test_what_parts_is_named_on_every_rank(mistake: str, named: str, num_ranks: int) -> None:

@@ -156,8 +156,8 @@ def _some_inputs(world: World) -> None:
 @pytest.mark.parametrize(
     ("trains", "message"),
     [
-        (_of_other_terms, "is not of the same terms on all ranks"),
-        (_in_two_units, "weigh their losses in different units"),
+        (_of_other_terms, "does not have the same terms on all ranks"),
+        (_in_two_units, "weight their losses in different units"),
         (_some_inputs, "backward(inputs=...) was given parameters of a sharded model"),
     ],
 )

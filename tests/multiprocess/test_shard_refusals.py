@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"blocks": nn.Linear}, "says no blocks"),
-    ({"blocks": 3.5}, "blocks=3.5 says no blocks"),
-    ({"blocks": {"layers.*": 1}}, "says no blocks"),
-    ({"blocks": "0"}, "blocks='0' says no blocks"),
-    ({"blocks": -5}, "blocks=-5 says no blocks"),
-    ({"mixed_precision": ["bf16"]}, "knows no mixed_precision=['bf16']"),
-    ({"recompute": None}, "recompute=None says nothing"),
-    ({"weight": 3}, "weight=3, which cannot be called"),
+    ({"blocks": nn.Linear}, "does not name blocks"),
+    ({"blocks": 3.5}, "blocks=3.5 does not name blocks"),
+    ({"blocks": {"layers.*": 1}}, "does not name blocks"),
+    ({"blocks": "0"}, "blocks='0' does not name blocks"),
+    ({"blocks": -5}, "blocks=-5 does not name blocks"),
+    ({"mixed_precision": ["bf16"]}, "Unknown mixed_precision=['bf16']"),
+    ({"recompute": None}, "recompute must not be None"),
+    ({"weight": 3}, "weight of shard() must be callable, got 3"),
     ({"cpu_offload": "no"}, "cpu_offload='no'"),
 ]
 
@@ -74,20 +74,20 @@ def refusals(world: World) -> list[str]:
 
 def test_what_cannot_be_is_refused_on_all_ranks_before_anything_changed() -> None:
     parts = [
-        "blocks names 'layer.*', and the model has no such module",
+        "blocks names 'layer.*', but the model has no such module",
         "blocks names the class Conv2d",
-        "blocks='much' is no size",
-        "shard() knows no mixed_precision='bf8'",
+        "blocks='much' is not a size",
+        "Unknown mixed_precision='bf8' of shard()",
         *(message for _, message in WRONG),
-        "shard() was given a NoneType, and takes a torch.nn.Module",
+        "shard() takes a torch.nn.Module, not a NoneType",
         "Parameter 0.weight has no shape yet",
         "has a sparse gradient",
         "The block layers.1 holds parameters of 2 dtypes",
-        "Ranks have different parts of the model on the meta device",
+        "Different parts of the model are on the meta device",
         "The model has no parameter that needs a gradient",
-        "This model went through shard() already",
+        "shard() was already called on this model",
         "call tensor_parallel() first, then shard()",
-        "An optimizer (SGD) was built before shard()",
+        "An optimizer (SGD) was created before shard()",
     ]
     for result in testing.run_ranks(refusals, 2):
         check_said(result.get(), parts)

@@ -63,7 +63,7 @@ def test_a_rank_that_skips_a_step_is_named_in_that_step(run_ranks: RunRanks, num
     for result in run_ranks(_skip_where_it_is_nan, num_ranks, "alone"):
         assert isinstance(result.error, CollectiveMismatch)
         words = str(result.error)
-        assert "rank 0 ran no backward for batch 1 of epoch 0, for which others run it now" in words
+        assert "rank 0 did not run backward for batch 1 of epoch 0, which other ranks now run" in words
         assert f"rank 0: batch 2 of epoch 0\n            {others}: batch 1 of epoch 0" in words
         assert "rankwise.mean(loss, len(x))" in words
 
@@ -89,7 +89,7 @@ def _leave_the_loop_early(world: World, odd: int) -> None:
 def test_a_rank_that_leaves_its_loop_early_is_named(run_ranks: RunRanks, odd: int) -> None:
     for result in run_ranks(_leave_the_loop_early, 2, odd):
         assert isinstance(result.error, CollectiveMismatch)
-        assert f"rank {odd} ran no backward for batch 3 of epoch 0" in str(result.error)
+        assert f"rank {odd} did not run backward for batch 3 of epoch 0" in str(result.error)
         assert f"rank {odd}: batch 0 of epoch 1" in str(result.error)
 
 

@@ -135,7 +135,7 @@ CASES: dict[str, tuple[AfterStep, int, list[str]]] = {
         _skipped,
         8,
         [
-            "Ranks have stepped the optimizers of Net differently often before step 6.",
+            "Ranks have stepped the optimizers of Net a different number of times before step 6.",
             "1 optimizer step since step 5",
             "rank 1: 0 optimizer steps since step 5",
         ],

@@ -218,7 +218,7 @@ def _told_with_nothing_to_save(world: World) -> list[str]:
 
 def test_with_nothing_to_save_the_job_goes_on_and_one_rank_says_what_to_do() -> None:
     (said,), others = (result.get() for result in run_ranks(_told_with_nothing_to_save, 2))
-    assert "Give Checkpointer.restore() or save() the rankwise.DataLoader" in said
+    assert "Pass Checkpointer.restore() or save() the rankwise.DataLoader" in said
     assert others == []
 
 

@@ -105,7 +105,7 @@ def test_a_store_keeps_what_it_is_told() -> None:
         part.delete("first")
         assert not part.check("first")
         for one in (store, other, part):
-            with pytest.raises(TimeoutError, match="nobody set absent in the job's store in time"):
+            with pytest.raises(TimeoutError, match="absent was not set in the job's store in time"):
                 one.get("absent", 0.05)
         # A wait on one connection ends by a word on another.
         setter = threading.Thread(target=lambda: store.set("a/b/late", "value"))
@@ -139,7 +139,7 @@ def test_torch_uses_it_as_any_other_store() -> None:
 def test_a_bad_call_is_refused_and_harms_no_other() -> None:
     with served() as (store, port):
         store.set("text", "abc")
-        with pytest.raises(ConfigurationError, match="text holds b'abc', which is no number"):
+        with pytest.raises(ConfigurationError, match="text holds b'abc', which is not a number"):
             store.add("text", 1)
         with open_connection(LOOPBACK, port, SECRET, "store", 10) as sock:
             for request in (b"", b"\xff", pack_fields([b"unknown"]), pack_fields([b"set", b"\xff", b""])):
@@ -157,7 +157,7 @@ def test_who_holds_another_secret_is_refused_and_told_what_to_do(monkeypatch: py
         assert "horse" not in str(caught.value)
         monkeypatch.setattr(opening, "DOUBT_SECONDS", 0.3)
         # Torch's client would go on until its own limit.
-        with pytest.raises(SecretRefused, match="asks for a secret, and this process has none"):
+        with pytest.raises(SecretRefused, match="requires a secret, and this process has none"):
             connect(LOOPBACK, port, 50)
         with pytest.raises(NotRankwise, match="does not serve 'agent'"):
             open_connection(LOOPBACK, port, SECRET, "agent", 10)
@@ -204,7 +204,7 @@ def _answer_http(listener: socket.socket) -> None:
     ("behave", "error", "words"),
     [
         (_reflect, SecretRefused, "do not hold the same secret"),
-        (_answer_http, NotRankwise, "its first words are not rankwise's"),
+        (_answer_http, NotRankwise, "its greeting is not that of this version of rankwise"),
         # Proxies do so while what is behind them starts: it is tried again.
         (_end_each, SecretRefused, "do not hold the same secret"),
     ],
@@ -243,7 +243,7 @@ def test_a_lost_store_is_said_on_every_connection() -> None:
         waiting.join()
     assert isinstance(errors[0], StoreLost)
     for one in (store, other):
-        with pytest.raises(StoreLost, match="the job's store is gone"):
+        with pytest.raises(StoreLost, match="the job's store was lost"):
             one.set("key", "")
 
 
@@ -353,7 +353,7 @@ def test_a_file_that_is_not_ours_is_not_believed(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)
     for path in (open_to_all, link, foreign, pipe):
-        with pytest.raises(ConfigurationError, match="is not this user's own file"):
+        with pytest.raises(ConfigurationError, match="does not belong to this user"):
             connect_published(path, 0.1, None)
     # Serving writes no word through a link.
     store = serve_published(link, None)

@@ -232,14 +232,14 @@ def refusals(world: World) -> list[str]:
 
 def test_what_cannot_be_is_refused_on_all_ranks() -> None:
     parts = [
-        "The model has parameters that are spread over ranks already",
-        "The ranks that share layers were given different inputs",
-        "An optimizer (SGD) was built before tensor_parallel()",
-        "tensor_parallel() knows no plan 'ato'",
-        "drew different random numbers, as for dropout masks",
-        "went through tensor_parallel() cannot be pickled",
-        "a plan that splits nothing",
-        "replicate() was given a model that is not split, and 2 ranks along tp would have a copy each",
+        "The model has parameters that are already distributed over ranks",
+        "Ranks that share layers received different inputs",
+        "An optimizer (SGD) was created before tensor_parallel()",
+        "Unknown plan 'ato' of tensor_parallel()",
+        "drew different random numbers, for example for dropout masks",
+        "split by tensor_parallel() cannot be pickled",
+        "The plan of tensor_parallel() splits nothing",
+        "replicate() was given a model that is not split: each of the 2 ranks along tp would have a copy",
         "shard() was given a model that is not split",
         "forward 3 of a tensor parallel Noisy, without gradients, in evaluation, float32[2, 4]",
     ]
@@ -251,7 +251,7 @@ def test_what_cannot_be_is_refused_on_all_ranks() -> None:
 def test_a_model_from_the_meta_device_runs_once_everything_is_filled(strategy: str) -> None:
     for result in testing.run_ranks(from_meta, 2, strategy):
         (unloaded, uncomputed), difference = result.get()
-        assert f"embed.weight was on the meta device in {strategy}(), and has not been filled since" in unloaded
+        assert f"embed.weight was on the meta device in {strategy}() and has not been initialized since" in unloaded
         assert "places was on the meta device" in uncomputed
         assert "compute it" in uncomputed
         assert difference < 1e-6

@@ -82,4 +82,4 @@ def test_a_rank_that_stops_by_its_own_loss_is_named(run_ranks: RunRanks) -> None
     waiting, _ = run_ranks(_stop_by_its_own_loss, 2)
     assert isinstance(waiting.error, PeerMissing)
     assert "rank 1 has left" in str(waiting.error)
-    assert "stop by rankwise.mean(loss, len(x))" in str(waiting.error)
+    assert "stop with rankwise.mean(loss, len(x))" in str(waiting.error)

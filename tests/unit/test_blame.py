@@ -69,7 +69,7 @@ def test_the_verdict_is_a_table_and_the_stacks_of_the_missing() -> None:
     assert isinstance(error, PeerMissing)
     assert error.ranks == (1, 3)
     assert [re.split(" {2,}", line.strip()) for line in str(error).splitlines()] == [
-        ['all_reduce("sum", float32[2]) waited 600.2 s in vain. Missing: ranks 1, 3.'],
+        ['all_reduce("sum", float32[2]) timed out after 600.2 s waiting for ranks 1, 3.'],
         ["on", "reported on [rank 0/4 on gpu-01]"],
         ["evidence", "rank", "host", "step", "collective", "at", "for"],
         ["ranks 0, 2", "gpu-01, gpu-02", "12", f"waiting in {what}", "train.py:40 in main", "599-600 s"],
@@ -93,7 +93,7 @@ def test_ranks_that_all_wait_for_different_things_called_different_things() -> N
         "ranks 0-2: gradients of Net, bucket 0: float32[9] at train.py:40 in main\n"
         "rank 3: barrier() at train.py:40 in main"
     )
-    assert "run backward equally often" in str(error.do)
+    assert "run backward the same number of times" in str(error.do)
 
 
 def test_a_difference_that_is_past_is_found() -> None:
@@ -119,7 +119,7 @@ def test_the_line_of_where_names_the_rank_that_failed_and_the_one_that_tells() -
     assert without_host.where == "[rank 2/4], reported on [rank 0/4 on gpu-01]"
     ended = diagnosis.of_event(_world(), {"kind": "ended", "rank": 3, "what": "barrier()", "process": 17})
     assert (ended.what, ended.where) == (
-        "barrier() cannot complete: rank 3 is gone without a word.",
+        "barrier() cannot complete: rank 3 exited without reporting an error.",
         "reported on [rank 0/4 on gpu-01]",
     )
 
@@ -201,7 +201,7 @@ def test_a_notice_of_ranks_that_wait_for_different_collectives_says_what_to_do()
     answers = {0: _waiting(gradients, 30.1, channel=1), 1: _waiting("mean", 30.0, count=6)}
     said = diagnosis.notice(gradients, 30.2, diagnosis.findings(answers, 7, [0, 1]))
     assert said.startswith(f"{gradients} has been waiting for 30 s, for rank 1:\nrank ")
-    assert "all ranks wait, for different collectives" in said
-    assert "skip a step or to stop by rankwise.mean(loss, len(x))" in said
+    assert "all ranks are waiting, for different collectives" in said
+    assert "skip a step or stop with rankwise.mean(loss, len(x))" in said
     alone = {0: answers[0], 1: RUNNING}
     assert "different collectives" not in diagnosis.notice(gradients, 30.2, diagnosis.findings(alone, 7, [0, 1]))

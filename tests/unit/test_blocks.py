@@ -87,7 +87,7 @@ def test_blocks_by_structure() -> None:
     ]  # fmt: skip
     why = reasons(model)
     assert why["trunk.layers.1"] == "Residual is one of the blocks of trunk.layers"
-    assert why["alone"] == "Residual combines values of its parts"
+    assert why["alone"] == "Residual combines values of its submodules"
     assert blocks(nn.Linear(1, 1)) == [""]
     assert blocks(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))) == ["0", "1"]
 
@@ -109,13 +109,15 @@ def test_names_that_are_not_there() -> None:
     with pytest.raises(ConfigurationError, match="no module named 'norm'") as caught:
         is_open(Model(), "norm")
     assert "near it: trunk.norm" in str(caught.value)
-    with pytest.raises(ConfigurationError, match="no module of it"):
+    with pytest.raises(ConfigurationError, match="no module of this class"):
         blocks(Model(), [nn.Conv2d])
     model = Model()
     assert blocks(model, "trunk") == blocks(model, ["trunk"])
     assert blocks(model, Pair) == blocks(model, [Pair])
     for wrong, words in ((3, "3"), ([3], "3"), ([int], "<class 'int'>"), (model.trunk, "a Trunk"), (None, "None")):
-        with pytest.raises(ConfigurationError, match=f"keep_whole holds {words}, which is neither a name nor a class"):
+        with pytest.raises(
+            ConfigurationError, match=f"keep_whole must contain names or classes of modules, got {words}"
+        ):
             blocks(model, wrong)  # type: ignore[arg-type]
 
 

@@ -114,7 +114,7 @@ def test_what_is_not_a_plain_file_is_refused_at_once(tmp_path: Path, name: str) 
     path = Checkpointer(tmp_path).save(**_objects())
     (path / name).unlink()
     os.mkfifo(path / name)
-    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is not a plain file"):
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is not a regular file"):
         load(path, **_objects())
 
 

@@ -46,9 +46,9 @@ def test_regions_that_make_up_a_tensor_are_found(
 @pytest.mark.parametrize(
     ("reports", "text"),
     [
-        ([_report(None), _report(None)], "w cannot be saved: it is on the meta device, on every rank"),
-        ([_report(TOP), _report(TOP)], r"(?s)does not make up the whole of float32\[5, 4\].*ranks 0-1: \[0:2,0:4\]"),
-        ([_report(TOP), _report(REST), _report(LEFT)], "does not make up"),
+        ([_report(None), _report(None)], "w cannot be saved: it is on the meta device on every rank"),
+        ([_report(TOP), _report(TOP)], r"(?s)do not cover all of float32\[5, 4\].*ranks 0-1: \[0:2,0:4\]"),
+        ([_report(TOP), _report(REST), _report(LEFT)], "do not cover"),
         ([_report(TOP), _report(REST, "float64")], r"(?s)differs between ranks: w\..*rank 1: float64\[5, 4\]"),
     ],
 )

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Gate:
-    """Holds the save in the background before it writes tensors, until it is opened."""
+    """Holds the background save before it writes tensors, until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged checkpoints are passed over, and it is said."""
+"""Damaged checkpoints are skipped, and reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _expect_passed_over(checkpoints: Checkpointer, path: Path, caplog: pytest.Lo
     assert extra["n"] == 1
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load(path, extra={})
-    assert f"{path} is passed over: " in caplog.text
+    assert f"skipping {path}: " in caplog.text
     return caplog.text
 
 
@@ -78,7 +78,7 @@ def test_a_checkpoint_that_was_passed_over_is_not_the_latest_and_not_one_of_thos
     assert names(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]
 
 
-def test_with_nothing_good_left_it_starts_fresh_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_good_checkpoint_it_starts_from_scratch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints, path = _two(tmp_path)
     for each in tmp_path.glob("checkpoint-*"):
         (each / "manifest.json").unlink()

@@ -99,7 +99,7 @@ def test_a_disk_that_turns_read_only_keeps_the_last_checkpoint(tmp_path: Path) -
     try:
         with pytest.raises(CheckpointError, match=r"Read-only file system|Permission denied") as caught:
             checkpoints.save(extra={"n": 2})
-        assert "name a folder that this user can write to" in str(caught.value)
+        assert "use a folder that this user can write to" in str(caught.value)
         extra: dict[str, Any] = {}
         assert checkpoints.restore(extra=extra) == disk / "checkpoint-000001"
         assert extra == {"n": 1}

@@ -57,12 +57,12 @@ def test_numbers_may_be_steps_and_one_may_be_saved_again(tmp_path: Path) -> None
     assert len(names(tmp_path)) == 3
 
 
-def test_a_number_below_the_newest_is_kept_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_number_below_the_newest_is_kept_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = Checkpointer(tmp_path, keep=1)
     checkpoints.save(step=9, extra={})
     checkpoints.save(step=3, extra={})
     assert names(tmp_path) == ["checkpoint-000003", "checkpoint-000009"]
-    assert "restore() will take as the newest" in caplog.text
+    assert "restore() will load checkpoint 9, the newest" in caplog.text
 
 
 def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis" / "chapter").write_text("mine")
     (tmp_path / "empty").mkdir()
     for name in ("file", "thesis"):
-        with pytest.raises(CheckpointError, match="is there already and is not a checkpoint"):
+        with pytest.raises(CheckpointError, match="already exists and is not a checkpoint"):
             save(tmp_path / name, n=1)
     save(tmp_path / "empty", n=1)
     save(tmp_path / "empty", n=2)
@@ -79,7 +79,7 @@ def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["empty", "file", "thesis"]
 
 
-def test_leftovers_of_dead_saves_are_said_then_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_leftovers_of_dead_saves_are_reported_then_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(n={})
     left = [f".checkpoint-000002.staging-{'a' * 16}", f".checkpoint-000001.removed-{'0' * 16}"]
@@ -87,7 +87,7 @@ def test_leftovers_of_dead_saves_are_said_then_removed(tmp_path: Path, caplog: p
     for name in left + others:
         (tmp_path / name / "inside").mkdir(parents=True)
     assert checkpoints.restore(n={}) is not None
-    assert f"{left[0]} is an unfinished save; it is passed over" in caplog.text
+    assert f"skipping {tmp_path / left[0]}: it is an unfinished save" in caplog.text
     checkpoints.save(n={})
     assert names(tmp_path) == sorted([*others, "checkpoint-000001", "checkpoint-000002"])
     save(tmp_path / "other", n=1)

@@ -21,9 +21,9 @@ HELP = """\
 usage: rankwise run [options] script.py [arguments]
        rankwise run [options] -m module [arguments]
 
-Run a training script, or a module, on several ranks of this machine, or of several machines.
+Run a training script or a module on several ranks, on this machine or on several machines.
 
-Each rank is a process of its own, which behaves as under `python script.py arguments`.
+Each rank is a separate process, which behaves as under `python script.py arguments`.
 The exit code is that of the first rank to fail; its traceback is shown last.
 
 positional arguments:
@@ -31,50 +31,50 @@ positional arguments:
 
 options:
   -h, --help            show this help message and exit
-  -n N                  how many ranks (default: one per GPU, else one)
-  --device {auto,cpu}   cpu hides the GPUs from the ranks (default: auto, a GPU each where there
-                        are GPUs)
+  -n N                  number of ranks (default: one per GPU, else one)
+  --device {auto,cpu}   cpu hides the GPUs from the ranks (default: auto, one GPU per rank if
+                        there are GPUs)
   --log-dir DIR         write DIR/rank-0.out, DIR/rank-0.err and so on
-  --max-restarts R      start all ranks anew after a failure, at most R times (default: 0)
-  --check               have ranks compare their collectives, gradients included, before they send
-                        (RANKWISE_CHECK=1)
-  --guard               have ranks of a script of torch.distributed compare parameters and
-                        learning rates as they train
+  --max-restarts R      restart all ranks after a failure, at most R times (default: 0)
+  --check               have ranks compare their collectives, including gradients, before they
+                        send (RANKWISE_CHECK=1)
+  --guard               have the ranks of a torch.distributed script compare parameters and
+                        learning rates during training
   --torch-store {on,off}
-                        whether MASTER_ADDR and MASTER_PORT lead to a store of torch's, which lets
-                        in everybody who reaches it (default: RANKWISE_TORCH_STORE, else on one
+                        whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts
+                        every process that reaches it (default: RANKWISE_TORCH_STORE, else on one
                         machine only)
-  -m                    what follows is a module
+  -m                    run a module
 
 several machines:
-  --nodes N | MIN:MAX   how many machines; with MIN:MAX the job goes on when some are lost and
-                        grows when they come back
+  --nodes N | MIN:MAX   number of machines; with MIN:MAX the job continues if some are lost and
+                        grows when they rejoin
   --rendezvous HOST:PORT
-                        where the machines meet: an address of the first of them, the same on all
-  --node-rank R         number of this machine (default: as the machines come)
+                        where the machines meet: an address of the first machine, the same on all
+  --node-rank R         number of this machine (default: in the order they join)
   --hosts A,B:RANKS,...
-                        start all machines from here, over ssh; the first of them serves the job
+                        start all machines from here, over ssh; the first one serves the job
   --ssh COMMAND         the ssh command for --hosts, with its options (default: ssh)
-  --interface NAME      network interface for what ranks send (default: the one that leads to the
-                        rendezvous)
+  --interface NAME      network interface for traffic between ranks (default: the one that leads
+                        to the rendezvous)
   --rendezvous-timeout SECONDS
                         how long the machines wait for one another at the start (default: 600)
 
 examples:
   rankwise run train.py                  every GPU here, or one rank on a machine without GPUs
-  rankwise run -n 4 train.py --epochs 3  four ranks; what follows the script is the script's
+  rankwise run -n 4 train.py --epochs 3  four ranks; arguments after the script belong to it
   rankwise run -n 2 -m pkg.train         a module, as `python -m pkg.train` runs it
   rankwise run --nodes 2 --rendezvous gpu-01:29400 train.py
                                          the same command on each of two machines
   rankwise run --hosts gpu-01,gpu-02 -n 4 train.py
-                                         once, for both: started over ssh
+                                         once for both machines: started over ssh
   srun rankwise run -n 4 train.py        under Slurm: one launcher per node, four ranks each
 
-what ranks write:
-  Lines on stdout come through as they are, lines on stderr with the rank in front.
-  With one rank, nothing is touched. Rank 0 writes to a terminal itself: progress bars work.
-  With --log-dir, the terminal shows rank 0 only, and every rank has its files.
-  stdin is empty when there are several ranks.
+output of the ranks:
+  Lines on stdout are passed through unchanged, lines on stderr are prefixed with the rank.
+  With one rank, nothing is changed. Rank 0 writes to a terminal directly: progress bars work.
+  With --log-dir, the terminal shows rank 0 only, and every rank has its own files.
+  stdin is empty if there are several ranks.
 """
 
 
@@ -102,11 +102,11 @@ def test_an_option_is_not_guessed_from_its_beginning(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--nproc-per-node", "2"], "-n is how many ranks of this machine"),
-        (["--nproc_per_node=2"], "-n is how many ranks of this machine"),
+        (["--nproc-per-node", "2"], "use -n, the number of ranks on this machine"),
+        (["--nproc_per_node=2"], "use -n, the number of ranks on this machine"),
         (["--standalone"], "leave it out"),
-        (["--rdzv_endpoint=a:1"], "--rendezvous is where machines meet, as HOST:PORT"),
-        (["-np", "2"], "mpirun's -np is -n here"),
+        (["--rdzv_endpoint=a:1"], "use --rendezvous HOST:PORT, where the machines meet"),
+        (["-np", "2"], "use -n in place of mpirun's -np"),
         (["-n", "two"], "'two' is not a number"),
     ],
 )
@@ -137,8 +137,8 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_mistake_is_text_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-n", "0", "train.py"]) == 2
     assert capsys.readouterr().err == (
-        "ConfigurationError: 0 ranks cannot be started.\n"
-        "  do        pass -n 1 or more, or leave -n out: one rank per GPU, else one\n"
+        "ConfigurationError: The number of ranks must be >= 1, got 0.\n"
+        "  do        pass -n 1 or more, or omit -n: one rank per GPU, else one\n"
     )
 
 
@@ -154,7 +154,7 @@ def test_more_ranks_than_gpus_is_a_mistake() -> None:
     with pytest.raises(ConfigurationError) as error:
         num_ranks_here(LaunchOptions(num_ranks=4), 1)
     assert str(error.value) == (
-        "4 ranks were asked for on a machine with 1 GPU.\n"
+        "4 ranks were requested on a machine with 1 GPU.\n"
         "  do        pass -n 1, or --device cpu to run the ranks without GPUs"
     )
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README.zh.md")
-PAGES = (*READMES, *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")))
+PAGES = (*READMES, *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
 OURS = re.compile(r"(?:(?:srun|mpirun) (?:.* )?)?rankwise (.*)")
 PROGRAM = re.compile(r"(?:rankwise|srun|mpirun|torchrun|python) .*")
 LEFT_OUT = {"…", "..."}

@@ -172,7 +172,7 @@ def test_an_error_of_the_launcher_is_told_to_who_asks(launcher: Callable[..., _L
     with pytest.raises(LaunchError, match="the store is slow") as caught:
         control_socket.ask(job, {"kind": "stacks"})
     assert caught.value.evidence == "TimeoutError: the store is slow"
-    assert "ask again" in (caught.value.do or "")
+    assert "try again" in (caught.value.do or "")
 
 
 def test_the_command_prints_what_the_job_answers(
@@ -186,7 +186,7 @@ def test_the_command_prints_what_the_job_answers(
 def test_the_command_says_when_there_is_no_job(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     del folders
     assert main(["stacks"]) == 2
-    assert "No job of yours runs on this machine" in capsys.readouterr().err
+    assert "You have no job on this machine" in capsys.readouterr().err
 
 
 def test_the_command_has_one_of_several_jobs_chosen(
@@ -197,9 +197,9 @@ def test_the_command_has_one_of_several_jobs_chosen(
     assert main(["stacks"]) == 2
     said = capsys.readouterr().err
     assert (
-        f"2 jobs of yours run on this machine.\n  evidence  {os.getpid()}: ranks 0-1: rankwise run -n 2 'my train.py'"
+        f"You have 2 jobs on this machine.\n  evidence  {os.getpid()}: ranks 0-1: rankwise run -n 2 'my train.py'"
         in said
     )
     assert f"rankwise stacks --job {os.getpid()}" in said
     assert main(["stacks", "--job", "1"]) == 2
-    assert "No job's launcher is process 1." in capsys.readouterr().err
+    assert "Process 1 is not the launcher of a job." in capsys.readouterr().err

@@ -62,7 +62,7 @@ def test_a_machine_that_never_comes_is_named() -> None:
     scene.node_joined("a", node_rank=0)
     scene.heartbeat_all_but(seconds=TIMEOUT_SECONDS + 1)
     ((_, end),) = scene.sent(EndJob)
-    assert (end.exit_code, end.what) == (1, "node 1 never came: waited 100 s at host0:29400.")
+    assert (end.exit_code, end.what) == (1, "node 1 never joined: waited 100 s at host0:29400.")
     assert "here: a" in end.evidence
 
 
@@ -86,7 +86,7 @@ def test_nodes_are_waited_for_only_where_too_few_are_left(least: int, waits: boo
     scene.coordinator.node_lost("b", scene.now, "is gone")
     scene.ranks_ended("a", 0)
     assert (scene.starts() == {}) is waits
-    assert ("waiting up to 30 s for nodes to come back" in text_to("a", scene)) is waits
+    assert ("waiting up to 30 s for nodes to rejoin" in text_to("a", scene)) is waits
 
 
 def test_a_machine_that_starts_anew_costs_a_restart_where_all_are_needed() -> None:
@@ -105,9 +105,9 @@ def test_a_machine_that_starts_anew_costs_a_restart_where_all_are_needed() -> No
 @pytest.mark.parametrize(
     ("second", "words", "evidence"),
     [
-        ({"node_rank": 0}, "Two machines are node 0: a and b.", "a was heard 0.0 s ago"),
-        ({"script": "other"}, "b and a would not run the same job.", "script: a has one, b has other"),
-        ({"rankwise": "0.2"}, "b and a would not run the same job.", "rankwise: a has 0.1, b has 0.2"),
+        ({"node_rank": 0}, "Two machines are node 0: a and b.", "last heartbeat of a: 0.0 s ago"),
+        ({"script": "other"}, "b and a do not run the same job.", "script: a has one, b has other"),
+        ({"rankwise": "0.2"}, "b and a do not run the same job.", "rankwise: a has 0.1, b has 0.2"),
     ],
 )
 def test_a_machine_that_contradicts_is_refused(second: dict[str, Any], words: str, evidence: str) -> None:
@@ -118,7 +118,7 @@ def test_a_machine_that_contradicts_is_refused(second: dict[str, Any], words: st
     assert (to, type(refusal), refusal.what, refusal.evidence) == ("b", Refuse, words, evidence)
     assert refusal.advice
     scene.node_joined("c", node_rank=1, **job)
-    assert scene.node_joined("d", node_rank=None, **job)[0][1].what == "The job has all its 2 nodes."
+    assert scene.node_joined("d", node_rank=None, **job)[0][1].what == "The job already has all its 2 nodes."
 
 
 def test_a_failure_without_restarts_lets_the_others_end_and_names_the_cause() -> None:
@@ -237,7 +237,7 @@ def test_a_job_that_needs_a_lost_machine_waits_for_it_and_ends() -> None:
     assert scene.sent() == []
     scene.heartbeat_all_but("b", seconds=2)
     ((_, end),) = scene.sent(EndJob)
-    assert "never came back: waited 30 s" in end.what
+    assert "never rejoined: waited 30 s" in end.what
 
 
 def test_a_lost_machine_that_comes_back_in_time_is_taken_in() -> None:

@@ -32,20 +32,20 @@ def test_the_failure_of_an_expendable_rank_is_said_and_borne() -> None:
     scene.coordinator.rank_failed("b", 0, killed)
     stop = StopRank(attempt=0, rank=2, settle_seconds=PEERS_SECONDS)
     assert scene.sent() == [("b", stop)], "a rank that has failed may not end by itself"
-    assert text_to("a", scene) == "[rankwise] rank 2 failed (SIGKILL); the others go on without it\n"
+    assert text_to("a", scene) == "[rankwise] rank 2 failed (SIGKILL); the others continue without it\n"
     assert [(event["kind"], event["rank"]) for _, event in scene.events] == [("failed", 2)]
     error = ValueError("bad sample\nsecond line")
     scene.rank_failed("b", 0, error, 3)
     assert text_to("a", scene).startswith(
-        "[rankwise] rank 3 failed (ValueError: bad sample); the others go on without it\n"
+        "[rankwise] rank 3 failed (ValueError: bad sample); the others continue without it\n"
     )
     assert text_to("a", scene).endswith("ValueError: bad sample\nsecond line\n")
     scene.ranks_ended("a", 0)
     scene.ranks_ended("b", 0, killed, failed(error, 3))
     assert [one.exit_code for _, one in scene.sent(EndJob)] == [0, 0]
     assert text_to("a", scene) == (
-        "[rankwise] rank 2 failed on the way: SIGKILL; rank 3 failed on the way: ValueError: bad sample; "
-        "the others ended well\n"
+        "[rankwise] rank 2 failed earlier: SIGKILL; rank 3 failed earlier: ValueError: bad sample; "
+        "the others succeeded\n"
     )
 
 
@@ -71,7 +71,7 @@ def test_the_last_expendable_rank_and_any_other_end_all(max_restarts: int, settl
         assert report.first.rank == dying
         if dying == 3:
             text = failure_report.whole(report)
-            assert "[rankwise] rank 2 failed on the way: ValueError: borne\n" in text
+            assert "[rankwise] rank 2 failed earlier: ValueError: borne\n" in text
             assert "[rank 3/4 on b] failed: exit code 1\n" in text
 
 
@@ -98,8 +98,8 @@ def test_a_lost_machine_of_expendable_ranks_is_borne_and_waits_when_it_comes_bac
     scene = scene_with_expendable(1, 2, 3, max_restarts=1)
     scene.heartbeat_all_but("b", seconds=LOST_SECONDS + 1)
     assert scene.sent() == [("b", Disconnect())]
-    assert "[rankwise] ranks 2-3 failed (b is lost: " in text_to("a", scene)
-    assert "; the others go on without them\n" in text_to("a", scene)
+    assert "[rankwise] ranks 2-3 failed (b was lost: " in text_to("a", scene)
+    assert "; the others continue without them\n" in text_to("a", scene)
     assert [(event["kind"], event["rank"]) for _, event in scene.events] == [("failed", 2), ("failed", 3)]
     assert scene.node_joined("new b") == [("new b", Wait())]
     scene.ranks_ended("a", 0)

@@ -178,10 +178,10 @@ class Returning(nn.Module):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda x: x.t(), "samples in its first dimension"),
-        (lambda x: x.shape[0], "different outputs"),
-        (lambda x: {str(len(x)): x}, "different outputs"),
-        (Returning, "cannot put together the Returning"),
+        (lambda x: x.t(), "The first dimension of an output"),
+        (lambda x: x.shape[0], "different parts of a batch"),
+        (lambda x: {str(len(x)): x}, "different parts of a batch"),
+        (Returning, "cannot concatenate the Returning"),
     ],
 )
 def test_outputs_that_cannot_be_put_together_are_refused(make: Any, words: str) -> None:
@@ -191,22 +191,22 @@ def test_outputs_that_cannot_be_put_together_are_refused(make: Any, words: str) 
 
 def test_wrong_arguments_say_what_to_do() -> None:
     for devices, words in (
-        (["cpu", "cuda:0"], "1 kind|one kind|sees 0 GPUs"),
-        (["cpu:x"], "knows no device"),
-        ([], "one kind"),
-        (["meta", "meta"], "move it before"),
-        ("cpu", "takes a list of devices"),
-        (2, "takes a list of devices"),
+        (["cpu", "cuda:0"], "1 kind|one type|has 0 GPUs"),
+        (["cpu:x"], "unknown device"),
+        ([], "one type"),
+        (["meta", "meta"], "move it first"),
+        ("cpu", "must be a list"),
+        (2, "must be a list"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             data_parallel(nn.Linear(2, 2), devices)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="takes a module"):
+    with pytest.raises(ConfigurationError, match=r"takes a torch\.nn.Module"):
         data_parallel(3)  # type: ignore[type-var]
-    with pytest.raises(ConfigurationError, match="does not go with place"):
+    with pytest.raises(ConfigurationError, match="cannot be combined with place"):
         data_parallel(place(nn.Linear(2, 2), {"": "cpu"}), TWO)
-    with pytest.raises(ConfigurationError, match="replaced already"):
+    with pytest.raises(ConfigurationError, match="already replaced"):
         data_parallel(data_parallel(nn.Linear(2, 2), TWO), TWO)
-    with pytest.raises(ConfigurationError, match="finds no batch"):
+    with pytest.raises(ConfigurationError, match="found no batch"):
         data_parallel(nn.Linear(2, 2), TWO)(3)
 
 

@@ -155,9 +155,9 @@ def test_the_backend_of_a_device(
 
 
 def test_a_backend_that_cannot_be_had_is_an_error_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match=r"The backend nccl needs a GPU, and this rank's device is cpu"):
+    with pytest.raises(ConfigurationError, match=r"The backend nccl needs a GPU, but this rank's device is cpu"):
         choice.choose_backend("nccl", "cpu")
-    with pytest.raises(ConfigurationError, match=r"There is no backend 'ncll'.*\n.*use one of gloo"):
+    with pytest.raises(ConfigurationError, match=r"Unknown backend 'ncll'.*\n.*use one of gloo"):
         choice.choose_backend("ncll", "cpu")
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
     with pytest.raises(ConfigurationError, match=r"built without xccl, the backend for xpu.*\n.*backend='gloo'"):
@@ -178,7 +178,7 @@ def test_examples_name_the_accelerator_that_is_here(
 
 
 def test_ranks_to_start_on_other_accelerators() -> None:
-    with pytest.raises(ConfigurationError, match=r"4 ranks were asked for on a machine with 2 NPUs\.\n.*without NPUs"):
+    with pytest.raises(ConfigurationError, match=r"4 ranks were requested on a machine with 2 NPUs\.\n.*without NPUs"):
         num_ranks_here(LaunchOptions(num_ranks=4), 2, kinds.kind_named("npu"))
 
 

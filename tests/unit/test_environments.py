@@ -102,7 +102,7 @@ def test_reason_names_the_variables_the_mark_and_the_surroundings() -> None:
         "GROUP_WORLD_SIZE=1 MASTER_ADDR=n1 MASTER_PORT=37377 TORCHELASTIC_USE_AGENT_STORE=True "
         "TORCHELASTIC_RESTART_COUNT=0, "
         "because TORCHELASTIC_RUN_ID is set, which only torch elastic's agent does; "
-        "variables of Slurm are there too, from the job around it"
+        "variables of Slurm are also set, from the job around it"
     )
 
 
@@ -202,9 +202,9 @@ def test_the_local_rank_may_stand_among_the_arguments(word: str, following: list
 def test_the_local_rank_given_twice_must_agree() -> None:
     variables = {**PLAIN, "LOCAL_RANK": "1"}
     assert read(variables, ["train.py", "--local_rank=1"]).local_rank == 1
-    with pytest.raises(EnvironmentConflict, match="twice"):
+    with pytest.raises(EnvironmentConflict, match="given twice, with different values"):
         read(variables, ["train.py", "--local_rank=2"])
-    with pytest.raises(ConfigurationError, match="--local_rank=''"):
+    with pytest.raises(ConfigurationError, match="--local_rank must be an integer >= 0, got ''"):
         read(PLAIN, ["train.py", "--local_rank"])
 
 

@@ -23,7 +23,7 @@ def test_the_secret_is_read_beside_every_launcher_that_leaves_the_store_to_us(ar
 @pytest.mark.parametrize("empty", ["", " \n"])
 def test_an_empty_secret_is_refused(empty: str) -> None:
     # As where a command that was to print it has failed: the job would run without one.
-    with pytest.raises(ConfigurationError, match="RANKWISE_SECRET is set, and empty"):
+    with pytest.raises(ConfigurationError, match="RANKWISE_SECRET is set but empty"):
         read({**PLAIN, "RANKWISE_SECRET": empty})
 
 

@@ -38,7 +38,7 @@ def test_the_text_of_a_conflict() -> None:
     with pytest.raises(EnvironmentConflict) as caught:
         read({**PLAIN, **OPENMPI, "OMPI_COMM_WORLD_RANK": "2"})
     assert str(caught.value) == (
-        "plain env:// variables and Open MPI disagree on who this process is.\n"
+        "plain env:// variables and Open MPI disagree on the rank of this process.\n"
         "  evidence  plain env:// variables: rank 1 of 4, from RANK=1 WORLD_SIZE=4 "
         "MASTER_ADDR=job-master-0 "
         "MASTER_PORT=23456\n"
@@ -77,7 +77,7 @@ def test_mpi_in_an_allocation_is_not_slurm_whatever_its_daemons_step_says(
 ) -> None:
     reading = read({**launcher, **SLURM}, launcher_process="77-8")
     assert facts(reading) == (1, 4, 1, 4, 0, 1)
-    assert "variables of Slurm are there too" in reading.reason
+    assert "variables of Slurm are also set" in reading.reason
 
 
 def test_the_store_is_served_where_torchrun_says_so() -> None:
@@ -110,6 +110,6 @@ def test_an_environment_can_be_named() -> None:
     assert facts(read(both, environment="nobody")) == ALONE[0]
     with pytest.raises(ConfigurationError, match="Slurm did not start this process"):
         read(both, environment="slurm")
-    with pytest.raises(ConfigurationError, match="There is no environment 'sge'") as caught:
+    with pytest.raises(ConfigurationError, match="Unknown environment 'sge'") as caught:
         read(both, environment="sge")
     assert all(row.name in (caught.value.do or "") for row in TABLE)

@@ -66,12 +66,13 @@ def test_hydra_without_its_process_is_an_error() -> None:
 def test_a_value_that_is_no_number_is_named(variables: dict[str, str], bad: str, value: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read(variables)
-    assert caught.value.what.startswith(f"{bad}={value!r}")
+    assert str(caught.value.what).startswith(bad)
+    assert repr(value) in str(caught.value.what)
 
 
 @pytest.mark.parametrize("port", ["0", "65536"])
 def test_a_port_out_of_range_is_an_error(port: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"MASTER_PORT names port {port}"):
+    with pytest.raises(ConfigurationError, match=f"The port in MASTER_PORT must be 1 to 65535, got {port}"):
         read({**PLAIN, "MASTER_PORT": port})
 
 
@@ -92,5 +93,5 @@ def test_numbers_that_do_not_fit_are_an_error(variables: dict[str, str], text: s
 
 
 def test_a_slurm_step_whose_numbers_do_not_fit_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="do not fit together"):
+    with pytest.raises(ConfigurationError, match="are inconsistent"):
         read({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,1"})

@@ -57,7 +57,7 @@ def test_rows_that_agree_complete_each_other() -> None:
     explanation = explain({**ENV, **SLURM})
     assert verdicts(explanation)["slurm"] == (
         "found",
-        "agrees with plain env:// variables, and adds what that leaves open",
+        "agrees with plain env:// variables, and adds facts that it leaves open",
     )
     assert explanation.decided is not None
     assert explanation.decided.node_rank == 0
@@ -67,7 +67,7 @@ def test_a_step_of_one_task_is_no_launch() -> None:
     one = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     one |= {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "gpu-00"}
     explanation = explain({**ENV, **one})
-    assert verdicts(explanation)["slurm"] == ("found", "a step of one task, in which something else was started")
+    assert verdicts(explanation)["slurm"] == ("found", "a step of one task, in which another launcher was started")
 
 
 def test_a_batch_script_is_in_no_step() -> None:
@@ -82,7 +82,7 @@ def test_a_batch_script_is_in_no_step() -> None:
     [
         ({"RANK": "1"}, "env", "incomplete", "not set: WORLD_SIZE"),
         ({**SLURM, "SLURM_PROCID": ""}, "slurm", "incomplete", "not set: SLURM_PROCID"),
-        ({**ENV, "RANK": "one"}, "env", "bad", "RANK='one' is not a whole number from 0 up."),
+        ({**ENV, "RANK": "one"}, "env", "bad", "RANK must be an integer >= 0, got 'one'."),
         ({**ENV, **SLURM, "SLURM_PROCID": "3"}, "slurm", "found", "complete: "),
     ],
 )
@@ -96,7 +96,7 @@ def test_what_cannot_be_decided_is_told_with_the_error_that_join_raises(
     assert found[0] == verdict
     assert found[1].startswith(why)
     text = as_text(explanation)
-    assert text.startswith("undecided; the script would end with:\n  ")
+    assert text.startswith("undecided; the script would fail with:\n  ")
     assert explanation.error.splitlines()[0] in text
 
 
@@ -112,17 +112,17 @@ def test_the_secret_is_never_shown(variables: dict[str, str]) -> None:
 def test_the_text_of_a_rank() -> None:
     assert as_text(explain(ENV)) == (
         "rank 1 of 4, started by env\n"
-        "  local rank  found out when the ranks join\n"
-        "  node        found out when the ranks join\n"
+        "  local rank  known once the ranks join\n"
+        "  node        known once the ranks join\n"
         "  store       gpu-00, port 29500, served by rank 0\n"
         "  attempt     0\n"
         "  because     plain env:// variables: RANK=1 WORLD_SIZE=4 MASTER_ADDR=gpu-00 MASTER_PORT=29500, "
-        "because RANK and WORLD_SIZE are set and no launcher's mark is\n"
-        "looked at, in this order:\n"
+        "because RANK and WORLD_SIZE are set, but no launcher's own variable\n"
+        "checked, in this order:\n"
         "  rankwise                not there  RANKWISE_RUN_ID is not set\n"
         "  torchrun                not there  TORCHELASTIC_RUN_ID is not set\n"
         "  plain env:// variables  found      rank 1 of 4; decides: "
-        "RANK and WORLD_SIZE are set and no launcher's mark is\n"
+        "RANK and WORLD_SIZE are set, but no launcher's own variable\n"
         "                                     RANK=1 WORLD_SIZE=4 MASTER_ADDR=gpu-00 MASTER_PORT=29500\n"
         "  Open MPI                not there  OMPI_COMM_WORLD_RANK is not set\n"
         "  MPICH                   not there  MPI_LOCALRANKID is not set\n"

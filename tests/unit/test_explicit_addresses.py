@@ -46,14 +46,14 @@ def test_bad_init_methods_are_refused_with_an_example(init_method: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "world_size", "text"),
     [
-        (None, 2, "needs rank too"),
-        (0, None, "needs world_size too"),
-        (None, None, "needs rank and world_size too"),
+        (None, 2, "also needs rank"),
+        (0, None, "also needs world_size"),
+        (None, None, "also needs rank and world_size"),
         (2, 2, "rank=2 does not fit world_size=2"),
         (-1, 2, "rank=-1"),
         (0, 0, "world_size=0"),
-        ("0", 2, "rank='0' is not a whole number"),
-        (0, True, "world_size=True is not a whole number"),
+        ("0", 2, "rank must be an int, got '0'"),
+        (0, True, "world_size must be an int, got True"),
     ],
 )
 def test_explicit_addresses_need_good_numbers(rank: Any, world_size: Any, text: str) -> None:

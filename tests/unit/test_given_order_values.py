@@ -46,7 +46,7 @@ class WithEpoch:
         ([], "length of 0"),
         (iter([1]), "must have __iter__ and __len__"),
         (7, "must have __iter__ and __len__"),
-        (BatchSampler(SequentialSampler(DATA), 4, drop_last=False), "gives batches"),
+        (BatchSampler(SequentialSampler(DATA), 4, drop_last=False), "yields batches"),
         (DistributedSampler(DATA, num_replicas=2, rank=0), "one rank's share"),
     ],
 )
@@ -76,10 +76,10 @@ class Fails(Gives):
 @pytest.mark.parametrize(
     ("sampler", "words"),
     [
-        (Gives([1, 2], 3), "gave 2 indices, and its length is 3"),
-        (Gives([1, 20], 2), "gave index 20 at position 1, and the dataset has 20"),
+        (Gives([1, 2], 3), "gave 2 indices, but its length is 3"),
+        (Gives([1, 20], 2), "gave index 20 at position 1, but the dataset has 20"),
         (Gives([-1], 1), "gave index -1"),
-        (Gives([[1, 2]], 1), "gave a list"),
+        (Gives([[1, 2]], 1), "got a list"),
         (Fails([], 3), "raised ValueError: no weights"),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_state_of_another_order_is_refused() -> None:
     next(batches)
     other = DataLoader(DATA, global_batch_size=4, sampler=WeightedRandomSampler(torch.ones(20), 15))
     other.load_state_dict(with_one.state_dict())
-    with pytest.raises(DatasetError, match="another order of epoch 0 than when the state was saved"):
+    with pytest.raises(DatasetError, match="a different order for epoch 0 than when the state was saved"):
         list(other)
 
 

@@ -18,42 +18,42 @@ from rankwise.errors import ConfigurationError
 HELP = """\
 usage: rankwise horovodrun -np N [options] python train.py [arguments]
 
-Run a Horovod script, unchanged, on several ranks: horovodrun's options, and `import horovod.torch` gives rankwise's.
+Run a Horovod script, unchanged, on several ranks, with horovodrun's options. `import horovod.torch` imports rankwise's.
 
-Says what the same is in the words of `rankwise run`.
+Prints the equivalent `rankwise run` command.
 
 positional arguments:
   python train.py       what every rank runs
 
 options:
   -h, --help            show this help message and exit
-  -np N, --num-proc N   how many ranks in all
+  -np N, --num-proc N   total number of ranks
   --output-filename DIR
                         write DIR/rank-0.out and so on
 
 several machines:
   -H A:SLOTS,..., --hosts A:SLOTS,...
-                        hosts, and how many ranks each has room for
+                        hosts, and how many ranks each can run
   -hostfile FILE, --hostfile FILE
-                        the same, a line for each: NAME slots=SLOTS
+                        the same, one line per host: NAME slots=SLOTS
   --host-discovery-script SCRIPT
-                        not taken: says what to write instead
+                        not supported: shows what to write instead
   -p PORT, --ssh-port PORT
                         ssh's port on the hosts
   -i FILE, --ssh-identity-file FILE
                         ssh's private key
   --network-interface NAME, --network-interfaces NAME
-                        network interface for what ranks send
+                        network interface for traffic between ranks
   --start-timeout SECONDS
                         how long machines wait for one another
 
 elastic jobs:
   --min-np N, --min-num-proc N
-                        go on with no fewer ranks than N
+                        continue with no fewer than N ranks
   --max-np N, --max-num-proc N
-                        use no more ranks than N
+                        use no more than N ranks
   --slots-per-host N    for --host-discovery-script
-  --reset-limit R       start anew at most R times (default: 3)
+  --reset-limit R       restart at most R times (default: 3)
 
 examples:
   rankwise horovodrun -np 4 python train.py --epochs 3
@@ -121,20 +121,20 @@ def test_words_become_these(line: str, options: str, command: str) -> None:
 @pytest.mark.parametrize(
     ("line", "what", "do"),
     [
-        ("python t.py", "Nothing says how many ranks", "-np 4"),
-        ("-np 0 python t.py", "-np is 0", "1 or more"),
+        ("python t.py", "The number of ranks is not given", "-np 4"),
+        ("-np 0 python t.py", "-np must be >= 1, got 0", "1 or more"),
         ("-np 5 -H a:2,b:2 python t.py", "-np 5 asks for more ranks than there are slots: 4", "-np 4"),
-        ("-np 2 -H a,b python t.py", "'a' in -H a,b is no host", "-H worker-0:2"),
+        ("-np 2 -H a,b python t.py", "'a' in -H a,b is not a host with slots", "-H worker-0:2"),
         ("-np 2 --hostfile nowhere python t.py", "'nowhere' cannot be read", None),
         ("-np 2", "no command", "rankwise horovodrun -np 4 python train.py"),
-        ("-np 2 python", "names no script", "python train.py"),
+        ("-np 2 python", "has no script", "python train.py"),
         ("-np 2 --max-np 4 python t.py", "--max-np is for an elastic job", "--min-np"),
         ("-np 4 --min-np 5 -H a:2,b:2 python t.py", "--min-np 5 is more than the 4 ranks", "smaller"),
         ("-np 4 --network-interfaces eth0,eth1 -H a:2,b:2 python t.py", "2 network interfaces", "eth0"),
         ("-np 4 --slots-per-host 2 python t.py", "discovery", "-H a:4,b:4"),
         (
             "-np 4 --min-np 2 --slots-per-host 2 --host-discovery-script f.sh python t.py --lr 1",
-            "machines come by themselves",
+            "machines join by themselves",
             "-n 2 --max-restarts 3 -m rankwise.compat.horovod t.py --lr 1",
         ),
     ],
@@ -152,7 +152,7 @@ def test_a_host_file_is_read(tmp_path: Path) -> None:
     words = horovodrun.translate(parsed(f"-np 3 -hostfile {path} python t.py"))
     assert words[:3] == ["run", "--hosts", "a:2,b.example.org:1"]
     path.write_text("a 2\n")
-    with pytest.raises(ConfigurationError, match=r"Line 1 of .* names no host and its slots"):
+    with pytest.raises(ConfigurationError, match=r"Line 1 of .* is not a host with slots"):
         horovodrun.translate(parsed(f"-np 3 -hostfile {path} python t.py"))
 
 
@@ -162,7 +162,7 @@ def test_options_that_do_nothing_say_so(monkeypatch: pytest.MonkeyPatch) -> None
     options = parsed(f"-np 2 {shlex.join(words)} python t.py")
     assert horovodrun.translate(options)[:3] == ["run", "-n", "2"]
     known = NOTED | NOTED_WITH_VALUE
-    assert horovodrun.notes(options) == [f"{name} does nothing here: {why}" for name, why in known.items()]
+    assert horovodrun.notes(options) == [f"{name} has no effect: {why}" for name, why in known.items()]
 
 
 def test_another_python_is_told_of(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_options_without_a_counterpart_are_refused(name: str, capsys: pytest.Cap
     num_values, do = REFUSED[name]
     with pytest.raises(SystemExit):
         parsed(f"-np 2 {name} {'1 ' * num_values} python t.py")
-    assert f"{name} is not taken: {do}" in capsys.readouterr().err
+    assert f"{name} is not supported: {do}" in capsys.readouterr().err
 
 
 def test_an_unknown_option_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,11 +193,11 @@ def test_an_unknown_option_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_script_that_is_not_there_is_told_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["horovodrun", "-np", "2", "python", "nowhere.py"]) == 2
-    assert "There is no script 'nowhere.py'." in capsys.readouterr().err
+    assert "Script 'nowhere.py' does not exist." in capsys.readouterr().err
 
 
 def test_a_command_that_is_not_there_is_told_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["horovodrun", "-np", "2", "train.sh", "--lr", "1"]) == 2
     error = capsys.readouterr().err
-    assert "There is no command 'train.sh'." in error
+    assert "Command 'train.sh' was not found." in error
     assert "./" in error

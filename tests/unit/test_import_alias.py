@@ -94,4 +94,4 @@ def test_a_script_runs_as_under_python(tmp_path: Path, library: str, words: list
 def test_a_script_that_does_not_exist_is_an_error_in_words(tmp_path: Path, library: str) -> None:
     ended = python(tmp_path, "-m", f"rankwise.compat.{library}", "nowhere.py")
     assert ended.returncode == 2
-    assert ended.stderr.startswith("ConfigurationError: There is no script 'nowhere.py'.\n")
+    assert ended.stderr.startswith("ConfigurationError: Script 'nowhere.py' does not exist.\n")

@@ -29,7 +29,7 @@ def test_what_a_killed_process_had_begun_last_is_found(tmp_path: Path) -> None:
     )
     assert subprocess.run([sys.executable, "-c", script, path], check=False).returncode == -9
     found = flight_recorder.read_last_collective(path, time.time())
-    assert re.fullmatch(r"in or after all_reduce at <string>:6 in <module>, begun \d+\.\d s before its end", found)
+    assert re.fullmatch(r"in or after all_reduce at <string>:6 in <module>, started \d+\.\d s before it exited", found)
 
 
 def test_nothing_is_found_where_nothing_was_noted(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_text_too_long_to_read_keeps_its_beginning_and_its_end() -> None:
     assert len(described.message) < 70_000
     assert described.message.startswith("aaa")
     assert described.message.endswith("the end")
-    assert "characters are left out here" in described.message
+    assert "characters omitted" in described.message
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_the_report_ends_with_the_first_traceback() -> None:
     assert failure_report.whole(attempt) == (
         "[rankwise] [rank 1/5 on gpu-01] failed first: exit code 1\n"
         "[rankwise] its stderr is in l.err\n"
-        "[rankwise] rank 0 then failed too: PeerFailed: rank 1 failed\n"
+        "[rankwise] rank 0 then also failed: PeerFailed: rank 1 failed\n"
         "[rankwise] ranks 2-3 had to be killed by the launcher\n"
         "[rankwise] rank 4 left\n"
         "[rankwise] the error of rank 1:\n"
@@ -129,11 +129,11 @@ def test_those_that_failed_too_are_in_the_order_they_did_with_what_they_say() ->
     )
     assert failure_report.whole(attempt) == (
         "[rankwise] [rank 2/7] failed: killed by SIGKILL, exit code 137; "
-        "where nobody killed it, the machine was out of memory (see `dmesg`)\n"
+        "if no one killed it, the machine was out of memory (see `dmesg`)\n"
         "[rankwise] it was last seen in all_reduce\n"
-        "[rankwise] rank 4 failed on the way: SIGKILL, last seen in barrier\n"
-        "[rankwise] rank 5 then failed too: ValueError: late\n"
-        "[rankwise] ranks 0, 3 then failed too: PeerFailed: rank 2 failed\n"
+        "[rankwise] rank 4 failed earlier: SIGKILL, last seen in barrier\n"
+        "[rankwise] rank 5 then also failed: ValueError: late\n"
+        "[rankwise] ranks 0, 3 then also failed: PeerFailed: rank 2 failed\n"
         "[rankwise] ranks 1, 6 left\n"
     )
 
@@ -145,7 +145,7 @@ def test_the_report_of_a_signal_shows_the_last_lines() -> None:
     )
     assert failure_report.whole(attempt) == (
         "[rankwise] [rank 0/1 on here] failed: killed by SIGKILL, exit code 137; "
-        "where nobody killed it, the machine was out of memory (see `dmesg`)\n"
+        "if no one killed it, the machine was out of memory (see `dmesg`)\n"
         "[rankwise] the last lines rank 0 wrote to stderr:\n"
         "  one\n"
         "  two\n"

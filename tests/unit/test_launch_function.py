@@ -18,12 +18,12 @@ from rankwise.launch.function import pickling
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ranks": 0}, "ranks=0"),
-        ({"ranks": 2.0}, "ranks=2.0"),
-        ({"ranks": True}, "ranks=True"),
-        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"ranks": 0}, "ranks must be an int >= 1, got 0"),
+        ({"ranks": 2.0}, "ranks must be an int >= 1, got 2.0"),
+        ({"ranks": True}, "ranks must be an int >= 1, got True"),
+        ({"max_restarts": -1}, "max_restarts must be an int >= 0, got -1"),
         ({"device": "gpu"}, 'device="auto"'),
-        ({"num_nodes": 0}, "num_nodes=0"),
+        ({"num_nodes": 0}, "num_nodes must be an int >= 1, got 0"),
         ({"num_nodes": 2}, 'rendezvous="host:port"'),
         ({"num_nodes": 2, "rendezvous": "gpu-01"}, "host:port"),
         ({"num_nodes": 2, "rendezvous": "gpu-01:29500", "node_rank": 2}, "from 0 to 1"),

@@ -79,7 +79,9 @@ def test_a_time_that_is_no_time_comes_through() -> None:
     ],
 )
 def test_anything_else_is_an_error_that_names_the_sender(data: bytes) -> None:
-    with pytest.raises(MessageError, match="gpu-1 sent a message that this rankwise does not know") as caught:
+    with pytest.raises(
+        MessageError, match="gpu-1 sent a message that this version of rankwise does not know"
+    ) as caught:
         decode(data, "gpu-1")
     assert len(caught.value.evidence or "") < 300
 

@@ -172,7 +172,7 @@ def test_a_full_disk_ends_the_file_and_not_the_stream(shown: Shown, tmp_path: Pa
     _write(carrier, [(0, 1, b"one\n"), (0, 1, b"two\n"), (1, 1, b"kept\n")], 2)
     carrier.close()
     assert shown[1] == b"one\ntwo\n"
-    assert b"rank-0.out is kept no longer: No space left on device; what that rank writes is shown here" in shown[2]
+    assert b"rank-0.out: No space left on device; from now on the output of that rank is shown here" in shown[2]
     assert (tmp_path / "rank-1.out").read_bytes() == b"kept\n"
 
 
@@ -184,7 +184,7 @@ def test_what_a_rank_writes_is_shown_where_its_file_is_full_or_cannot_be_opened(
     carrier.close()
     assert shown[1] == b"one\n"
     assert b"[rank 2/3] two\n" in shown[2]
-    assert b"rank-2.err cannot be kept: Is a directory; what that rank writes is shown here from now on" in shown[2]
+    assert b"rank-2.err: Is a directory; from now on the output of that rank is shown here" in shown[2]
     assert (tmp_path / "rank-2.out").read_bytes() == b"kept\n"
 
 
@@ -194,7 +194,7 @@ def test_a_full_disk_behind_stdout_is_said_and_the_files_go_on(shown: Shown, tmp
     _write(carrier, [(0, 1, b"one\n"), (0, 1, b"two\n"), (1, 2, b"err\n")], 2)
     carrier.close()
     assert shown[2].count(b"No space left on device") == 1
-    assert b"[rankwise] /dev/full: No space left on device; the ranks go on" in shown[2]
+    assert b"[rankwise] /dev/full: No space left on device; the ranks continue" in shown[2]
     assert (tmp_path / "rank-0.out").read_bytes() == b"one\ntwo\n"
     assert carrier.problem() == "", "nothing failed because of it"
 
@@ -214,7 +214,7 @@ def test_a_full_disk_behind_stdout_ends_the_streams_where_no_file_keeps_them(sho
     carrier.drain(10.0)
     carrier.close()
     assert carrier.problem() == "/dev/full: No space left on device"
-    assert b"[rankwise] /dev/full: No space left on device; what ranks write from now on fails" in shown[2]
+    assert b"[rankwise] /dev/full: No space left on device; from now on writes of the ranks fail" in shown[2]
 
 
 def test_an_error_that_is_no_text_is_logged_all_the_same(shown: Shown, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_rank_that_was_killed_for_a_restart_can_fail_in_the_next_attempt(scene
     assert scene.end(0, 1, 0) == []
     report = scene.ranks.report()
     assert report.failures == (failed,)
-    assert report.ends[0] == "ended with exit code 0"
+    assert report.ends[0] == "exited with code 0"
 
 
 def test_an_end_of_this_attempt_is_heard_once(scene: Scene) -> None:

@@ -41,12 +41,12 @@ def test_the_variable_goes_before_the_file(file: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv(auth.VARIABLE, "given")
     assert auth.shared_by_machines() == "given"
     monkeypatch.setenv(auth.VARIABLE, "")
-    with pytest.raises(ConfigurationError, match="RANKWISE_SECRET is set, and empty"):
+    with pytest.raises(ConfigurationError, match="RANKWISE_SECRET is set but empty"):
         auth.shared_by_machines()
     assert not file.exists()
 
 
-@pytest.mark.parametrize(("mode", "text", "words"), [(0o644, "abc", "Others can read"), (0o600, " \n", "is empty")])
+@pytest.mark.parametrize(("mode", "text", "words"), [(0o644, "abc", "Other users"), (0o600, " \n", "is empty")])
 def test_a_file_that_keeps_no_secret_is_refused(file: Path, mode: int, text: str, words: str) -> None:
     file.parent.mkdir()
     file.write_text(text)

@@ -39,6 +39,6 @@ def test_it_is_said_and_no_folder_stays(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.startswith("LaunchError: This machine does not let the launcher start another process.\n")
+    assert ended.stderr.startswith("LaunchError: This machine does not allow the launcher to start another process.\n")
     assert os.strerror(errno.EAGAIN) in ended.stderr
     assert not list(folders.iterdir())

@@ -142,7 +142,7 @@ def test_a_dead_worker_is_an_error() -> None:
     with pytest.raises(DatasetError, match="worker process") as caught:
         list(DataLoader(Dying(), global_batch_size=2, num_workers=1))
     assert "rank 0/1" in str(caught.value)
-    assert "worker 0 ended with exit code -9 (SIGKILL)" in str(caught.value)
+    assert "worker 0 exited with code -9 (SIGKILL)" in str(caught.value)
     assert "out-of-memory" in (caught.value.do or "")
 
 
@@ -152,9 +152,9 @@ class Exiting(Squares):
 
 
 def test_a_worker_that_was_left_by_exit_is_not_said_to_be_out_of_memory() -> None:
-    with pytest.raises(DatasetError, match="ended before it had read its batch") as caught:
+    with pytest.raises(DatasetError, match="exited before it had read its batch") as caught:
         list(DataLoader(Exiting(), global_batch_size=2, num_workers=1))
-    assert caught.value.evidence == "worker 0 ended with exit code 3"
+    assert caught.value.evidence == "worker 0 exited with code 3"
     assert "sys.exit()" in (caught.value.do or "")
 
 

@@ -208,7 +208,7 @@ def test_streams() -> None:
         len(DataLoader(Counting(), global_batch_size=3))
     with pytest.raises(ConfigurationError, match="shuffle"):
         DataLoader(Counting(), global_batch_size=3, shuffle=True)
-    with pytest.raises(ConfigurationError, match="once only"):
+    with pytest.raises(ConfigurationError, match="only once"):
         DataLoader((number for number in range(3)), global_batch_size=3)
     with pytest.raises(ConfigurationError, match="neither"):
         DataLoader(3, global_batch_size=3)

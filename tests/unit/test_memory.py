@@ -69,9 +69,11 @@ def test_the_words() -> None:
         )
 
     who = "[rankwise] [rank 1/2 on gpu-01] failed first: killed by SIGKILL, exit code 137; "
-    assert words(out_of_memory=True) == f"{who}by the kernel: the machine, or its memory limit, had no memory left\n"
-    assert words(out_of_memory=False) == f"{who}by a person, a program or a scheduler, not by the kernel for memory\n"
-    assert "where nobody killed it" in words(out_of_memory=None)
+    kernel = "by the kernel: the machine was out of memory, or a memory limit was reached"
+    assert words(out_of_memory=True) == f"{who}{kernel}\n"
+    other = "by a user, a program or a scheduler, not by the kernel's out-of-memory killer"
+    assert words(out_of_memory=False) == f"{who}{other}\n"
+    assert "if no one killed it" in words(out_of_memory=None)
     assert failure.from_exit(1, -15, 0.0, out_of_memory=True).how == "", "the kernel kills with SIGKILL"
 
 
@@ -83,10 +85,10 @@ def test_a_stopped_rank_and_a_lost_machine_have_words() -> None:
 
     assert words(failure.from_stop(1, 31.4, 0.0)) == (
         "[rankwise] [rank 1/2 on gpu-02] failed first: "
-        "stopped for 31 s by SIGSTOP, Ctrl-Z or a debugger, while the other ranks ran\n"
+        "stopped for 31 s by SIGSTOP, Ctrl-Z or a debugger, while the other ranks were running\n"
     )
     assert words(failure.from_lost_node(1, "gpu-02", 0.0)) == (
-        "[rankwise] [rank 1/2 on gpu-02] failed first: gpu-02 is lost: "
+        "[rankwise] [rank 1/2 on gpu-02] failed first: gpu-02 was lost: "
         "the machine or its network went down, or its launcher was killed\n"
     )
     assert exit_code.shell_code(failure.from_stop(1, 31.4, 0.0).exit_code) == 147

@@ -52,8 +52,8 @@ def test_one_axis_takes_what_is_left() -> None:
     [
         (4, {"dp_replicate": 3, "tp": 2}, "pass mesh(dp_replicate=2, tp=2), or start 6 ranks"),
         (6, {"tp": 4, "pp": -1}, "pass mesh(tp=3, pp=2), or start 8 ranks"),
-        (2, {"tp": 0}, "at least 1, or -1"),
-        (2, {"tp": True}, "whole number of ranks"),
+        (2, {"tp": 0}, "must be an int >= 1, or -1, got 0"),
+        (2, {"tp": True}, "must be an int >= 1, or -1, got True"),
         (4, {"tp": -1, "pp": -1}, "only one axis"),
         (3, {}, "pass mesh(dp_replicate=3)"),
     ],

@@ -176,7 +176,7 @@ def test_what_was_saved_goes_on_to_the_bit(tmp_path: Path) -> None:
     tmp_path /= "some"
     _trained(tmp_path, 7, save_at=(2, 4, 6))
     assert len(list(tmp_path.iterdir())) == 2, "the newest two are kept"
-    with pytest.raises(CheckpointError, match=r"only there: p \[5\]"):
+    with pytest.raises(CheckpointError, match=r"only in the file: p \[5\]"):
         _trained(tmp_path, 9, size=1)
     with pytest.raises(CheckpointError, match="another optimizer: Adam"):
         _trained(tmp_path, 9, kind=torch.optim.SGD)

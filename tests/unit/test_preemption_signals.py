@@ -34,7 +34,7 @@ class Asked:
     def ask(self, name: str) -> None:
         self.names.append(name)
 
-    def heed(self, names: Sequence[str]) -> None:
+    def accept_signals(self, names: Sequence[str]) -> None:
         self.signals = tuple(names)
 
 
@@ -78,7 +78,7 @@ import os, signal, types
 from rankwise.health.preemption_signals import listen
 
 stop = types.SimpleNamespace(
-    was_asked=True, will_notice=True, heed=lambda names: None, ask=lambda name: print("asked", flush=True)
+    was_asked=True, will_notice=True, accept_signals=lambda names: None, ask=lambda name: print("asked", flush=True)
 )
 listen(stop, ["SIGTERM"])
 for _ in range(4):

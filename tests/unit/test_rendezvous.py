@@ -35,7 +35,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def resolve(host: str) -> list[str]:
         if host not in NAMES:
-            raise ConfigurationError(f"This machine knows no host {host!r}.")
+            raise ConfigurationError(f"This machine cannot resolve the host name {host!r}.")
         return NAMES[host]
 
     def route_to(host: str, port: int = 0) -> Route:
@@ -96,7 +96,7 @@ def test_another_machines_address_is_refused(facts: dict[str, int]) -> None:
 
 
 def test_a_name_nobody_knows_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="knows no host 'nowhere'"):
+    with pytest.raises(ConfigurationError, match="cannot resolve the host name 'nowhere'"):
         listening_address(reading("nowhere"), in_kubernetes=False)
 
 

@@ -39,9 +39,9 @@ def test_batches_of_one_step(batches: list[tuple[int, int, int] | None]) -> None
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
-        ([(1, 0, 4), (1, 0, 5)], "rank 1 ran no backward for batch 4 of epoch 0"),
-        ([(1, 1, 0), (1, 0, 5), (1, 1, 0)], "ranks 0, 2 ran no backward for batch 5 of epoch 0"),
-        ([(7, 0, 4), None, (7, 0, 5)], "rank 2 ran no backward for batch 4 of epoch 0"),
+        ([(1, 0, 4), (1, 0, 5)], "rank 1 did not run backward for batch 4 of epoch 0"),
+        ([(1, 1, 0), (1, 0, 5), (1, 1, 0)], "ranks 0, 2 did not run backward for batch 5 of epoch 0"),
+        ([(7, 0, 4), None, (7, 0, 5)], "rank 2 did not run backward for batch 4 of epoch 0"),
     ],
 )
 def test_batches_of_different_steps(batches: list[tuple[int, int, int] | None], words: str) -> None:
@@ -54,7 +54,7 @@ def test_batches_of_different_steps(batches: list[tuple[int, int, int] | None], 
 def test_ranks_along_an_axis_are_said_to_be_that() -> None:
     with rw.join():
         reported = [_number(1, 0, 4), _number(1, 0, 5)]
-    with pytest.raises(CollectiveMismatch, match="rank 1 of the 2 along dp_replicate ran no backward"):
+    with pytest.raises(CollectiveMismatch, match="rank 1 of the 2 along dp_replicate did not run backward"):
         check_same_batch(reported, "Net", are_all_ranks=False)
 
 

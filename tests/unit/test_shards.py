@@ -96,5 +96,5 @@ def test_drop_that_leaves_nothing_is_an_error() -> None:
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
 def test_rank_must_be_one_of_the_world(rank: int, world_size: int) -> None:
-    with pytest.raises(ConfigurationError, match="no rank"):
+    with pytest.raises(ConfigurationError, match="is not valid with world_size"):
         shards(10, 5, rank=rank, world_size=world_size)

@@ -64,5 +64,5 @@ def test_a_long_host_list_costs_nothing_until_it_is_read() -> None:
 
 def test_tasks_per_node() -> None:
     assert parse_counts("2(x3),1", "NAME") == [2, 2, 2, 1]
-    with pytest.raises(ConfigurationError, match="cannot be read"):
+    with pytest.raises(ConfigurationError, match="cannot be parsed"):
         parse_counts("2(x)", "NAME")

@@ -27,23 +27,23 @@ SCRIPT = """\
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=16
 #SBATCH --gpus-per-node=4
-# Preempted or stopped early, the job comes back, and adds to its log.
+# If preempted or stopped early, the job is requeued, and appends to its log.
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# So long before the limit, or up to 60 s earlier, the ranks are told to save and stop.
+# This long before the limit, or up to 60 s earlier, the ranks are told to save and stop.
 #SBATCH --signal=USR2@120
 #SBATCH --qos=high
 
-# Drawn here, so that no file holds it: by it the agents and ranks of this job know one another.
+# Generated here, so that it is in no file: the agents and ranks of this job authenticate with it.
 export RANKWISE_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 
-# One agent per node, which starts the ranks there. One that ends does not take the others with it: they have
-# heard of it, and may still be saving.
+# One agent per node, which starts the ranks there. If one exits, the others are not killed: they have been
+# notified, and may still be saving.
 srun --export=ALL --cpus-per-task=16 --kill-on-bad-exit=0 \\
     /env/python -m rankwise run -n 4 train.py --name 'two words'
 code=$?
 
-# 75: the ranks were told to stop, and have saved. The job goes back into the queue.
+# 75: the ranks were asked to stop, and have saved. The job is requeued.
 if [ $code = 75 ]; then
     scontrol requeue $SLURM_JOB_ID
 fi
@@ -76,28 +76,28 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(
     assert f"{sys.executable} -m rankwise run -n 3 train.py --nodes 5" in shown
     assert "#SBATCH --job-name=train" in shown
     assert main(["submit", "train.py"]) == 2
-    assert "There is no sbatch on this machine" in capsys.readouterr().err
+    assert "sbatch was not found on this machine" in capsys.readouterr().err
     assert main(["submit", "nowhere.py"]) == 2
-    assert "There is no script 'nowhere.py'" in capsys.readouterr().err
+    assert "Script 'nowhere.py' does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"nodes": 0}, "--nodes is 0"),
-        ({"ranks_per_node": 0}, "--ranks-per-node is 0"),
-        ({"ranks_per_node": 4, "gpus_per_node": 2}, "4 ranks per node cannot have a GPU each of 2"),
-        ({"time": "3:00"}, "told to stop as soon as they start"),
-        ({"partition": "a\nb"}, "not a value"),
-        ({"account": ""}, "not a value"),
-        ({"more": ["qos=high"]}, "not an option of sbatch"),
+        ({"nodes": 0}, "--nodes must be >= 1, got 0"),
+        ({"ranks_per_node": 0}, "--ranks-per-node must be >= 1, got 0"),
+        ({"ranks_per_node": 4, "gpus_per_node": 2}, "4 ranks per node need one GPU each, but --gpus-per-node is 2"),
+        ({"time": "3:00"}, "notified to stop as soon as they start"),
+        ({"partition": "a\nb"}, "cannot be written in an #SBATCH line"),
+        ({"account": ""}, "cannot be written in an #SBATCH line"),
+        ({"more": ["qos=high"]}, "not an sbatch option"),
         ({"more": ["--nodes=4"]}, r"(?s)#SBATCH --nodes=1\n.*pass --nodes to rankwise submit"),
         ({"more": ["-N4"]}, "rankwise writes #SBATCH --nodes=1"),
         ({"time": "2:00:00", "more": ["-t 1:00:00"]}, "rankwise writes #SBATCH --time=2:00:00"),
-        ({"more": ["--no-requeue"]}, "(?s)rankwise writes #SBATCH --requeue.*leave it out"),
+        ({"more": ["--no-requeue"]}, "(?s)rankwise writes #SBATCH --requeue.*remove it"),
         ({"more": ["--signal=B:USR1@60"]}, "pass --save-seconds to rankwise submit"),
         ({"more": ["--ntasks-per-node 4"]}, "pass --ranks-per-node to rankwise submit"),
-        ({"more": ["--qos=high", "--qos=low"]}, "One directive was given two values"),
+        ({"more": ["--qos=high", "--qos=low"]}, "A directive was given two values"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], words: str) -> None:

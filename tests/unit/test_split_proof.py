@@ -192,7 +192,7 @@ def test_what_computes_the_same_is_split(build: Callable[[], nn.Module], tp: int
 
 @pytest.mark.parametrize(("kv_heads", "tp"), [(1, 2), (2, 4), (4, 3)])
 def test_heads_that_ranks_cannot_share_are_an_error(kv_heads: int, tp: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"which {tp} ranks cannot share evenly"):
+    with pytest.raises(ConfigurationError, match=f"cannot be divided evenly among {tp} ranks"):
         find_plan(Attention(4, kv_heads), tp)
 
 

@@ -62,8 +62,8 @@ def test_a_host_named_twice_is_refused() -> None:
     with pytest.raises(ConfigurationError) as error:
         parse_hosts("a:2,b,me@A:3")
     assert str(error.value) == (
-        "The host A is named twice in --hosts a:2,b,me@A:3.\n"
-        "  do        name it once, with the number of its ranks: A:5"
+        "The host A is given twice in --hosts a:2,b,me@A:3.\n"
+        "  do        give it once, with the number of its ranks: A:5"
     )
 
 
@@ -131,7 +131,7 @@ def test_the_first_host_listens_on_the_interface_that_is_named(monkeypatch: pyte
         assert job.address[0] == "127.0.0.1"
     with pytest.raises(ConfigurationError) as error:
         listen_towards("10.0.0.9", replace(options, interface="nowhere"))
-    assert error.value.what == "There is no interface nowhere with an address."
+    assert error.value.what == "Interface nowhere does not exist or has no address."
     assert "lo: 127.0.0.1" in str(error.value.evidence)
 
 
@@ -152,15 +152,15 @@ def run(tmp_path: Path, ssh: str, *options: str) -> tuple[int, str]:
     [
         (
             "echo 'Host key failed.' >&2; exit 255",
-            "LaunchError: ssh does not lead to a.\n  evidence  Host key failed.\n  do        {ssh} -F x a true\n",
+            "LaunchError: ssh cannot connect to a.\n  evidence  Host key failed.\n  do        {ssh} -F x a true\n",
         ),
         (
             "exec /nowhere/python",
-            "ConfigurationError: There is no {python} on a.\n",
+            "ConfigurationError: {python} does not exist on a.\n",
         ),
         (
             'exec env -u PYTHONPATH {python} -S -c "import rankwise.launch.hosts.remote"',
-            "ConfigurationError: There is no rankwise for {python} on a.\n",
+            "ConfigurationError: rankwise is not installed for {python} on a.\n",
         ),
         (
             "echo \"ModuleNotFoundError: No module named 'rankwise.launch.hosts.remote'\" >&2; exit 1",
@@ -169,14 +169,14 @@ def run(tmp_path: Path, ssh: str, *options: str) -> tuple[int, str]:
         (
             'eval "$remote" | sed -u \'s/"rankwise": "[^"]*"/"rankwise": "9.9"/\'',
             (
-                "ConfigurationError: a has rankwise 9.9, and this machine {version}.\n"
+                "ConfigurationError: a has rankwise 9.9, but this machine has {version}.\n"
                 "  do        {ssh} -F x a {python} -m pip install rankwise=={version}\n"
             ),
         ),
-        ("echo hello; exit 3", "LaunchError: a ended before any rank was started: exit code 3.\n  evidence  hello\n"),
+        ("echo hello; exit 3", "LaunchError: a exited before any rank was started: exit code 3.\n  evidence  hello\n"),
         (
             'echo noise; cd /; eval "$remote"',
-            "ConfigurationError: There is no script 'train.py'.\n",
+            "ConfigurationError: Script 'train.py' does not exist.\n",
         ),
     ],
 )
@@ -189,10 +189,10 @@ def test_a_host_that_does_not_come_up_is_named_with_the_next_command(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--node-rank", "0"], "--node-rank is for a command on each machine, and --hosts for one command for all."),
-        (["--rendezvous", "a:1"], "--rendezvous is for a command on each machine"),
-        (["--nodes", "2"], "--hosts names 1, and --nodes allows up to 2."),
-        (["--max-restarts", "-1"], "max_restarts is -1."),
+        (["--node-rank", "0"], "--node-rank is for one command per machine, and --hosts is one command for all."),
+        (["--rendezvous", "a:1"], "--rendezvous is for one command per machine"),
+        (["--nodes", "2"], "--nodes allows up to 2 hosts, but --hosts has 1."),
+        (["--max-restarts", "-1"], "max_restarts must be >= 0, got -1."),
     ],
 )
 def test_what_contradicts_hosts_is_refused_before_any_connection(

@@ -225,15 +225,15 @@ class Passing(nn.Module):
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ("value", "depends on values"),
-        ("shape", "depends on values"),
-        ("function", "cannot be seen where it came from"),
+        ("value", "depends on tensor values"),
+        ("shape", "depends on tensor values"),
+        ("function", "of unknown origin"),
         ("input", "changes an input of the model in place"),
         ("buffer", "forward replaces count"),
-        ("view", "mul_ changes a tensor in place on stage 1 that stage 0 made"),
-        ("drawn", "random numbers of Python or NumPy between blocks"),
-        ("block", "What the block deciding does depends on values"),
-        ("again", "a is called on stage 0 when stage 1 has begun"),
+        ("view", "mul_ changes a tensor in place on stage 1 that stage 0 produced"),
+        ("drawn", "random numbers from Python or NumPy between blocks"),
+        ("block", "The control flow of the block deciding depends on tensor values"),
+        ("again", "a is called on stage 0 after stage 1 has begun"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(what: str, expected: str) -> None:
@@ -388,7 +388,7 @@ def test_a_picture_shows_every_span_and_the_bubble(tmp_path: Path) -> None:
     longer = Picture("1f1b", 1, (Span(0, FORWARD, 0, 0, 0.0, 3.14),))
     assert "3.14 s, bubble" in svg(longer)
     assert "2.35 s<" in svg(longer)
-    with pytest.raises(ConfigurationError, match="no folder"):
+    with pytest.raises(ConfigurationError, match="does not exist"):
         write_picture(picture, tmp_path / "none" / "schedule.svg")
     with pytest.raises(ConfigurationError, match=r"\.svg and \.png"):
         write_picture(picture, tmp_path / "schedule.pdf")

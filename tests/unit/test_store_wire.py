@@ -96,7 +96,7 @@ def test_counters() -> None:
     keys = Keys()
     assert (keys.add("n", 2), keys.add("n", -5)) == (2, -3)
     keys.set("text", b"abc")
-    with pytest.raises(ValueError, match="text holds b'abc', which is no number"):
+    with pytest.raises(ValueError, match="text holds b'abc', which is not a number"):
         keys.add("text", 1)
     keys.set("large", str(2**63 - 1).encode())
     with pytest.raises(ValueError, match="64 bits"):

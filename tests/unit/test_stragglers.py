@@ -90,7 +90,7 @@ def test_an_idle_rank_is_named_once_and_30_s_after_the_last_end(stopped: int) ->
     assert not _said(stragglers, running, 35.0)
     assert not _said(stragglers, running, 50.0)
     said = _said(stragglers, running, 66.0)
-    assert "rank 0 still runs, 31 s after ranks 1-2 ended without an error, and makes no progress" in said
+    assert "rank 0 still runs, 31 s after ranks 1-2 exited without an error, and makes no progress" in said
     assert not any(_said(stragglers, running, 66.0 + seconds) for seconds in range(0, 200, 10))
 
 
@@ -133,7 +133,7 @@ def test_a_wait_for_a_key_that_will_not_be_set_ends() -> None:
         await asyncio.sleep(0)
         assert not waiting.done()
         absent.note_ended(1)
-        with pytest.raises(GivenUp, match="rank 1 ended without an error before it called init_process_group"):
+        with pytest.raises(GivenUp, match="rank 1 exited without an error before it called init_process_group"):
             await waiting
         assert await keys.get(["attempt/0/torch/there"], 0.0) == [b"value"]
         with pytest.raises(GivenUp):

@@ -287,7 +287,9 @@ def test_llama_is_recognised_as_a_whole() -> None:
     assert len(plan.styles) == 9
     assert plan.whole == {}
     assert plan.heads == {}
-    with pytest.raises(ConfigurationError, match="has 2 heads of keys and values, which 4 ranks cannot share evenly"):
+    with pytest.raises(
+        ConfigurationError, match="has 2 heads of keys and values, which cannot be divided evenly among 4 ranks"
+    ):
         find_plan(model, 4)
 
 
@@ -306,10 +308,10 @@ def test_a_plan_by_hand_names_modules_with_wildcards() -> None:
     ("given", "message"),
     [
         ({"layer.0.up": "column"}, "(?s)names 'layer.0.up'.*near it: .*layers.0.up"),
-        ({"layers.*.up": "col"}, "(?s)as 'col', which is no style.*\"row\""),
-        ({"layers.0": "column"}, "is a Pair, not a Linear"),
-        ({"layers.0.up": "vocab"}, "is a Linear, not a Embedding"),
-        ({"layers.0.up": "column"}, "has 9 outputs, which 2 ranks cannot share evenly"),
+        ({"layers.*.up": "col"}, "(?s)Unknown style 'col' of .*\"row\""),
+        ({"layers.0": "column"}, "requires a Linear, not a Pair"),
+        ({"layers.0.up": "vocab"}, "requires a Embedding, not a Linear"),
+        ({"layers.0.up": "column"}, "has 9 outputs, which cannot be divided evenly among 2 ranks"),
     ],
 )
 def test_a_plan_by_hand_that_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:
@@ -322,7 +324,7 @@ def test_tied_layers_must_be_split_alike() -> None:
     model = words()
     model["lm_head"].weight = model["emb"].weight
     check_tied(model, find_plan(model, 2))
-    with pytest.raises(ConfigurationError, match="share a parameter, and the plan splits them differently"):
+    with pytest.raises(ConfigurationError, match="share a parameter, but the plan splits them differently"):
         check_tied(model, given_plan(model, {"emb": "vocab"}, 2))
 
 

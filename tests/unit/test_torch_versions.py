@@ -71,7 +71,7 @@ def test_a_call_that_a_version_lacks_is_named_in_one_sentence(told: pytest.Monke
     told.setattr("torch.__version__", "2.12.1")
     error = torch_versions.lacks("FSDPModule.reset_iter_state()", (2, 13), "This")
     assert str(error).splitlines() == [
-        "This needs FSDPModule.reset_iter_state(), which torch 2.12.1 does not have and torch 2.13 does.",
+        "This needs FSDPModule.reset_iter_state(), which torch 2.12.1 does not have; it was added in torch 2.13.",
         "  do        pip install 'torch>=2.13,<2.16'",
     ]
 
@@ -124,7 +124,8 @@ def test_importing_on_the_installed_torch_reads_its_version_without_importing_it
 def test_importing_on_an_old_torch_fails_in_words() -> None:
     done = imported("2.8.0")
     assert done.returncode == 1
-    assert "TorchTooOld: rankwise 0.1.0 needs torch 2.12 or newer, and this is torch 2.8.0." in done.stderr
+    version = rankwise.__version__
+    assert f"TorchTooOld: rankwise {version} needs torch 2.12 or newer, but torch 2.8.0 is installed." in done.stderr
     assert "pip install" in done.stderr
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Checkpointer: a folder of numbered checkpoints, of which the newest good one is restored.
 
-Decides on numbers, on what is kept, and on when a save runs in the background; how a checkpoint is
-written and read is ``save`` and ``load``. Public.
+Decides on numbers, on what is kept, and on when a save runs in the background; ``save`` and
+``load`` write and read one checkpoint. Public.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health.preemption import StepSource
 from rankwise.log import log, warn
+from rankwise.tensors.as_bytes import memory_of
 from rankwise.world.device.kinds import is_accelerator
 from rankwise.world.device.streams import pins, wait_for_copies
 
@@ -43,10 +44,10 @@ class Checkpointer:
     Each is a directory ``checkpoint-000012`` that is complete or absent, whatever dies while it is
     written. All methods but :meth:`latest` communicate: every rank calls them, in the same order.
 
-    **Stopping early.** A job may be told to stop: by Slurm ahead of its time limit, when it is preempted. All
-    ranks then end before the same step: the loader that :meth:`restore` or :meth:`save` was given saves
-    what it was given with, and raises ``SystemExit(75)``. A resumed job goes on with that very step. With no
-    loader of rankwise, or several, call :meth:`stop_if_asked` between steps.
+    **Stopping early.** A job may be asked to stop: by Slurm ahead of its time limit, or when it is preempted. All
+    ranks then stop before the same step: the loader passed to :meth:`restore` or :meth:`save` saves
+    the objects passed with it, and raises ``SystemExit(75)``. A resumed job continues with that same step. With no
+    rankwise loader, or several, call :meth:`stop_if_asked` between steps.
 
     Example::
 
@@ -57,12 +58,12 @@ class Checkpointer:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3, asynchronous: bool = False) -> None:
-        """Name the folder; nothing is read or written yet.
+        """Set the folder; nothing is read or written yet.
 
         Args:
             directory: the folder, on a file system that every rank sees. Only one job at a time may
                 save there, and holds a lock from its first save until :meth:`close` or its end.
-            keep: how many of the newest good checkpoints stay; older ones are removed once a new
+            keep: how many of the newest good checkpoints are kept; older ones are removed once a new
                 one is complete. ``None`` keeps all.
             asynchronous: let :meth:`save` return as soon as the state is copied, and write in the
                 background. The copy takes memory as large as this rank's share of the state, kept
@@ -73,7 +74,7 @@ class Checkpointer:
         """
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigurationError(
-                f"Checkpointer cannot keep {keep!r} checkpoints.",
+                f"keep must be a positive integer or None, got {keep!r}.",
                 do="pass keep=1 or more, or keep=None to keep all",
             )
         self.directory = Path(directory).absolute()
@@ -93,7 +94,7 @@ class Checkpointer:
         Called by: every rank, with the same objects.
 
         With ``asynchronous`` it returns when the state is copied: the objects may change from then
-        on. One save at a time is under way; a second one first waits for the first.
+        on. Only one save runs at a time; a second one first waits for the first.
 
         Args:
             step: number of the checkpoint; by default one more than the highest in the folder. One
@@ -104,12 +105,12 @@ class Checkpointer:
             The checkpoint's directory; with ``asynchronous`` it appears when the save is complete.
 
         Raises:
-            CheckpointError: as :func:`rankwise.save`, of this save or of the one before in the
-                background. Or another job saves into the folder, which is named.
-            PeerFailed: another rank failed in either.
+            CheckpointError: as :func:`rankwise.save`, from this save or the previous one in the
+                background. Or another job saves into the folder; the error names it.
+            PeerFailed: another rank failed in either of these.
         """
         if step is not None and (type(step) is not int or step < 0):
-            raise ConfigurationError(f"A checkpoint cannot have the number {step!r}.", do="pass step >= 0")
+            raise ConfigurationError(f"step must be a non-negative integer, got {step!r}.", do="pass step >= 0")
         target = self._save(current(), step, objects, asynchronous=self.asynchronous)
         self._save_at_stop(objects, is_restored=False)
         return target
@@ -119,15 +120,15 @@ class Checkpointer:
 
         Called by: every rank, with the same objects; any number of ranks.
 
-        Others that are newer are reported and passed over. Objects as for :func:`rankwise.load`,
-        but each must be something that can change: put a number into a dict.
+        Newer ones that are incomplete or damaged are reported and skipped. Objects as for :func:`rankwise.load`,
+        but each must be mutable: put a number in a dict.
 
         Returns:
             The checkpoint's directory; ``None`` when there is none, and nothing has changed.
 
         Raises:
-            CheckpointError: the newest good checkpoint is of another model, or a loader is restored where
-                another job saves; nothing has changed.
+            CheckpointError: the newest good checkpoint is from another model, or a loader is restored from a folder
+                where another job saves; nothing has changed.
             PeerFailed: that happened on another rank.
         """
         _refuse_immutable(objects)
@@ -135,22 +136,22 @@ class Checkpointer:
         ranks = CollectiveRanks(current())
         found, unfinished = folder_lock.refuse_other_job(ranks, self._lock, objects.values(), self._list_checkpoints)
         for name in unfinished:
-            warn(f"{self.directory / name} is an unfinished save; it is passed over")
+            warn(f"skipping {self.directory / name}: it is an unfinished save")
         path = self._restore(ranks, found, objects)
         self._save_at_stop(objects, is_restored=True)
         return path
 
     def stop_if_asked(self, **objects: object) -> None:
-        """Save and end the process, if the job has been told to stop and this is the step all agreed on.
+        """Save and end the process, if the job has been asked to stop and this is the step all ranks agreed on.
 
-        Called by: every rank, between steps, with the same objects. Returns at once while nobody has asked. A
+        Called by: every rank, between steps, with the same objects. Returns at once while no stop is requested. A
         loader given to :meth:`restore` or :meth:`save` does the same before each step; do not do both.
 
         Args:
             objects: what to save, as for :meth:`save`.
 
         Raises:
-            SystemExit: with 75, after saving. ``with rankwise.join()`` is left as after an ordinary end.
+            SystemExit: with 75, after saving. ``with rankwise.join()`` exits as after a normal end.
             CheckpointError, PeerFailed: as :meth:`save`.
         """
         session = current()
@@ -164,13 +165,13 @@ class Checkpointer:
             saved, damage = verify(ranks, path)
             if saved is None:
                 self._damaged.add(path)
-                warn(f"{path} is passed over: {damage}")
+                warn(f"skipping {path}: {damage}")
                 continue
             load_into(ranks, path, saved, objects)
             log(f"restored {path}")
             return path
         if found:
-            warn(f"{self.directory} holds no good checkpoint; starting fresh")
+            warn(f"{self.directory} holds no good checkpoint; starting from scratch")
         return None
 
     def latest(self) -> Path | None:
@@ -196,18 +197,18 @@ class Checkpointer:
             return
         ranks = CollectiveRanks(current())
         try:
-            # Only collectives notice a rank that died, so they go on while the threads write.
-            while not all(ranks.confirm("waiting for the save in the background", pending.ended)):
+            # Only collectives notice a rank that died, so they continue while the threads write.
+            while not all(ranks.confirm("waiting for the background save", pending.ended)):
                 pass
         except RankwiseError:
-            # The thread ends by itself; what it works with is left to it alone.
+            # The thread ends by itself; only the thread uses its resources now.
             self._pending, self._talk, self._memory = None, None, files.StagingMemory()
             raise
         self._pending = None
-        ranks.confirm("the save in the background", pending.finish)
+        ranks.confirm("the background save", pending.finish)
 
     def close(self) -> None:
-        """Wait as :meth:`wait` does; give the copy's memory and the folder's lock back. May be used again.
+        """Wait as :meth:`wait` does; free the copy's memory and release the folder's lock. May be used again.
 
         Called by: every rank.
         """
@@ -229,7 +230,7 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error other ranks may not come here; the save goes on by itself.
+        # After an error other ranks may not reach this; the save continues by itself.
         if error is None:
             self.close()
 
@@ -253,17 +254,17 @@ class Checkpointer:
         return target
 
     def _unlock(self) -> None:
-        # After an error a save may still be under way in the background: the end of the process unlocks then.
+        # After an error a save may still be running in the background: the lock is then released when the process ends.
         if self._pending is None:
             self._lock.release()
 
     def _save_at_stop(self, objects: dict[str, object], *, is_restored: bool) -> None:
         """Have these objects saved when the job stops before a step of the loader among them.
 
-        Where the job resumes from is where it is saved: a folder of the best checkpoints stays as it is.
+        It saves where the job resumes from: a folder of the best checkpoints is not touched.
         """
         loaders = [item for item in objects.values() if isinstance(item, StepSource)]
-        # Of several, nobody knows which hands out its batch first: the others' positions would be one ahead.
+        # Of several, the one that yields its batch first is unknown: the others' positions would be one ahead.
         if len(loaders) == 1:
             session = current()
             save = partial(self._save, session, None, objects, asynchronous=False)
@@ -274,7 +275,7 @@ class Checkpointer:
     def _save_in_background(self, session: Session, content: Content, target: Path, token: str) -> None:
         data: list[Callable[[], list[memoryview]]] = []
         own = content.own
-        # Confirmed, so that a rank without memory for the copy does not keep the others waiting.
+        # Confirmed, so that a rank that has no memory for the copy does not keep the others waiting.
         CollectiveRanks(session).confirm("copying the state", lambda: data.append(self._copy(own)))
         ranks = self._background_ranks(session, token)
         job = make_job(
@@ -301,14 +302,14 @@ class Checkpointer:
         def data() -> list[memoryview]:
             for wait in copied:
                 wait()
-            return [files.memory_of(memory)]
+            return [memory_of(memory)]
 
         return data
 
     def _background_ranks(self, session: Session, token: str) -> CheckpointRanks:
         if session.store is None:
             return SingleRank()
-        # Every rank has come to this save, so none reads what this one said about the last.
+        # Every rank has reached this save, so none still reads this rank's reports on the last one.
         if self._talk is not None and self._leaves is session:
             self._talk.forget()
             store = self._talk.store
@@ -318,14 +319,14 @@ class Checkpointer:
         return self._talk
 
     def _finish_at_leave(self) -> None:
-        """Let the last save end before the world does. The save's threads agree, not this."""
+        """Let the last save end before the world does. The save's threads agree among themselves."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         try:
             pending.finish()
         except Exception as error:
-            warn(f"the last save in the background failed: {error}", all_ranks=True)
+            warn(f"the last background save failed: {error}", all_ranks=True)
             raise
 
     # -- the folder --------------------------------------------------------------------------
@@ -335,7 +336,7 @@ class Checkpointer:
         highest = max(numbers, default=0)
         number = highest + 1 if step is None else step
         if number < highest and self.directory / folder.checkpoint_name(highest) not in self._damaged:
-            warn(f"checkpoint {number} is saved beside {highest}, which restore() will take as the newest")
+            warn(f"saving checkpoint {number}, but restore() will load checkpoint {highest}, the newest")
         return self.directory / folder.checkpoint_name(number)
 
     def _list_checkpoints(self) -> tuple[list[str], list[str]]:
@@ -343,7 +344,7 @@ class Checkpointer:
         return found, [path.name for path in folder.list_unfinished(self.directory)]
 
     def _retire(self, newest: Path) -> None:
-        """Remove what is older than the newest ``keep`` good checkpoints; never ``newest``."""
+        """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``."""
         if self.keep is None:
             return
         num_good = 0
@@ -357,16 +358,16 @@ class Checkpointer:
         try:
             folder.remove(path, secrets.token_hex(8))
         except OSError as error:
-            warn(f"{path} is no longer kept but cannot be removed: {error}")
+            warn(f"the old checkpoint {path} could not be removed: {error}")
 
 
 def _refuse_immutable(objects: dict[str, object]) -> None:
     if not objects:
-        raise ConfigurationError("There is nothing to restore into.", do="name the objects: restore(model=model)")
+        raise ConfigurationError("restore() was called without objects.", do="pass them by name: restore(model=model)")
     for name, item in objects.items():
         stateful = hasattr(item, "load_state_dict")
         if not (stateful or isinstance(item, dict | list | torch.Tensor)):
             raise ConfigurationError(
                 f"{name} is a {type(cast('Any', item)).__name__} and cannot be restored in place.",
-                do=f"put it into a dict: restore({name}={{'value': ...}})",
+                do=f"put it in a dict: restore({name}={{'value': ...}})",
             )

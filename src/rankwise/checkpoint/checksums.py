@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files with checksums: written on disk piece by piece, and compared with what the manifest says of them.
+"""Files with checksums: written on disk piece by piece, and compared with the manifest.
 
 Knows no tensors and no other rank. Imported by the saving and the loading of this room.
 """
 
 from __future__ import annotations
 
-import os
 import stat
 import zlib
 from typing import TYPE_CHECKING
 
 from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry
+from rankwise.tensors.synced_folders import sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -37,8 +37,7 @@ def write_file(path: Path, parts: Iterable[Bytes]) -> FileEntry:
                 crc = 0
         if size % PIECE_BYTES:
             checksums.append(f"{crc:08x}")
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
     return FileEntry(name=path.name, size_bytes=size, checksums=tuple(checksums))
 
 
@@ -55,24 +54,23 @@ def _cut(parts: Iterable[Bytes]) -> Iterator[memoryview]:
 
 
 def plain(path: Path) -> Path:
-    """Return a path unless a pipe or a device lies there, which opening may wait for.
+    """Return a path unless it is a pipe or a device, which ``open`` may block on.
 
     Raises:
-        OSError: one does, or nothing does.
+        OSError: it is one, or does not exist.
     """
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is not a plain file")
+        raise OSError("it is not a regular file")
     return path
 
 
 def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
-    """Return what is wrong with a file, or ``None``.
+    """Return how a file is damaged, or ``None``.
 
     Args:
         path: the file.
         entry: what the manifest says about it.
-        pieces: numbers of the pieces whose checksums are compared; the size is compared in any
-            case.
+        pieces: numbers of the pieces whose checksums are compared; the size is always compared.
     """
     try:
         found = plain(path).stat().st_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether saved state fits an object, found out before anything is changed.
+"""Check whether saved state fits an object, before anything is changed.
 
 Reads objects and state trees, changes neither; no files, no other ranks. Imported by the loading of
 this room.
@@ -37,9 +37,9 @@ def first_difference(name: str, item: object, saved: object, saved_kind: str) ->
     """Return the first place where ``saved`` does not fit ``item``, or ``None``.
 
     A module must have the same keys, and tensors of the same shape and dtype. An optimizer must be
-    of the same class, with as many parameters in each group, and one of torch's own must have parameters of the
-    shapes that its state is of. A scheduler must be of the same class. Of anything else only those tensors
-    are compared that both sides have: what other keys mean is its own business.
+    of the same class, with as many parameters in each group; the parameters of a torch optimizer must have the
+    shapes of its saved state. A scheduler must be of the same class. For any other object only the
+    tensors that both sides have are compared: rankwise does not know the meaning of other keys.
 
     Args:
         name: of the object.
@@ -127,7 +127,7 @@ def _is_group(group: object) -> bool:
 
 
 def _compare_shapes(name: str, saved: object, optimizer: torch.optim.Optimizer) -> StateDifference | None:
-    """Compare state with the parameters that it will be of. A fresh optimizer has no state to compare it with."""
+    """Compare state with the parameters that it belongs to: a fresh optimizer has no state to compare it with."""
     # Other optimizers may keep matrices of other shapes, as LBFGS keeps all parameters in one vector.
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
         return None

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 _Told = tuple[str, list[Any] | None]
-"""What a rank tells of its state: a digest, and a report where it is spread."""
+"""A rank's message about its state: a digest, and a report if the state is spread over ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """What a checkpoint will hold; the same on every rank, but for what each of them writes."""
+    """What a checkpoint will hold; the same on every rank, except for what each of them writes."""
 
     objects: dict[str, ObjectEntry]
     """Skeleton of each object, by name."""
@@ -53,7 +53,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gathered:
-    """The state of objects as the ranks hold it together; the same on every rank, but for ``held``."""
+    """The state of objects as the ranks hold it together; the same on every rank, except for ``held``."""
 
     objects: dict[str, ObjectEntry]
     """Skeleton of each object, by name."""
@@ -65,13 +65,13 @@ class Gathered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OwnState:
-    """What this rank alone knows of the state."""
+    """What only this rank knows about the state."""
 
     objects: dict[str, ObjectEntry]
     tensors: dict[str, torch.Tensor]
     report: StateReport
     is_spread: bool
-    """Whether something of it lies on other ranks."""
+    """Whether some of it lies on other ranks."""
 
     @property
     def frames(self) -> dict[str, Json]:
@@ -85,7 +85,7 @@ def part_name(number: int) -> str:
 
 
 def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Content:
-    """Read the state of ``objects``, and divide the writing of it among the ranks.
+    """Read the state of ``objects``, and divide writing it among the ranks.
 
     Called by: every rank.
 
@@ -95,8 +95,8 @@ def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Content:
     """
     if not objects:
         raise ConfigurationError(
-            "There is nothing to save.",
-            do="name the objects: save(..., model=model, optimizer=optimizer)",
+            "save() was called without objects.",
+            do="pass them by name: save(..., model=model, optimizer=optimizer)",
         )
     gathered = gather(ranks, objects)
     regions = {
@@ -134,14 +134,14 @@ def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Content:
 
 
 def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
-    """Read the state of ``objects``, and find out which rank holds what of it.
+    """Read the state of ``objects``, and learn which rank holds which parts of it.
 
     Called by: every rank.
 
     Tensors may lie on the ranks in any way: whole and equal, in regions (DTensors), or on some ranks only, the
-    others having meta tensors in their place. Everything else must be the same on every rank, but for the state of
-    an optimizer, whose entries lie where their parameters lie. Of several islands, whose optimizers have a state each,
-    the first one's tensors and entries count.
+    others having meta tensors in their place. Everything else must be the same on every rank, except for the state of
+    an optimizer, whose entries lie where their parameters lie. With several worker groups, whose optimizers each have
+    a state, those of the first group count.
 
     Raises:
         CheckpointError: something cannot be saved, differs between ranks, or lies on none of them.
@@ -157,7 +157,7 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
     mine = own[0]
     is_spread_on = [report is not None for _, report in told]
     if any(is_spread_on) and not all(is_spread_on):
-        told = ranks.confirm("finding out which rank holds what", lambda: _told(mine, is_spread=True))
+        told = ranks.confirm("comparing which rank holds what", lambda: _told(mine, is_spread=True))
     frames = mine.frames if any(is_spread_on) else {}
     if len({digest for digest, _ in told}) > 1:
         raise _difference(ranks, mine, frames)
@@ -178,7 +178,7 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
 
 
 def _num_counting(ranks: CheckpointRanks) -> int:
-    """Return how many ranks, from the first, hold what is saved: those of the first island."""
+    """Return how many ranks, from the first, hold what is saved: those of the first worker group."""
     session = current_or_none()
     axes = None if session is None else session.axes
     return ranks.world_size if axes is None else ranks.world_size // axes.islands
@@ -223,7 +223,7 @@ def parameters_elsewhere(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def unwrapped(item: object) -> object:
-    """Return the module within ``torch.compile``'s or torch's data parallel ones, or what was given."""
+    """Return the module inside torch.compile's or torch's data-parallel wrapper, or the argument itself."""
     if isinstance(item, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         return unwrapped(item.module)
     if isinstance(item, torch.nn.Module):
@@ -233,7 +233,7 @@ def unwrapped(item: object) -> object:
 
 
 def state_of(item: object) -> object:
-    """Return the state tree of an object: itself, where it has no ``state_dict()``."""
+    """Return the state tree of an object: the object itself if it has no ``state_dict()``."""
     state_dict = getattr(unwrapped(item), "state_dict", None)
     return state_dict() if callable(state_dict) else item
 
@@ -274,7 +274,7 @@ def _difference(ranks: CheckpointRanks, own: _OwnState, frames: Mapping[str, Jso
         if len(set(texts.values())) > 1:
             return differs(path, texts)
     return CheckpointError(
-        "The state to save differs between ranks in the order or the sharing of its entries.",
+        "The state to save differs between ranks in the order of its entries, or in which of them share memory.",
         evidence="nothing was written",
         do="build the same objects in the same order on every rank",
     )

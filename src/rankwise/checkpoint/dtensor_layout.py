@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def as_dtensor(value: object) -> DTensor | None:
-    """Return ``value`` where it is a DTensor, which importing the module takes no part in."""
+    """Return ``value`` if it is a DTensor, without importing torch's DTensor module."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and isinstance(value, module.DTensor):
         return cast("DTensor", value)
@@ -31,7 +31,7 @@ def as_dtensor(value: object) -> DTensor | None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has in memory of a tensor: all of it, or its region."""
+    """Return the part of a tensor in this rank's memory: all of it, or a region."""
     dtensor = as_dtensor(tensor)
     return tensor.detach() if dtensor is None else own_part(dtensor).detach()
 
@@ -42,15 +42,15 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def region_of(tensor: torch.Tensor, path: str) -> Region | None:
-    """Return which region of a tensor lies on this rank; ``None`` where that is nothing.
+    """Return which region of a tensor lies on this rank; ``None`` if it holds none of it.
 
     Args:
         tensor: any.
-        path: its place, for errors.
+        path: its path in the state, for errors.
 
     Raises:
-        CheckpointError: it is a DTensor of a kind that has no region: sums that are still to be formed, or
-            elements picked in strides.
+        CheckpointError: it is a DTensor of a kind that has no region: partial sums that are not reduced yet, or
+            strided shards.
     """
     if is_elsewhere(tensor):
         return None
@@ -97,8 +97,8 @@ def _region(
 def _shard_orders(dtensor: DTensor, mesh_shape: Sequence[int], path: str) -> list[list[int]]:
     """Return, per dimension of the tensor, the mesh dimensions that split it, in the order they did.
 
-    ``fully_shard`` splits what tensor parallelism has split already, although its mesh dimension comes first; torch
-    says so by a ``_StridedShard`` whose factor is how many pieces there were before.
+    ``fully_shard`` splits what tensor parallelism has already split, although its mesh dimension comes first; torch
+    marks this by a ``_StridedShard`` whose factor is the number of pieces before.
 
     Source: torch.distributed.tensor._dtensor_spec.DTensorSpec, shard_order.
     """
@@ -108,14 +108,14 @@ def _shard_orders(dtensor: DTensor, mesh_shape: Sequence[int], path: str) -> lis
         if placement.is_replicate():
             continue
         if not hasattr(placement, "dim"):
-            raise _unknown(dtensor, path, "its parts are still to be summed")
+            raise _unknown(dtensor, path, "its partial sums are not reduced yet")
         order = orders[placement.dim]
         before, place, factor = 1, 0, split_factor(placement)
         while before != factor and place < len(order):
             before *= mesh_shape[order[place]]
             place += 1
         if before != factor:
-            raise _unknown(dtensor, path, "its elements are picked in strides")
+            raise _unknown(dtensor, path, "its shards are strided")
         order.insert(place, mesh_dim)
     for dim, mesh_dims in shard_orders(dtensor):
         orders[dim] = mesh_dims
@@ -124,7 +124,7 @@ def _shard_orders(dtensor: DTensor, mesh_shape: Sequence[int], path: str) -> lis
 
 def _unknown(dtensor: DTensor, path: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} cannot be saved or loaded as it lies on the ranks: {why}.",
+        f"{path} cannot be saved or loaded with its placements: {why}.",
         evidence=f"{list(dtensor.shape)} placed as {dtensor.placements} on {dtensor.device_mesh}",
         do="redistribute() it to Shard or Replicate placements first",
     )
@@ -142,7 +142,7 @@ def like(template: torch.Tensor, memory: torch.Tensor, shape: tuple[int, ...]) -
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what two tensors have in common only if they are the same elements of the same memory."""
+    """Return a value that two tensors share only if they are the same elements of the same memory."""
     memory = local(tensor)
     kind = (tensor.device, tensor.dtype, tensor.shape, memory.shape, memory.stride())
     if memory.is_meta or as_dtensor(tensor) is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as one plain safetensors file, from whatever way a model lies on the ranks.
+"""Weights as one plain safetensors file, however a model is distributed over the ranks.
 
-The file has the names that the model has on one device, and nothing of rankwise. Public.
+The file uses the names that the model has on one device, and nothing specific to rankwise. Public.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from rankwise.checkpoint.phases import CollectiveRanks, SingleRank
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
+from rankwise.tensors.as_bytes import as_sent, bytes_of
+from rankwise.tensors.synced_folders import commit, make_folder
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -36,9 +38,9 @@ if TYPE_CHECKING:
     from rankwise.checkpoint.rank_regions import TensorLayout
 
 CHUNK_BYTES = 64 * 2**20
-"""As much of a tensor is under way to rank zero at a time."""
+"""How much of a tensor is sent to rank zero at a time."""
 CONFIRM_BYTES = 2**30
-"""After as many bytes the ranks make sure that rank zero could write them."""
+"""After this many bytes the ranks check that rank zero could write them."""
 
 _WEIGHTS = "weights"
 
@@ -51,22 +53,22 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     The model may be replicated, sharded, split by tensor parallelism, in a pipeline, or several of these: the file
     holds its ``state_dict()`` under the names it has on one device. Tied weights are written once; the names left out
     are in the file's metadata, as ``safetensors.torch.save_model`` puts them there. Rank zero writes, and holds
-    one tensor at a time; what it does not hold is sent to it over all ranks, in pieces. Optimizer state and
-    whatever else a training goes on from belongs into a checkpoint: :func:`rankwise.save`.
+    one tensor at a time; what it does not hold is broadcast to all ranks, in pieces. Optimizer state and
+    everything else that training resumes from belongs in a checkpoint: :func:`rankwise.save`.
 
     Args:
-        path: of the file, ``model.safetensors``. One that is there is replaced at the very end; where it is a link,
-            the file behind it.
+        path: of the file, ``model.safetensors``. An existing file is replaced at the very end; if it is a link,
+            its target is.
         model: a module, or tensors by name, as ``rankwise.load(...)["model"]``.
 
     Returns:
         The file's absolute path.
 
     Raises:
-        CheckpointError: the disk is full, the folder cannot be written, a weight lies on no rank. What was at
-            ``path`` before is still there.
-        ConfigurationError: something is not a tensor, or of a dtype or name that such files do not hold; ``path`` is
-            no path, differs between ranks, or is of a device, a pipe or a socket.
+        CheckpointError: the disk is full, the folder cannot be written, a weight lies on no rank. A file that
+            was at ``path`` before is still there.
+        ConfigurationError: something is not a tensor, or has a dtype or name that such files do not support; ``path``
+            is not a path, differs between ranks, or is a device, a pipe or a socket.
         PeerFailed: that happened on another rank.
 
     Source: the safetensors format; safetensors.torch.save_model for tied weights.
@@ -86,7 +88,7 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     names_of = {rank: named for rank, (named, _) in enumerate(reported)}
     if len(set(names_of.values())) > 1:
         raise ConfigurationError(
-            "save_weights() writes one file, and ranks named different ones.",
+            "save_weights() got different paths on different ranks.",
             evidence=f"{fold_values(names_of)}\nnothing was written",
             do="pass the same path on every rank",
         )
@@ -94,7 +96,7 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     names, metadata = _names(gathered.objects[_WEIGHTS].state)
     layouts = {name: gathered.layouts[tensor] for name, tensor in names.items()}
     order = sorted(layouts, key=lambda name: (-files.dtype_of(layouts[name].dtype).itemsize, name))
-    out = _WeightsFile(Path(reported[0][1]))  # A rank may have left the folder that rank zero writes into.
+    out = _WeightsFile(Path(reported[0][1]))  # Relative to rank zero's working directory.
     try:
         header = files.header({name: (layouts[name].dtype, layouts[name].shape) for name in order}, metadata)
         size_bytes = len(header) + sum(map(_num_bytes, layouts.values()))
@@ -124,21 +126,21 @@ def _refuse_other_entries(weights: object) -> None:
     for name, value in cast("Mapping[object, object]", tree).items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise ConfigurationError(
-                f"save_weights writes tensors by name only; {name!r} is a {type(value).__name__}.",
-                do="leave it out: save_weights(path, {name: value ...}); rankwise.save() keeps other state too",
+                f"save_weights writes only tensors; {name!r} is a {type(value).__name__}.",
+                do="leave it out: save_weights(path, {name: value ...}); rankwise.save() saves other state too",
             )
         if torch.nn.parameter.is_lazy(value):
             raise ConfigurationError(
-                f"{name} has no shape yet: it is of a lazy module.", do="run one batch through the model first"
+                f"{name} has no shape yet: it belongs to a lazy module.", do="run one batch through the model first"
             )
         if name == "__metadata__":
             raise ConfigurationError(
-                "No tensor of a safetensors file can be called '__metadata__': the format keeps other things there.",
-                do="give it another name",
+                "A tensor in a safetensors file cannot be named '__metadata__': the format reserves that name.",
+                do="rename it",
             )
         if value.is_complex():
             raise ConfigurationError(
-                f"{name} is {value.dtype}, which safetensors files do not hold everywhere.",
+                f"{name} is {value.dtype}, which not every reader of safetensors files supports.",
                 do="pass torch.view_as_real() of it, or use rankwise.save()",
             )
 
@@ -164,7 +166,7 @@ def _gather_to_writer(ranks: CheckpointRanks, gathered: Gathered, name: str) -> 
     """Return a whole tensor on rank zero, ``None`` on the others.
 
     Called by: every rank. Every rank receives what only some ranks hold, a piece at a time: a broadcast is what all
-    exchanges offer.
+    backends offer.
     """
     layout = gathered.layouts[name]
     everything = whole(layout.shape)
@@ -190,7 +192,7 @@ def _send(
     """Return on rank zero what ``source`` holds."""
     device = current().world.device
     size_bytes = math.prod(shape) * files.dtype_of(dtype).itemsize
-    mine = _as_bytes(held) if held is not None and ranks.rank == source else None
+    mine = bytes_of(as_sent(held)) if held is not None and ranks.rank == source else None
     received = torch.empty(size_bytes if ranks.rank == 0 else 0, dtype=torch.uint8)
     for start in range(0, size_bytes, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, size_bytes)
@@ -201,28 +203,24 @@ def _send(
     return received.view(files.dtype_of(dtype)).view(shape) if ranks.rank == 0 else None
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
 class _WeightsFile:
-    """The file that rank zero writes: complete under its name, or not there. On other ranks it does nothing."""
+    """The file that rank zero writes: complete under its name, or absent. On other ranks it does nothing."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
         self._behind = Path(os.path.realpath(target))
-        """What is written: ``target``, or what it links to."""
+        """The path that is written: ``target``, or what it links to."""
         self._staging: Path | None = None
         self._file: BinaryIO | None = None
         self._failure: CheckpointError | None = None
         self._size_bytes = 0
 
     def open(self, header: bytes, size_bytes: int) -> None:
-        """Begin the file, after making sure that the folder has room for all of it."""
+        """Create the file, after making sure that the folder has room for all of it."""
         self._size_bytes = size_bytes
         try:
             self._refuse_other_kinds()
-            folder.make_folder(self._behind.parent)
+            make_folder(self._behind.parent)
             for left in self._behind.parent.glob(f".{glob.escape(self._behind.name)}.writing-*"):
                 left.unlink()
             if shutil.disk_usage(self._behind.parent).free < size_bytes:
@@ -234,16 +232,17 @@ class _WeightsFile:
             raise self._worded(error) from error
 
     def _refuse_other_kinds(self) -> None:
-        """Raise where something is in the way that is no file: a rename would put one in its place."""
+        """Raise if the path is not a regular file: a rename would replace it by one."""
         if self._behind.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.target))
         if self._behind.exists() and not self._behind.is_file():
             raise ConfigurationError(
-                f"{self.target} is no file but a device, a pipe or a socket.", do="name a file: model.safetensors"
+                f"{self.target} is a device, a pipe or a socket, not a file.",
+                do="pass the path of a file: model.safetensors",
             )
 
     def append(self, tensor: torch.Tensor) -> None:
-        """Write a tensor. A failure is kept until all ranks can hear of it."""
+        """Write a tensor. A failure is kept until it can be reported to all ranks."""
         if self._file is not None and self._failure is None:
             try:
                 self._file.write(files.bytes_of(tensor))
@@ -251,26 +250,23 @@ class _WeightsFile:
                 self._failure = self._worded(error)
 
     def raise_failure(self) -> None:
-        """Raise what went wrong since the last time."""
+        """Raise the error since the last call, if there was one."""
         if self._failure is not None:
             raise self._failure
 
     def finish(self) -> None:
-        """Put the file on disk, then under its name."""
+        """Sync the file to disk, then rename it to its final name."""
         self.raise_failure()
         if self._file is None or self._staging is None:
             return
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
-            self._staging.replace(self._behind)
-            folder.sync_folder(self._behind.parent)
+            commit(self._staging, self._behind)
         except OSError as error:
             raise self._worded(error) from error
 
     def discard(self) -> None:
-        """Remove what has not come under its name."""
+        """Remove the file if it was not renamed yet."""
         if self._file is not None and self._staging is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -282,8 +278,8 @@ class _WeightsFile:
         return CheckpointError(
             f"{self.target} could not be written: {error.strerror or error}.",
             where=None if session is None else str(session.world),
-            evidence=f"the weights take {self._size_bytes} bytes; what was there before is untouched",
-            do=f"free {self._size_bytes} bytes there, or name another folder"
+            evidence=f"the weights need {self._size_bytes} bytes; a file that was there before is unchanged",
+            do=f"free {self._size_bytes} bytes there, or use another folder"
             if is_full
-            else f"name a file that this user can write; this one is in {self.target.parent}",
+            else f"pass a path that this user can write to; this one is in {self.target.parent}",
         )

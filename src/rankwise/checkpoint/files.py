@@ -16,6 +16,8 @@ import safetensors
 import torch
 
 from rankwise.errors import CheckpointError
+from rankwise.tensors.as_bytes import as_sent, memory_of
+from rankwise.tensors.files import CODES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,25 +27,6 @@ if TYPE_CHECKING:
 
     Bytes = bytes | memoryview
 
-_CODES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}
 _PARTS_OF_COMPLEX = {"complex64": "float32", "complex128": "float64"}
 """The format does not have all of these: they are written as [..., 2], real and imaginary."""
 
@@ -54,16 +37,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that the manifest names so.
+    """Return the dtype of a name in the manifest.
 
     Raises:
-        CheckpointError: this torch has none of that name.
+        CheckpointError: this torch has no dtype of that name.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
-            f"The checkpoint holds tensors of a dtype that this torch does not know: {name!r}.",
-            do="load it with the torch that wrote it",
+            f"The checkpoint holds tensors of dtype {name!r}, which this torch does not have.",
+            do="load it with the torch version that wrote it",
         )
     return dtype
 
@@ -83,7 +66,7 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping
 
     Args:
         tensors: dtype, as the manifest names it, and shape, by name.
-        metadata: texts for whoever reads the file.
+        metadata: texts for readers of the file.
 
     Source: the safetensors format: the header's length as 8 bytes, little end first, then the header in JSON padded
         with spaces to a multiple of 8 bytes, then the bytes of the tensors without gaps.
@@ -93,7 +76,7 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping
     for name, (whole_dtype, whole_shape) in tensors.items():
         dtype, shape = _in_file(whole_dtype, whole_shape)
         end = offset + dtype_of(dtype).itemsize * math.prod(shape)
-        fields[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        fields[name] = {"dtype": CODES[dtype_of(dtype)], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)
@@ -108,14 +91,8 @@ def _in_file(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order, without a copy where they lie so."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memory_of(plain.reshape(-1).view(torch.uint8))
-
-
-def memory_of(memory: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous uint8 tensor on the CPU."""
-    return memoryview(cast("bytearray", memory.numpy()))
+    """Return the bytes of a tensor in row-major order, without a copy if they already are."""
+    return memory_of(as_sent(tensor).cpu())
 
 
 class StagingMemory:
@@ -125,7 +102,7 @@ class StagingMemory:
         self._memory: torch.Tensor | None = None
 
     def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """Return uint8[size_bytes]; the memory of the last call when that is large enough.
+        """Return uint8[size_bytes]; the memory of the last call if that is large enough.
 
         Args:
             size_bytes: how much is needed.
@@ -133,13 +110,13 @@ class StagingMemory:
         """
         memory = self._memory
         if memory is None or memory.numel() < size_bytes or memory.is_pinned() != pinned:
-            # Gone before the new one comes: two at once might be more than there is.
+            # Freed before the new one is allocated: both at once might not fit.
             self._memory = memory = None
             self._memory = memory = _pinned(size_bytes) if pinned else _shared(size_bytes)
         return memory[:size_bytes]
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory = None
 
 
@@ -156,7 +133,7 @@ def _shared(size_bytes: int) -> torch.Tensor:
 
 
 def copy_into(memory: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors one after another into ``memory``, a uint8 tensor; GPUs are not waited for."""
+    """Copy tensors one after another into ``memory``, a uint8 tensor; does not wait for GPUs."""
     offset = 0
     for tensor in tensors.values():
         if tensor.nbytes:
@@ -170,10 +147,10 @@ def read_regions(folder: Path, wanted: Sequence[tuple[TensorEntry, Region]]) -> 
 
     Args:
         folder: the checkpoint's directory.
-        wanted: of each tensor what the manifest says, and the region.
+        wanted: the manifest's entry of each tensor, and the region.
 
     Raises:
-        CheckpointError: a file does not hold what the manifest says.
+        CheckpointError: a file does not match the manifest.
 
     Source: safetensors.safe_open, which maps a file: only the pages that are copied from are read.
     """
@@ -194,7 +171,7 @@ def read_regions(folder: Path, wanted: Sequence[tuple[TensorEntry, Region]]) -> 
                     result = torch.view_as_real(results[number]) if results[number].is_complex() else results[number]
                     result[common.within(region)] = source[common.within(part.region)]
         except (safetensors.SafetensorError, OSError) as error:
-            raise CheckpointError(f"{folder / file} cannot be read: {error}", do="name another checkpoint") from error
+            raise CheckpointError(f"{folder / file} cannot be read: {error}", do="load another checkpoint") from error
     return results
 
 
@@ -202,8 +179,8 @@ def _checked(part: TensorPart, tensor: torch.Tensor, dtype: str) -> torch.Tensor
     found = dtype_name(tensor.dtype), tuple(tensor.shape)
     if found != _in_file(dtype, part.region.shape):
         raise CheckpointError(
-            f"{part.file} and the manifest say different things about {part.name}.",
+            f"{part.file} and the manifest disagree about {part.name}.",
             evidence=f"manifest: {dtype}{list(part.region.shape)}\nfile: {found[0]}{list(found[1])}",
-            do="name another checkpoint",
+            do="load another checkpoint",
         )
     return tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directories of a folder of checkpoints: their names, how one appears, is replaced, goes.
+"""The directories of a folder of checkpoints: their names, and how one is created, replaced and removed.
 
 Every change a reader can see is one rename. Knows nothing of tensors and ranks; rank zero alone
 changes a folder. Imported by the other files of this room.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rankwise.checkpoint.manifest import MANIFEST_NAME
 from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.tensors import synced_folders
 
 PREFIX = "checkpoint-"
 
@@ -30,21 +31,21 @@ def staging_path(target: Path, token: str) -> Path:
     """Return where a checkpoint is written before it is complete: beside ``target``.
 
     Args:
-        target: what it will be.
+        target: its path once it is complete.
         token: sixteen hexadecimal digits, of this save only.
     """
     return target.with_name(f".{target.name}.staging-{token}")
 
 
 def path_of(path: object, *, call: str) -> Path:
-    """Return what the user named as a path.
+    """Return the user's argument as a path.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is not a path.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise ConfigurationError(
-            f"{call} needs the path of a file first, and was given a {type(path).__name__}.",
+            f"The first argument of {call} must be the path of a file, got a {type(path).__name__}.",
             do=f'pass the path, then the model: {call.removesuffix("()")}("model.safetensors", model)',
         )
     return Path(os.fspath(path))
@@ -72,19 +73,19 @@ def list_numbered(folder: Path) -> dict[int, Path]:
 
 
 def list_unfinished(folder: Path, name: str | None = None) -> list[Path]:
-    """Return what saves that did not end have left.
+    """Return the directories that interrupted saves have left.
 
     Args:
         folder: where to look.
-        name: of the one checkpoint that counts; by default every numbered one counts.
+        name: of one checkpoint; by default those of all numbered checkpoints are returned.
     """
     return [path for path in _hidden(folder, "staging") if _counts(path, name)]
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what dead saves have left; bring back a checkpoint caught while being replaced.
+    """Remove what interrupted saves have left; bring back a checkpoint whose replacement was interrupted.
 
-    Arguments as for :func:`list_unfinished`. No save may be under way there.
+    Arguments as for :func:`list_unfinished`. No save may be running there.
     """
     for path in _hidden(folder, "staging") + _hidden(folder, "removed"):
         if _counts(path, name):
@@ -99,7 +100,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 def refuse_foreign(target: Path) -> None:
-    """Raise unless ``target`` may be replaced: it is not there, is empty, or is a checkpoint."""
+    """Raise unless ``target`` may be replaced: it does not exist, is empty, or is a checkpoint."""
     if not target.exists() and not target.is_symlink():
         return
     if target.is_dir() and not target.is_symlink():
@@ -107,27 +108,15 @@ def refuse_foreign(target: Path) -> None:
         if not names or MANIFEST_NAME in names:
             return
     raise CheckpointError(
-        f"{target} is there already and is not a checkpoint.",
+        f"{target} already exists and is not a checkpoint.",
         evidence="nothing was written",
-        do="name a directory that is not there, or remove this one",
+        do="use a directory that does not exist yet, or remove this one",
     )
 
 
 def commit(staging: Path, target: Path, token: str) -> None:
-    """Make a complete staging directory the checkpoint ``target``, for good when this returns."""
-    old = target.with_name(f".{target.name}.replaced-{token}")
-    replaces = target.exists()
-    if replaces:
-        target.rename(old)
-    try:
-        staging.rename(target)
-    except OSError:
-        if replaces:
-            old.rename(target)
-        raise
-    sync_folder(target.parent)
-    if replaces:
-        shutil.rmtree(old)
+    """Rename a complete staging directory to the checkpoint ``target``; durable when this returns."""
+    synced_folders.commit(staging, target, target.with_name(f".{target.name}.replaced-{token}"))
 
 
 def remove(path: Path, token: str) -> None:
@@ -135,23 +124,6 @@ def remove(path: Path, token: str) -> None:
     hidden = path.with_name(f".{path.name}.removed-{token}")
     path.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, where they are not there; on disk when this returns."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hidden(folder: Path, state: str) -> list[Path]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock on a folder of checkpoints: one job saves there at a time, and a dead job's lock stops nobody.
+"""The lock on a folder of checkpoints: one job saves there at a time, and a dead job's lock blocks no other job.
 
 Works where ``flock`` does not, by what every file system offers: a file is created by one process only. Rank zero
-holds the lock for its job, and every rank learns what it finds. ``docs/decisions`` says why it is as it is. Imported by
+holds the lock for its job, and every rank learns the result. ``docs/decisions`` explains the design. Imported by
 the Checkpointer.
 """
 
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from rankwise.checkpoint.folder import make_folder
 from rankwise.checkpoint.lock_owner import LockOwner, decode, read
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
 from rankwise.health.fork_safety import hold_during_forks
 from rankwise.health.preemption import StepSource
 from rankwise.log import log, warn
+from rankwise.tensors.synced_folders import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -42,22 +42,22 @@ REFRESH_SECONDS = 4.0
 WATCH_SECONDS = 20.0
 """How long the lock of another machine is watched for a change before its owner counts as dead."""
 POLL_SECONDS = 0.5
-"""How often it is looked at meanwhile."""
+"""How often it is read meanwhile."""
 
 _NUMBERED = re.compile(re.escape(PREFIX) + r"(\d{1,9})")
 
 LockVerdict = list[str] | None
-"""What a step of a claim came to: ``None`` to go on, nothing in the list once the folder is this job's, else the owner
-in words and what to do."""
+"""The result of a step of a claim: ``None`` to continue, an empty list once the folder is this job's, else a
+description of the owner and what to do."""
 
 _held: dict[str, _HeldLock] = {}
 
 
 class FolderLock:
-    """The lock of one folder, as one Checkpointer takes it; those of one process share it. Rank zero only."""
+    """The lock of one folder, held by one Checkpointer; those of one process share it. Rank zero only."""
 
     def __init__(self, folder: Path) -> None:
-        """Look at nothing yet."""
+        """Read nothing yet."""
         self.folder = folder
         self._dead: set[str] = set()
         """Locks whose owners were found dead, by their content."""
@@ -86,7 +86,7 @@ class FolderLock:
                     return
             if path is not None:
                 break
-            # One number above the dead locks: of several processes that come to this, one creates the file.
+            # One number above the dead locks: of several processes that get here, one creates the file.
             _create(self.folder / f"{PREFIX}{max(locks, default=0) + 1}", own)
         for other in others:
             # One that cannot be removed is judged dead again by the next process.
@@ -103,10 +103,10 @@ class FolderLock:
         yield []
 
     def find_other_job(self, *, watches: bool) -> Generator[LockVerdict]:
-        """Look whether another job holds the lock, a step at a time; the last step has the verdict.
+        """Check whether another job holds the lock, a step at a time; the last step has the verdict.
 
         Args:
-            watches: watch the lock of another machine; otherwise nothing is said of it.
+            watches: watch the lock of another machine; otherwise ignore it.
         """
         held = _held.get(os.path.realpath(self.folder))
         own = held.owner if held is not None and held.is_of_this_process else LockOwner.this_process()
@@ -119,7 +119,7 @@ class FolderLock:
         yield []
 
     def release(self) -> None:
-        """Give the lock back, unless another Checkpointer of this process holds it too."""
+        """Release the lock, unless another Checkpointer of this process holds it too."""
         key = os.path.realpath(self.folder)
         held = _held.get(key)
         if held is None or not held.is_of_this_process:
@@ -146,13 +146,13 @@ class FolderLock:
                 if now is None:
                     return []
                 if _identity(path, now) != identity:
-                    # Another lock by now, or one that was only being written.
+                    # It is another lock by now, or was still being written.
                     return (yield from self._judge(path, own))
                 if now != content:
                     runs = True
                     break
             else:
-                log(f"{self.folder} is free: {_describe(owner)} gave no sign of life")
+                log(f"{self.folder} is free: {_describe(owner)} stopped refreshing its lock")
         if runs:
             return [f"{_describe(owner)}\nits lock is {path}", _what_to_do(owner, path)]
         if runs is False:
@@ -161,7 +161,7 @@ class FolderLock:
 
 
 class _HeldLock:
-    """A lock that this process holds, and the thread that gives its signs of life."""
+    """A lock that this process holds, and the thread that refreshes it."""
 
     def __init__(self, path: Path, owner: LockOwner, users: set[FolderLock]) -> None:
         self.path = path
@@ -169,7 +169,7 @@ class _HeldLock:
         self.users = users
         self._num_refreshes = 0
         self._ends = False
-        # Held whenever the thread does more than wait, so that no fork comes in between.
+        # Held whenever the thread does more than wait, so that no fork happens in between.
         self._changed = threading.Condition()
         hold_during_forks(self._changed)
         self._thread = threading.Thread(target=self._refresh_until_stopped, name="rankwise-folder-lock", daemon=True)
@@ -197,7 +197,7 @@ class _HeldLock:
     def _refresh_until_stopped(self) -> None:
         with self._changed:
             while not self._changed.wait_for(lambda: self._ends, REFRESH_SECONDS):
-                # A disk that fails for a while must not end it; the next save finds out what became of the lock.
+                # A disk that fails for a while must not end it; the next save checks the lock again.
                 with contextlib.suppress(OSError):
                     self._refresh()
 
@@ -246,7 +246,7 @@ def _is_lock_of(path: Path, own: LockOwner) -> bool:
 
 
 def _identity(path: Path, content: bytes) -> str:
-    """Return what tells one lock from another, whatever signs of life its owner gives."""
+    """Return what distinguishes one lock from another, however often its owner has refreshed it."""
     owner = decode(content)
     return f"{path.name} {'' if owner is None else owner.token}"
 
@@ -258,8 +258,8 @@ def _describe(owner: LockOwner | None) -> str:
 def _what_to_do(owner: LockOwner | None, path: Path) -> str:
     end_it = "" if owner is None else f" (on {owner.hostname}: kill {owner.pid})"
     return (
-        f"name another folder for this job, or end the other one first{end_it}.\n"
-        "A script that only reads uses restore() without a loader, or rankwise.load().\n"
+        f"use another folder for this job, or end the other job first{end_it}.\n"
+        "A script that only reads can call restore() without a loader, or rankwise.load().\n"
         f"If that process does not save there, remove {path.name}"
     )
 
@@ -274,16 +274,16 @@ REPORTED_BY_THE_SAVE = {
     errno.EPERM,
     errno.EROFS,
 }
-"""What keeps a lock file from being written and a checkpoint too, which has better words for it."""
+"""Errors that also keep a checkpoint from being written: the save reports them in clearer words."""
 
 
 def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock, then: Callable[[], T]) -> T:
-    """Return when this job alone saves into the folder.
+    """Return once only this job saves into the folder.
 
     Called by: every rank.
 
     Args:
-        ranks: who saves.
+        ranks: those that save.
         lock: of the folder.
         then: called on every rank, on rank zero once it has the lock; returns something JSON-able.
 
@@ -306,16 +306,16 @@ def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock, then: Callable[[],
 
 
 def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable[object], then: Callable[[], T]) -> T:
-    """Look whether another job saves where this one resumes from. Only reads.
+    """Check whether another job saves where this one resumes from. Only reads.
 
     Called by: every rank.
 
     Args:
-        ranks: who resumes.
+        ranks: those that resume.
         lock: of the folder.
-        objects: that are restored. With a loader among them this job saves there when it is stopped, if not before;
-            with an optimizer it likely will; with neither it may as well only read.
-        then: called on every rank, on rank zero after the look; returns something JSON-able.
+        objects: that are restored. With a loader among them this job saves there at the latest when it is stopped;
+            with an optimizer it likely will; with neither it may only read.
+        then: called on every rank, on rank zero after the check; returns something JSON-able.
 
     Returns:
         What ``then`` returns on rank zero.
@@ -332,14 +332,14 @@ def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable
             verdict = next(lock.find_other_job(watches=False))
             if verdict:
                 owner = verdict[0].splitlines()[0]
-                warn(f"another job saves into {lock.folder}: {owner}. This job cannot, until it ends")
+                warn(f"another job saves into {lock.folder}: {owner}. This job cannot save there until that one ends")
         yield []
 
     return _conclude(ranks, lock, mention(), then)
 
 
 def _conclude(ranks: CheckpointRanks, lock: FolderLock, steps: Generator[LockVerdict], then: Callable[[], T]) -> T:
-    """Have rank zero go on with ``steps``, one at a time: the others must not wait long for it."""
+    """Have rank zero run ``steps`` one at a time: the others must not wait long for it."""
 
     def step() -> tuple[LockVerdict, T | None]:
         verdict = next(steps) if ranks.rank == 0 else []

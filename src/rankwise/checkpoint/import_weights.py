@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from plain safetensors files into a model, whatever way it lies on the ranks.
+"""Weights from plain safetensors files into a model, however it is distributed over the ranks.
 
 Checks everything before it changes anything; each rank reads its own regions only. Public.
 """
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="torch.nn.Module")
 
 PIECE_BYTES = 64 * 2**20
-"""So much of a tensor is compared at once."""
+"""How much of a tensor is compared at once."""
 SAMPLE_BYTES = 4096
 SAMPLES_PER_FILE = 16
-"""How files are compared between ranks: evenly over each file. Weights that differ do so almost everywhere."""
+"""Files are compared between ranks by samples spread over each file: different weights differ almost everywhere."""
 
 _MOST_NAMES = 6
-"""So many names are listed in an error."""
+"""How many names an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorRead:
-    """One tensor to be read, and where it goes."""
+    """One tensor to be read, and its destination."""
 
     name: str
     """In the files."""
@@ -61,7 +61,7 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
     The model may be replicated, sharded, split by tensor parallelism, in a pipeline or several of these; its
     parameters keep their memory, and each rank reads only what it holds, one tensor at a time. Names and shapes
     are checked first, on every rank, and that the ranks read the same files. Floating-point weights are converted to
-    the model's dtype. Of tied weights one name is enough; where the files have several, their values must be equal.
+    the model's dtype. For tied weights one name is enough; if the files have several, their values must be equal.
 
     Args:
         path: a ``.safetensors`` file, or a folder of them, with or without ``model.safetensors.index.json``.
@@ -71,11 +71,11 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
         ``model`` itself.
 
     Raises:
-        CheckpointError: names are missing or not known, shapes differ, tied weights have different values, a file is
-            damaged or differs between ranks; the model has not changed. Only where a disk fails while it is read some
-            of it may have.
-        ConfigurationError: there are no such files, ``model`` is no module, or its weights have no memory of their own
-            on any rank.
+        CheckpointError: names are missing or unexpected, shapes differ, tied weights have different values, a file is
+            damaged or differs between ranks; the model has not changed. Only if a disk fails while it is read may
+            some of the model have changed.
+        ConfigurationError: there are no such files, ``model`` is not a module, or its weights have no memory of
+            their own on any rank.
         PeerFailed: that happened on another rank.
     """
     session = current_or_none()
@@ -88,8 +88,8 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
         module = unwrapped(model)
         if not isinstance(module, torch.nn.Module):
             raise ConfigurationError(
-                f"load_weights() loads into a module, and was given a {type(module).__name__}.",
-                do="pass the model; rankwise.load(...) and load_state_dict() are for other things",
+                f"load_weights() needs a module, got a {type(module).__name__}.",
+                do="pass the model; use rankwise.load(...) or load_state_dict() for other objects",
             )
         opened.append(open_tensor_files(place))
         copies.extend(_copies(opened[0], module, ranks))
@@ -106,17 +106,17 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
                 rank: f"{named}, contents {fingerprint[:8]}" for rank, (named, fingerprint, _) in enumerate(reported)
             }
             raise CheckpointError(
-                "Ranks were given files of different contents.",
+                "The files have different contents on different ranks.",
                 evidence=f"{fold_values(seen)}\nthe model has not changed",
-                do="pass the same path on every rank; where each machine has its own copy, make them equal",
+                do="pass the same path on every rank; if each machine has its own copy, make the copies identical",
             )
         elsewhere = [keys for *_, keys in reported]
         common = set[str].intersection(*map(set, elsewhere))
         if common:
             raise ConfigurationError(
-                f"{next(key for key in elsewhere[0] if key in common)} is on the meta device, on every rank.",
+                f"{next(key for key in elsewhere[0] if key in common)} is on the meta device on every rank.",
                 evidence=f"so are {len(common) - 1} more weights",
-                do="give the model memory first: model.to_empty(device=...); or have it read as it is placed: "
+                do="allocate the model first: model.to_empty(device=...); or load it while placing it: "
                 "rankwise.place(model, checkpoint=...)",
             )
         ranks.confirm(f"loading {path}", lambda: _copy_all(opened[0], copies))
@@ -127,7 +127,7 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
 
 
 def _fingerprint(files: TensorFiles) -> str:
-    """Return what differs where files do, from their names, sizes and samples of their bytes. Reads little."""
+    """Return a digest of the files' names, sizes and samples of their bytes. Reads little."""
     infos = dict(sorted(files.entries.items()))
     digest = hashlib.sha256(repr([(name, info.dtype, info.shape) for name, info in infos.items()]).encode())
     for path in dict.fromkeys(info.file for info in infos.values()):
@@ -141,7 +141,7 @@ def _fingerprint(files: TensorFiles) -> str:
 
 
 def _copies(files: TensorFiles, model: torch.nn.Module, ranks: CheckpointRanks) -> list[_TensorRead]:
-    """Return what is to be copied where. Raises unless names, shapes and kinds of the files fit the model."""
+    """Return the copies to make. Raises unless the names, shapes and dtypes in the files fit the model."""
     here = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     _refuse_copies(model, here)
     keys_of: dict[object, list[str]] = {}
@@ -153,16 +153,16 @@ def _copies(files: TensorFiles, model: torch.nn.Module, ranks: CheckpointRanks) 
     if missing or unexpected:
         raise CheckpointError(
             f"{files.path} does not hold the weights of this model: {len(missing)} are missing, "
-            f"{len(unexpected)} are not known.",
+            f"{len(unexpected)} are unexpected.",
             evidence=_names_text(missing, unexpected),
-            do="build the model that the files were written from, or name other files; nothing has changed",
+            do="build the model that the files were written from, or pass other files; nothing has changed",
         )
     for key, tensor in here.items():
         if key in files.entries and (difference := _difference(files.entries[key], tensor)) is not None:
             raise CheckpointError(
                 f"{key} in {files.path} does not fit the model.",
                 evidence=difference,
-                do="build the model that the files were written from, or name other files; nothing has changed",
+                do="build the model that the files were written from, or pass other files; nothing has changed",
             )
     for number, keys in enumerate(groups):
         # One rank reads each of them: these may be the largest weights.
@@ -182,30 +182,30 @@ def _refuse_unequal(files: TensorFiles, names: list[str], dtype: torch.dtype) ->
             first, second = (files.read_slice(one, at).to(dtype).reshape(-1) for one in (names[0], name))
             if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
                 raise CheckpointError(
-                    f"{names[0]} and {name} are one tensor in the model, and differ in {files.path}.",
+                    f"{names[0]} and {name} are one tensor in the model but differ in {files.path}.",
                     evidence="the model has not changed",
-                    do="build the model without tying them, or remove the one from the files that is not meant",
+                    do="build the model without tying them, or remove the wrong one from the files",
                 )
 
 
 def _refuse_copies(model: torch.nn.Module, here: Mapping[str, torch.Tensor]) -> None:
-    """Raise where ``state_dict()`` makes its own tensors: what is written into them would be lost."""
+    """Raise if ``state_dict()`` returns copies: writing into them would have no effect."""
     lazy = next((key for key, tensor in here.items() if torch.nn.parameter.is_lazy(tensor)), None)
     if lazy is not None:
         raise ConfigurationError(
-            f"{lazy} has no shape yet: it is of a lazy module.", do="run one batch through the model first"
+            f"{lazy} has no shape yet: it belongs to a lazy module.", do="run one batch through the model first"
         )
     own = {dtensor_layout.identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for key, tensor in here.items():
         memory = dtensor_layout.local(tensor)
         if any(stride == 0 and size > 1 for stride, size in zip(memory.stride(), memory.shape, strict=True)):
             raise ConfigurationError(
-                f"{key} cannot be loaded in place: it is an expanded tensor, whose elements share their memory.",
+                f"{key} cannot be loaded in place: it is an expanded tensor, whose elements share memory.",
                 do=f"give it memory of its own, {key.rpartition('.')[2]}.clone(), or use model.load_state_dict()",
             )
         if tensor.numel() and dtensor_layout.identity(tensor) not in own:
             raise ConfigurationError(
-                f"{key} cannot be loaded in place: state_dict() gives a copy of it.",
+                f"{key} cannot be loaded in place: state_dict() returns a copy of it.",
                 do="use model.load_state_dict() with the tensors of the files",
             )
 
@@ -222,7 +222,7 @@ def _names_text(missing: list[str], unexpected: list[str]) -> str:
     for name in missing[:_MOST_NAMES]:
         near = difflib.get_close_matches(name, unexpected, n=1)
         lines.append(f"missing: {name}" + (f" (the files have {near[0]})" if near else ""))
-    lines += [f"not known: {name}" for name in unexpected[:_MOST_NAMES]]
+    lines += [f"unexpected: {name}" for name in unexpected[:_MOST_NAMES]]
     more = max(len(missing) - _MOST_NAMES, 0) + max(len(unexpected) - _MOST_NAMES, 0)
     return "\n".join([*lines, f"and {more} more"] if more else lines)
 
@@ -240,6 +240,6 @@ def _copy_all(files: TensorFiles, copies: list[_TensorRead]) -> None:
                 else:
                     memory.copy_(files.read_slice(copy.name, region.within(whole(tuple(copy.here.shape)))))
         except CheckpointError as error:
-            loaded = f"{number} of {len(copies)} weights are loaded already"
+            loaded = f"{number} of {len(copies)} weights were already loaded"
             error.supplement(evidence=f"{error.evidence or ''}\n{loaded}".strip())
             raise

@@ -36,15 +36,15 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
     world too.
 
     Sizes and checksums of all files are verified first, then every object is compared with its
-    saved state; only then objects change. What has ``load_state_dict()`` gets its state by it; a
-    dict or list becomes what was saved, in place, and its tensors, as a tensor given alone, are
-    copied into where shape and dtype are the same. Each rank reads only what the objects hold on it, whatever way
-    they and the saved ones lie on their ranks: replicated, sharded, split by tensor parallelism, in a pipeline.
+    saved state; only then objects change. Objects with ``load_state_dict()`` receive their state through it; a
+    dict or list becomes what was saved, in place. Its tensors, like a tensor passed directly, are
+    copied into if shape and dtype are the same. Each rank reads only what the objects hold on it, however
+    they are distributed now and were when saved: replicated, sharded, split by tensor parallelism, in a pipeline.
 
     Args:
         directory: of one checkpoint, as :func:`save` returned it.
         objects: by the names they were saved under; not all of them need be given. An immutable
-            value (a number, a text) only says which one to return.
+            value (a number, a string) only names the one to return.
 
     Returns:
         The objects by name; a saved immutable value in place of the one given. Without any objects,
@@ -53,9 +53,9 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
     Raises:
         CheckpointError: the checkpoint is absent, unfinished or damaged, lacks an object, or is of
             another model; the first key that differs is named, and no object has changed. Or the
-            ``load_state_dict()`` of an object raises: modules come last and optimizers before them, so that
-            objects of other classes may have changed by then, and what refused may have on other ranks.
-        ConfigurationError: ranks were given different objects; none has changed.
+            ``load_state_dict()`` of an object raises: modules come last and optimizers before them, so
+            objects of other classes may have changed by then, and the object that raised may have on other ranks.
+        ConfigurationError: the objects differ between ranks; none has changed.
         PeerFailed: that happened on another rank.
     """
     session = current_or_none()
@@ -65,18 +65,18 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
     if saved is None:
         raise CheckpointError(
             f"{path} cannot be loaded: {damage}.",
-            do="name another checkpoint, or let Checkpointer.restore() take the newest good one",
+            do="load another checkpoint, or let Checkpointer.restore() pick the newest good one",
         )
     return load_into(ranks, path, saved, objects)
 
 
 def verify(ranks: CheckpointRanks, path: Path) -> tuple[Manifest | None, str | None]:
-    """Check a checkpoint's files, each rank a share of their bytes; all come to one verdict.
+    """Check a checkpoint's files, each rank a share of their bytes; all reach the same verdict.
 
     Called by: every rank.
 
     Returns:
-        The manifest and ``None``; or ``None`` and what is wrong, the same on every rank.
+        The manifest and ``None``; or ``None`` and the problem, the same on every rank.
     """
     own: list[Manifest] = []
 
@@ -105,7 +105,7 @@ def read_manifest_bytes(path: Path) -> bytes:
     """Return the bytes of a checkpoint's manifest.
 
     Raises:
-        CheckpointError: there is none; says what is there.
+        CheckpointError: there is none; the error names what is there instead.
     """
     try:
         return checksums.plain(path / manifest.MANIFEST_NAME).read_bytes()
@@ -158,23 +158,23 @@ def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapp
         for name, item in objects.items():
             _refuse_if_different(path, name, item, trees[name].tree, saved.objects[name].kind)
             trees[name].fit(item)
-        # Those most likely to refuse come first; modules last, as they were compared in full.
+        # Those most likely to raise come first; modules last, as they were compared in full.
         order = sorted(objects, key=lambda name: _late(objects[name]))
         elsewhere = [place for tree in trees.values() for place in tree.elsewhere]
         saved_tree.read(path, list(trees.values()))
         return order, elsewhere
 
-    reported = ranks.confirm(f"comparing {path} with what is here and reading it", compare_and_read)
+    reported = ranks.confirm(f"comparing {path} with the objects and reading it", compare_and_read)
     _refuse_different_objects([names for names, _ in reported])
-    # What a pipeline's stages hold is elsewhere on other ranks; what is elsewhere on all would be loaded nowhere.
+    # A tensor of a pipeline stage is on the meta device on other ranks; one that is on all ranks is loaded nowhere.
     elsewhere = [places for _, places in reported]
     common = set[str].intersection(*map(set, elsewhere))
     nowhere = [place for place in elsewhere[0] if place in common]
     if nowhere:
         raise CheckpointError(
-            f"{path} cannot be loaded: {nowhere[0]} is on the meta device, on every rank.",
+            f"{path} cannot be loaded: {nowhere[0]} is on the meta device on every rank.",
             evidence=f"so are {len(nowhere) - 1} more\nno object has changed",
-            do="give the model memory first: model.to_empty(device=...)",
+            do="allocate the model first: model.to_empty(device=...)",
         )
     results: dict[str, Any] = {name: tree.tree for name, tree in trees.items()}
     done: list[str] = []
@@ -182,7 +182,7 @@ def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapp
     def change(name: str) -> None:
         results[name] = _load_one(path, name, objects[name], trees[name].tree, done)
 
-    # One by one: what one rank's object refuses, no rank goes beyond.
+    # One by one: when an object raises on one rank, no rank continues past it.
     for name in reported[0][0]:
         ranks.confirm(f"loading {name} from {path}", partial(change, name))
         done.append(name)
@@ -193,7 +193,7 @@ def _refuse_different_objects(names_of: Sequence[list[str]]) -> None:
     given = {rank: ", ".join(sorted(names)) or "none, for the whole state" for rank, names in enumerate(names_of)}
     if len(set(given.values())) > 1:
         raise ConfigurationError(
-            "Ranks were given different objects to load into.",
+            "The objects to load into differ between ranks.",
             evidence=f"{fold_values(given)}\nno object has changed",
             do="pass the same objects on every rank",
         )
@@ -206,13 +206,13 @@ def _late(item: object) -> int:
 
 def _refuse_if_different(path: Path, name: str, item: object, tree: object, kind: str) -> None:
     if callable(getattr(item, "state_dict", None)) and not callable(getattr(item, "load_state_dict", None)):
-        raise ConfigurationError(f"{name} has state_dict() but no load_state_dict().", do="give its class that method")
+        raise ConfigurationError(f"{name} has state_dict() but no load_state_dict().", do="add it to its class")
     difference = first_difference(name, item, tree, kind)
     if difference is not None:
         raise CheckpointError(
-            f"{path} is of another model: it differs first at {difference.path}.",
+            f"{path} was saved from another model: the first difference is at {difference.path}.",
             evidence=f"checkpoint: {difference.saved}\nhere: {difference.here}\nno object has changed",
-            do="build the objects as they were when it was saved, or name another checkpoint",
+            do="build the objects as they were when it was saved, or load another checkpoint",
         )
 
 
@@ -227,16 +227,16 @@ def _load_one(path: Path, name: str, item: object, tree: object, done: list[str]
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{name} refuses its state from {path}: {type(error).__name__}: {error}",
+            f"{name} rejected its state from {path}: {type(error).__name__}: {error}",
             evidence=f"already loaded, on every rank: {', '.join(done) or 'nothing'}\n"
             f"{name} itself may be loaded on other ranks",
-            do="build the objects as they were when it was saved, or name another checkpoint",
+            do="build the objects as they were when it was saved, or load another checkpoint",
         ) from error
     return item
 
 
 def replaced_in_place(item: object, tree: object) -> object:
-    """Make ``item`` equal to ``tree`` where it can change, and return the result.
+    """Make ``item`` equal to ``tree`` if it is mutable, and return the result.
 
     Tensors of the same shape and dtype keep their memory and device; dicts and lists stay the same
     objects.

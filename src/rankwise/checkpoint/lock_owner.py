@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that saves into a folder, as its lock file describes it, and whether it still runs.
+"""The process that saves into a folder, as described by its lock file, and whether it still runs.
 
-Never compares the clocks of two machines: a process of this machine is looked up by its number and start time, one of
+Never compares the clocks of two machines: a process of this machine is looked up by its PID and start time, one of
 another machine by whether its lock file keeps changing. Imported by ``folder_lock``.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 LATEST_SECONDS = 1e11
-"""Of what can be shown as a date."""
+"""The latest time that can be shown as a date."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,19 +33,19 @@ class LockOwner:
 
     hostname: str
     machine: str
-    """Names the machine as it runs now, and the container: process numbers count within these. Empty if unknown."""
+    """Identifies the machine's current boot and the container, in which PIDs are unique. Empty if unknown."""
     pid: int
     start_time: str
-    """When the kernel started the process, in its own ticks; with ``pid`` never used twice. Empty if unknown."""
+    """When the kernel started the process, in its own ticks; unique together with ``pid``. Empty if unknown."""
     command: str
     job: str
-    """Name of the launcher's job, which no other job has; empty where there is none."""
+    """Unique name of the launcher's job; empty without one."""
     attempt: int
     """Number of the job's restart."""
     since: float
-    """When the lock was taken, in seconds since the epoch by the owner's clock. Only ever shown."""
+    """When the lock was taken, in seconds since the epoch by the owner's clock. For display only."""
     token: str
-    """Tells this lock from every other one."""
+    """Distinguishes this lock from every other one."""
 
     @classmethod
     def this_process(cls) -> Self:
@@ -73,24 +73,24 @@ class LockOwner:
 
     @property
     def description(self) -> str:
-        """The process, in words."""
+        """A description of the process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
         return f"process {self.pid} on {self.hostname} ({self.command or 'python'}), since {since}"
 
     def is_running(self, viewer: LockOwner) -> bool | None:
-        """Return whether the owner still runs and its lock counts; ``None`` where this process cannot know.
+        """Return whether the owner still runs and its lock counts; ``None`` if this process cannot know.
 
         Args:
             viewer: this process.
         """
         if self.job and self.job == viewer.job and self.attempt < viewer.attempt:
-            # The launcher starts an attempt when the one before has ended.
+            # The launcher starts an attempt only when the previous one has ended.
             return False
-        # Machines that were copied may share all but their name.
+        # Cloned machines may differ only in their name.
         if not self.machine or (self.machine, self.hostname) != (viewer.machine, viewer.hostname):
             return None
         if self.pid == viewer.pid:
-            # An earlier lock of this process, or of one before it with its number.
+            # An earlier lock of this process, or of an earlier process with its PID.
             return False
         return process_probe.is_there(self.pid, self.start_time)
 
@@ -99,7 +99,7 @@ def decode(content: bytes) -> LockOwner | None:
     """Return the owner that a lock file describes; ``None`` while it is being written, or for anything else."""
     try:
         saved = json.loads(content)
-        # Later versions may say more.
+        # Later versions may add fields.
         owner = LockOwner(**{each.name: saved[each.name] for each in fields(LockOwner)})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -121,9 +121,9 @@ def _script() -> str:
 
 
 def read(path: Path) -> bytes | None:
-    """Return the content of a lock file; ``None`` where it is not there.
+    """Return the content of a lock file; ``None`` if there is none.
 
-    Opens it again each time: network file systems compare with the server then.
+    Opens it again each time: network file systems then check with the server.
     """
     try:
         return path.read_bytes()

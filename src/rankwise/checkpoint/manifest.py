@@ -26,17 +26,17 @@ Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSIONS = (1, 2)
-"""In the second a tensor may lie in parts. Where none does the first is written, for older readers."""
+"""In version 2 a tensor may be stored in parts. If none is, version 1 is written, for older readers."""
 PIECE_BYTES = 16 * 2**20
 """A file has one CRC-32 per piece of this many bytes, so that ranks can share the checking."""
 SMALL_TENSOR_BYTES = 64 * 2**10
 """Smaller tensors are all written by the first rank that holds them: what belongs together (a BatchNorm's
-mean, variance and count) then comes from one rank, and a small model makes one file."""
+mean, variance and count) then comes from one rank, and a small model is one file."""
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _FIRST_LINE = re.compile(rb'\{"checksum": "sha256:([0-9a-f]{64})",\n')
-_WHAT_TO_DO = "restore the file from a copy, or name another checkpoint"
+_WHAT_TO_DO = "restore the file from a copy, or load another checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class Region:
         return math.prod(self.shape)
 
     def common(self, other: Region) -> Region | None:
-        """Return what two regions of one tensor share; ``None`` where that is nothing."""
+        """Return what two regions of one tensor share; ``None`` if that is nothing."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + n, b + m) - start
@@ -83,13 +83,13 @@ class Region:
 
 
 def whole(shape: tuple[int, ...]) -> Region:
-    """Return the region that is all of a tensor."""
+    """Return the region that covers a whole tensor."""
     return Region((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A region of a tensor, and where it lies."""
+    """A region of a tensor, and where it is stored."""
 
     file: str
     """Name of its file."""
@@ -101,18 +101,18 @@ class TensorPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """One tensor: what it is and where it lies."""
+    """One tensor: what it is and where it is stored."""
 
     dtype: str
     """As torch names it, without ``torch.``: ``"float32"``."""
     shape: tuple[int, ...]
     """Its sizes, whole."""
     parts: tuple[TensorPart, ...]
-    """Regions that make it up, without overlaps; one where it was whole on a rank."""
+    """Regions that cover it, without overlaps; a single one if it was whole on a rank."""
 
 
 def in_one_part(name: str, *, file: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
-    """Return the entry of a tensor that lies whole in one file, under its own name."""
+    """Return the entry of a tensor that is stored whole in one file, under its own name."""
     return TensorEntry(dtype=dtype, shape=shape, parts=(TensorPart(file, name, whole(shape)),))
 
 
@@ -121,19 +121,19 @@ class ObjectEntry:
     """One object that was saved."""
 
     kind: str
-    """Class of the object, as ``module.name``; only to be told to a person."""
+    """Class of the object, as ``module.name``; for display only."""
     state: Json
     """Its state tree, with every tensor replaced by its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """All that a checkpoint says about itself."""
+    """The description of a checkpoint: its objects, tensors and files."""
 
     rankwise_version: str
-    """Of the rankwise that wrote it."""
+    """Version of rankwise that wrote it."""
     torch_version: str
-    """Of the torch that wrote it."""
+    """Version of torch that wrote it."""
     world_size: int
     """How many ranks wrote it; any number may read it."""
     files: Mapping[str, FileEntry]
@@ -145,7 +145,7 @@ class Manifest:
 
 
 def assign(size_bytes_of: Mapping[K, int], holders_of: Mapping[K, Collection[int]]) -> dict[K, int]:
-    """Divide the writing among the ranks that hold something, balanced by bytes; the same on every rank.
+    """Divide writing among the ranks that hold something, balanced by bytes; the same on every rank.
 
     Args:
         size_bytes_of: bytes of each part, by the tensor's name and the part's offsets.
@@ -168,8 +168,7 @@ def assign(size_bytes_of: Mapping[K, int], holders_of: Mapping[K, Collection[int
 def pieces_to_check(files: Mapping[str, FileEntry], rank: int, world_size: int) -> dict[str, list[int]]:
     """Return the numbers of the pieces of each file that a rank checks.
 
-    Pieces are dealt out over all files in turn, so that many small files are shared among ranks
-    too.
+    Pieces are assigned round-robin over all files, so that many small files are shared among ranks too.
     """
     shares: dict[str, list[int]] = {}
     num_before = 0
@@ -221,15 +220,15 @@ def _tensor_json(name: str, entry: TensorEntry) -> dict[str, Json]:
 
 
 def decode(data: bytes) -> Manifest:
-    """Return what the bytes of a manifest file say.
+    """Return the manifest that a file's bytes encode.
 
     Raises:
-        CheckpointError: they are not a manifest, are damaged, of a format this rankwise does not
+        CheckpointError: they are not a manifest, are damaged, have a format that this rankwise does not
             know, or name a file outside the checkpoint.
     """
     first = _FIRST_LINE.match(data)
     if first is None:
-        raise CheckpointError(f"{MANIFEST_NAME} is not a manifest of rankwise.", do=_WHAT_TO_DO)
+        raise CheckpointError(f"{MANIFEST_NAME} is not a rankwise manifest.", do=_WHAT_TO_DO)
     found = hashlib.sha256(data[first.end() :]).hexdigest()
     if found != first[1].decode():
         raise CheckpointError(f"{MANIFEST_NAME} is damaged: its checksum differs.", do=_WHAT_TO_DO)
@@ -239,7 +238,7 @@ def decode(data: bytes) -> Manifest:
         if version not in FORMAT_VERSIONS:
             raise CheckpointError(
                 f"{MANIFEST_NAME} has format version {version!r}; this rankwise reads {FORMAT_VERSIONS[-1]} and older.",
-                do="install the rankwise that wrote it: " + str(sections["rankwise_version"]),
+                do="install the rankwise version that wrote it: " + str(sections["rankwise_version"]),
             )
         return _manifest_of(sections)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -275,7 +274,7 @@ def _file_entry(name: str, entry: dict[str, Any]) -> FileEntry:
     size = _count(entry["size_bytes"])
     checksums = tuple(_text(checksum) for checksum in entry["crc32"])
     if len(checksums) != -(-size // PIECE_BYTES) or not all(map(_CHECKSUM.fullmatch, checksums)):
-        message = f"the checksums of {name} do not fit its {size} bytes"
+        message = f"the checksums of {name} do not match its {size} bytes"
         raise ValueError(message)
     return FileEntry(name=name, size_bytes=size, checksums=checksums)
 
@@ -291,7 +290,7 @@ def _tensor_entry(name: str, entry: dict[str, Any], files: Mapping[str, FileEntr
         for part in entry["parts"]
     )
     if not tiles([part.region for part in parts], shape):
-        message = f"the parts of {name} do not make up {list(shape)}"
+        message = f"the parts of {name} do not cover {list(shape)}"
         raise ValueError(message)
     return TensorEntry(dtype=dtype, shape=shape, parts=parts)
 
@@ -306,13 +305,13 @@ def tiles(regions: Collection[Region], shape: tuple[int, ...]) -> bool:
     )
     if not inside or sum(region.num_elements for region in regions) != everything.num_elements:
         return False
-    # Of as many elements as the whole, they cover it unless two of them overlap.
+    # With as many elements as the whole, they cover it unless two of them overlap.
     return bool(regions) and not _overlap(regions, len(shape))
 
 
 def _overlap(regions: Collection[Region], num_dims: int) -> bool:
     """Return whether two regions have an element in common."""
-    # Cut along planes that cross no region, until each lies alone: what ranks hold can be cut so, in any of their ways.
+    # Cut along planes that cross no region, until each region is alone: every supported sharding can be cut so.
     left = [list(regions)]
     while left:
         group = left.pop()
@@ -325,7 +324,7 @@ def _overlap(regions: Collection[Region], num_dims: int) -> bool:
 
 
 def _cut(regions: Collection[Region], dim: int) -> list[list[Region]]:
-    """Return regions in groups that do not meet along a dim."""
+    """Return regions in groups that do not overlap along a dim."""
     groups: list[list[Region]] = []
     end = 0
     for region in sorted(regions, key=lambda region: region.offsets[dim]):

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SLICE_SECONDS = 0.5
-"""How long a thread waits for a peer before it looks whether the job still goes on."""
+"""How long a thread waits for a peer before it checks whether the job is still running."""
 GRACE_SECONDS = 3.0
-"""How long a thread waits on after a rank has failed: that rank's thread may still finish."""
+"""How long a thread keeps waiting after a rank has failed: that rank's thread may still finish."""
 
 
 class CheckpointRanks(Protocol):
-    """The ranks that take part, and a way to do a step together."""
+    """The participating ranks, and a way to do a step together."""
 
     @property
     def rank(self) -> int:
@@ -89,7 +89,7 @@ class StoreRanks:
         """Take part in the steps of one save.
 
         Args:
-            session: of the ranks; its failure detector tells of ranks that fail.
+            session: of the ranks; its failure detector reports ranks that fail.
             store: a connection of the thread's own.
             name: of the save, the same on every rank and never used before in this job.
         """
@@ -109,7 +109,7 @@ class StoreRanks:
         return values_of(label, own, self._gather(label, step), self._session.world)
 
     def forget(self) -> None:
-        """Delete this rank's reports from the store. Only when every rank has ended the last step."""
+        """Delete this rank's reports from the store. Only when every rank has finished the last step."""
         for step in range(self._step):
             self.store.delete(self._key(step, self.rank))
 
@@ -141,15 +141,15 @@ class StoreRanks:
             return cause
         missing = self._missing(keys)
         return PeerMissing(
-            f"{label} waited {waited:.1f} s in vain. Missing: "
-            + (f"{fold_ranks(missing)}." if missing else "nobody now."),
+            f"{label} timed out after {waited:.1f} s waiting for "
+            + (f"{fold_ranks(missing)}." if missing else "ranks that have arrived since."),
             ranks=missing,
             where=f"reported on {self._session.world}",
-            do="look at the missing rank's output; where its disk is slow, join(timeout_seconds=...) is the limit",
+            do="check the output of the missing rank; if its disk is slow, raise join(timeout_seconds=...)",
         )
 
     def _cause(self, keys: list[str]) -> RankwiseError | None:
-        """Return why the rest will not come: what ended the job, or the loss of a rank that it goes on without."""
+        """Return why the others will not arrive: what ended the job, or the loss of an optional rank."""
         detector = self._session.detector
         if detector is None or detector.error is not None or not detector.has_lost_ranks:
             return None if detector is None else detector.error

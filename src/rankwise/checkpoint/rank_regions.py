@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks hold together: of each tensor the regions and who has them, of a state tree all entries.
+"""What the ranks hold together: the regions of each tensor and their ranks, and all entries of a state tree.
 
-Pure: takes what every rank reports, and says the same on every rank. Imported by the saving of this room.
+Pure: takes the reports of all ranks, and returns the same on every rank. Imported by the saving of this room.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class TensorLayout:
     shape: tuple[int, ...]
     """Its sizes, whole."""
     holders: Mapping[Region, Sequence[int]]
-    """Regions that make it up, and the ranks that hold each."""
+    """Regions that cover it, and the ranks that hold each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateReport:
-    """What one rank tells about its state. Goes between ranks as JSON."""
+    """What one rank reports about its state. Sent between ranks as JSON."""
 
     tensors: dict[str, tuple[str, tuple[int, ...], Region | None]]
     """Dtype, whole shape, and the region that lies here, by name."""
@@ -52,7 +52,7 @@ class StateReport:
 
 
 def report_of(sections: list[Any]) -> StateReport:
-    """Return what another rank has told."""
+    """Return the report of another rank."""
     tensors, entries, elsewhere = sections
     return StateReport(
         tensors={
@@ -68,7 +68,7 @@ def layouts_of(reports: Sequence[StateReport]) -> dict[str, TensorLayout]:
     """Return how each tensor lies on the ranks.
 
     Raises:
-        CheckpointError: ranks say different things about a tensor, or part of one lies on no rank.
+        CheckpointError: ranks disagree about a tensor, or part of one lies on no rank.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
@@ -97,16 +97,16 @@ def _layout(name: str, reported: Mapping[int, tuple[str, tuple[int, ...], Region
 def _incomplete(name: str, texts: Mapping[int, str], holders: Mapping[Region, Sequence[int]]) -> CheckpointError:
     if not holders:
         return CheckpointError(
-            f"{name} cannot be saved: it is on the meta device, on every rank.",
+            f"{name} cannot be saved: it is on the meta device on every rank.",
             evidence=f"{fold_values(texts)}\n{_NOTHING_WRITTEN}",
-            do="give the model memory and values first: model.to_empty(device=...), then load or initialise it",
+            do="allocate and fill the model first: model.to_empty(device=...), then load or initialise it",
         )
     found = "\n".join(
         f"{fold_ranks(ranks)}: [{bounds(region)}]"
         for region, ranks in sorted(holders.items(), key=lambda item: item[0].offsets)
     )
     return CheckpointError(
-        f"{name} cannot be saved: what the ranks hold does not make up the whole of {min(texts.items())[1]}.",
+        f"{name} cannot be saved: the regions on the ranks do not cover all of {min(texts.items())[1]}.",
         evidence=f"{found}\n{_NOTHING_WRITTEN}",
         do="place it the same way on every rank, so that each element lies in one region",
     )
@@ -150,6 +150,5 @@ def differs(path: str, texts: Mapping[int, str]) -> CheckpointError:
     return CheckpointError(
         f"The state to save differs between ranks: {path}.",
         evidence=f"{fold_values(texts)}\n{_NOTHING_WRITTEN}",
-        do="save what belongs to samples, parameters and steps; "
-        "all_reduce() a rank's own number first, or leave it out",
+        do="save only what is the same on every rank; all_reduce() a rank's own number first, or leave it out",
     )

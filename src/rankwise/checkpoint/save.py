@@ -24,6 +24,7 @@ from rankwise.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Tenso
 from rankwise.checkpoint.phases import SLICE_SECONDS, CollectiveRanks
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
+from rankwise.tensors.synced_folders import make_folder
 
 if TYPE_CHECKING:
     import os
@@ -44,21 +45,21 @@ class SaveJob:
     rank: int
     """The rank that does this part of the save."""
     world: str
-    """How errors call this rank."""
+    """How errors name this rank."""
     world_size: int
     """How many ranks save together."""
     objects: dict[str, ObjectEntry]
     """Skeletons of all objects."""
     tensors: dict[str, TensorEntry]
-    """All tensors, whoever writes them."""
+    """All tensors, whichever rank writes them."""
     num_bytes: int
     """How much this rank writes."""
     parts: Callable[[], Iterable[bytes | memoryview]]
     """Gives the bytes of this rank's file; ``num_bytes`` of them."""
     sweep: str | None
-    """Leftovers of which checkpoint are removed first; ``None``: of every numbered one."""
+    """The checkpoint whose leftovers are removed first; ``None`` for all numbered ones."""
     retire: Callable[[], None]
-    """Removes old checkpoints, once the new one is there."""
+    """Removes old checkpoints, once the new one is complete."""
     written: list[dict[str, Any] | None] = field(default_factory=list[dict[str, Any] | None])
     """What each rank has written, by rank; known in the last stage."""
 
@@ -75,23 +76,23 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
 
     Tensors may lie on the ranks in any way: the same on all, as those of a replicated model, in regions, as those of
     a sharded one, or on some ranks only, as those of a pipeline. Each rank writes only what it holds, and what several
-    hold is written by one of them. Of islands (:func:`rankwise.local_sgd`), which are averaged first, the first one's
-    state is written. Everything else must be the same on every rank, and is compared. A checkpoint
-    that ``directory`` holds already is replaced at the very end. Random number generators are not saved: their state
-    belongs to a rank, and means nothing on another number of ranks; rankwise's loaders derive their randomness from
+    hold is written by one of them. Worker groups (:func:`rankwise.local_sgd`) are averaged first, and the state of
+    the first group is written. Everything else must be the same on every rank, and is compared. A checkpoint
+    that ``directory`` already holds is replaced at the very end. Random number generators are not saved: their state
+    belongs to a rank, and is not valid on another number of ranks; rankwise's loaders derive their randomness from
     the sample instead.
 
     Args:
         directory: of this one checkpoint, on a file system that every rank sees. Only one job at a
             time may write there.
         objects: by the name to load them under. Anything with ``state_dict()``, or a tree of dicts,
-            lists, tuples, tensors, NumPy arrays, numbers and text.
+            lists, tuples, tensors, NumPy arrays, numbers and strings.
 
     Returns:
         The checkpoint's absolute path.
 
     Raises:
-        CheckpointError: the state holds something else or differs between ranks, the disk is full,
+        CheckpointError: the state holds other types or differs between ranks, the disk is full,
             the folder cannot be written. What ``directory`` held before is still there.
         PeerFailed: that happened on another rank.
     """
@@ -107,7 +108,7 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
 
 
 def propose(ranks: CheckpointRanks, choose: Callable[[], Path]) -> list[str]:
-    """Return, on rank zero, the directory that it chooses and a token for the save; nothing on the others."""
+    """Return, on rank zero, the directory that it chooses and a token for the save; an empty list on the others."""
     return [str(choose()), secrets.token_hex(8)] if ranks.rank == 0 else []
 
 
@@ -124,7 +125,7 @@ def make_job(
     """Return the save of ``content`` as this rank does it.
 
     Args:
-        ranks: who saves.
+        ranks: those that save.
         content: what is saved.
         target: the checkpoint's directory.
         token: of this save.
@@ -156,16 +157,16 @@ def make_job(
 
 
 def prepare(job: SaveJob) -> None:
-    """Make the staging directory; remove those of saves that died."""
+    """Create the staging directory; remove those of interrupted saves."""
     if job.rank == 0:
-        folder.make_folder(job.target.parent)
+        make_folder(job.target.parent)
         folder.refuse_foreign(job.target)
         folder.remove_leftovers(job.target.parent, job.sweep)
         job.staging.mkdir()
 
 
 def write_tensors(job: SaveJob) -> dict[str, Any] | None:
-    """Write this rank's file; return what the manifest is to say about it."""
+    """Write this rank's file; return its entry for the manifest."""
     if job.num_bytes == 0:
         return None
     entry = checksums.write_file(job.staging / contents.part_name(job.rank), job.parts())
@@ -173,7 +174,7 @@ def write_tensors(job: SaveJob) -> dict[str, Any] | None:
 
 
 def write_manifest(job: SaveJob) -> None:
-    """Check that every file has arrived whole, then write the manifest. Rank zero only."""
+    """Check that every file is complete, then write the manifest. Rank zero only."""
     entries = [
         FileEntry(name=part["name"], size_bytes=part["size_bytes"], checksums=tuple(part["checksums"]))
         for part in job.written
@@ -183,9 +184,9 @@ def write_manifest(job: SaveJob) -> None:
         damage = checksums.find_damage(job.staging / entry.name, entry, ())
         if damage is not None:
             raise CheckpointError(
-                f"{job.target} is not saved: rank zero finds that {damage}.",
+                f"{job.target} was not saved: rank zero found that {damage}.",
                 where=job.world,
-                do="name a folder on a file system that every rank sees",
+                do="use a folder on a file system that every rank sees",
             )
     saved = Manifest(
         rankwise_version=_rankwise_version(),
@@ -196,11 +197,10 @@ def write_manifest(job: SaveJob) -> None:
         objects=job.objects,
     )
     checksums.write_file(job.staging / manifest.MANIFEST_NAME, [manifest.encode(saved)])
-    folder.sync_folder(job.staging)
 
 
 def complete(job: SaveJob) -> None:
-    """Let the checkpoint appear under its name; then remove those that are no longer kept."""
+    """Rename the checkpoint to its final name; then remove those that are no longer kept."""
     if job.rank == 0:
         write_manifest(job)
         folder.commit(job.staging, job.target, job.token)
@@ -214,11 +214,11 @@ STAGES: dict[str, Callable[[SaveJob], Any]] = {
     _WRITING: write_tensors,
     "completing": complete,
 }
-"""What a save does, in this order. Every rank confirms each stage before any begins the next."""
+"""The stages of a save, in order. Every rank confirms each stage before any begins the next."""
 
 
 def write(ranks: CheckpointRanks, job: SaveJob) -> None:
-    """Go through the stages. After an error on any rank nothing of this save is left.
+    """Run the stages. After an error on any rank nothing of this save is left.
 
     Called by: every rank, with the same save.
     """
@@ -234,7 +234,7 @@ def write(ranks: CheckpointRanks, job: SaveJob) -> None:
 
 
 def _worded(stage: Callable[[SaveJob], Any], job: SaveJob) -> Callable[[], Any]:
-    """Return the stage as a call without arguments whose system errors are in words."""
+    """Return the stage as a call without arguments whose system errors are explained."""
 
     def run() -> Any:  # noqa: ANN401 - what the stage returns
         try:
@@ -243,7 +243,7 @@ def _worded(stage: Callable[[SaveJob], Any], job: SaveJob) -> Callable[[], Any]:
             raise CheckpointError(
                 f"{job.target} could not be saved: {error.strerror or error}.",
                 where=job.world,
-                evidence=f"{error}\nthis rank writes {job.num_bytes} bytes; earlier checkpoints are untouched",
+                evidence=f"{error}\nthis rank writes {job.num_bytes} bytes; earlier checkpoints are unchanged",
                 do=_what_to_do(error.errno, job),
             ) from error
 
@@ -254,10 +254,10 @@ def _what_to_do(number: int | None, job: SaveJob) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         total = sum(part["size_bytes"] for part in job.written if part is not None)
         needed = max(total, job.num_bytes)
-        return f"free {needed} bytes there, keep fewer checkpoints, or name another folder"
+        return f"free {needed} bytes there, keep fewer checkpoints, or use another folder"
     if number == errno.ENOENT:
-        return "name a folder that can be made, on a file system that every rank sees"
-    return f"name a folder that this user can write to; this one is {job.target.parent}"
+        return "use a folder that can be created, on a file system that every rank sees"
+    return f"use a folder that this user can write to; this one is {job.target.parent}"
 
 
 def _rankwise_version() -> str:
@@ -268,7 +268,7 @@ def _rankwise_version() -> str:
 
 
 class PendingSave:
-    """One save, from the thread's start on."""
+    """One save, once its thread has started."""
 
     def __init__(self, ranks: CheckpointRanks, job: SaveJob) -> None:
         self._error: BaseException | None = None

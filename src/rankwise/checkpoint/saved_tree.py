@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saved state trees, read the way the objects here lie on the ranks: whole, in regions, or not at all.
+"""Saved state trees, read as the objects here are distributed: whole, in regions, or not at all.
 
 First a tree has stand-ins for its tensors, which take no memory and can be compared; then each rank reads what it
 needs of each. Changes no object. Imported by the loading of this room.
@@ -34,9 +34,9 @@ class _SavedTensor:
     stand_in: torch.Tensor
     """On the meta device, of the saved dtype and whole shape."""
     template: torch.Tensor | None = None
-    """The DTensor here that the saved tensor shall be placed like; what is elsewhere stands for itself."""
+    """The DTensor here whose placements the saved tensor gets; a meta tensor for one on other ranks."""
     is_elsewhere: bool = False
-    """Whether other ranks hold what is to be loaded."""
+    """Whether only other ranks hold the tensor to load into."""
 
     def region(self) -> Region | None:
         """Return which region this rank reads; ``None`` for nothing."""
@@ -45,7 +45,7 @@ class _SavedTensor:
             return None
         if self.template is None or tuple(self.template.shape) != self.entry.shape:
             return everything
-        # A rank without elements of a DTensor still has a DTensor of its own, with empty memory.
+        # A rank without elements of a DTensor still has its own DTensor, with empty memory.
         held = tuple(dtensor_layout.local(self.template).shape)
         return dtensor_layout.region_of(self.template, self.name) or Region((0,) * len(held), held)
 
@@ -55,11 +55,11 @@ class SavedTree:
 
     Attributes:
         tree: with a stand-in for each tensor until :func:`read` has filled it.
-        elsewhere: paths of what has no memory on this rank here, and so nothing to load into.
+        elsewhere: paths of tensors that have no memory on this rank to load into.
     """
 
     def __init__(self, name: str, saved: Manifest) -> None:
-        """Build the tree of the object ``name`` from what the manifest says; nothing is read."""
+        """Build the tree of the object ``name`` from the manifest; nothing is read."""
         self.name = name
         self.elsewhere: list[str] = []
         self._skeleton = saved.objects[name].state
@@ -78,7 +78,7 @@ class SavedTree:
         return stand_in
 
     def fit(self, item: object) -> None:
-        """Note how the object that will be loaded lies on this rank. After the two have been compared."""
+        """Note how the object to load into lies on this rank. Call after the two have been compared."""
         inner = unwrapped(item)
         state_dict = getattr(inner, "state_dict", None)
         self._fit_tree(self.name, self.tree, state_dict() if callable(state_dict) else inner)
@@ -107,7 +107,7 @@ class SavedTree:
                 self._fit_tree(f"{path}[{index}]", value, ours)
 
     def _fit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Place the state of each parameter as the parameter is; a fresh optimizer has none to be like."""
+        """Place the state of each parameter like the parameter: a fresh optimizer has no state to copy from."""
         tree = cast("dict[str, Any]", self.tree) if isinstance(self.tree, dict) else {}
         entries: dict[Any, Any] = tree.get("state", {})
         self._dropped = parameters_elsewhere(optimizer) & set(entries)
@@ -121,7 +121,7 @@ class SavedTree:
                     continue
                 if number in self._dropped:
                     place.is_elsewhere = True
-                # Numbers (steps) are plain; a row of factors belongs to a whole parameter, and is replicated.
+                # Scalars (steps) are plain; a row of factors belongs to a whole parameter, and is replicated.
                 elif (
                     place.entry.shape
                     and place.template is None
@@ -134,7 +134,7 @@ class SavedTree:
         return {(place.name, region): place.entry for place in self._places if (region := place.region()) is not None}
 
     def fill(self, memory_of: Mapping[tuple[str, Region], torch.Tensor]) -> None:
-        """Put what was read into the tree; what lies elsewhere keeps its stand-in, or goes."""
+        """Put what was read into the tree; a tensor on other ranks keeps its stand-in, or is removed."""
         places = iter(self._places)
 
         def value(_: str) -> torch.Tensor:
@@ -151,19 +151,19 @@ class SavedTree:
 
 
 def check(saved: Manifest) -> None:
-    """Raise unless the state of every object can be built from what the manifest says of it.
+    """Raise unless the state of every object can be built from its manifest entry.
 
     Raises:
-        CheckpointError: it cannot be.
+        CheckpointError: it cannot.
     """
     for name in saved.objects:
         try:
             SavedTree(name, saved)
         except CheckpointError:
-            pass  # the error comes when that object is loaded
+            pass  # the error is raised when that object is loaded
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise CheckpointError(
-                f"{MANIFEST_NAME} cannot be read: the state of {name} makes no sense: {type(error).__name__}: {error}"
+                f"{MANIFEST_NAME} cannot be read: the state of {name} is malformed: {type(error).__name__}: {error}"
             ) from error
 
 
@@ -171,8 +171,8 @@ def read(folder: Path, trees: Sequence[SavedTree]) -> None:
     """Fill trees from a checkpoint's files; a tensor that was shared is shared again.
 
     Raises:
-        CheckpointError: a file does not hold what the manifest says, or something here lies on the ranks in a way
-            that cannot be loaded into.
+        CheckpointError: a file does not match the manifest, or something here has placements that cannot be
+            loaded into.
     """
     wanted: dict[tuple[str, Region], TensorEntry] = {}
     for tree in trees:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State trees to tensors and a JSON skeleton, and back. Never pickle.
 
-Must not touch files or other ranks. What a tree may hold is listed at :func:`flatten`; anything
-else is an error that names its place. Imported by the saving and the loading of this room.
+Must not touch files or other ranks. :func:`flatten` lists what a tree may hold; anything
+else is an error that names its path. Imported by the saving and the loading of this room.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rankwise.checkpoint.manifest import Json
 
 MAX_DEPTH = 100
-"""Deeper trees are refused: most likely they contain themselves."""
+"""Deeper trees are rejected: most likely they contain themselves."""
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _DICTS = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
@@ -65,7 +65,7 @@ def flatten(trees: Mapping[str, object]) -> tuple[dict[str, Json], dict[str, tor
     A tree is made of ``dict``, ``OrderedDict``, ``Counter`` (keys: str, int, float, bool, None),
     ``list``, ``tuple``, ``torch.Size``, dense tensors, NumPy arrays and scalars, ``int``,
     ``float``, ``complex``, ``str``, ``bool`` and ``None``. A tensor that occurs in several places
-    (tied weights) is named once. DTensors, and meta tensors for what other ranks hold, are tensors too.
+    (tied weights) is named once. DTensors, and meta tensors that stand for what other ranks hold, count as tensors.
 
     Args:
         trees: state tree of each object, by the object's name.
@@ -75,14 +75,14 @@ def flatten(trees: Mapping[str, object]) -> tuple[dict[str, Json], dict[str, tor
         first place.
 
     Raises:
-        CheckpointError: something else is in a tree; its path and type are named.
+        CheckpointError: a tree holds something else; its path and type are named.
     """
     flattener = _Flattener()
     return {name: flattener.encode(tree, name, 0) for name, tree in trees.items()}, flattener.tensors
 
 
 class _Flattener:
-    """One pass over the trees; remembers the tensors it has met."""
+    """One pass over the trees; remembers the tensors it has seen."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -155,11 +155,11 @@ def unflatten(skeleton: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any: 
 
     Args:
         skeleton: as :func:`flatten` made it.
-        tensor_of: gives the tensor of a name; asked once per place. One on the meta device, where it stands for
-            an array, stands for itself.
+        tensor_of: returns the tensor of a name; called once per place. A tensor on the meta device, even in the
+            place of an array, stays as it is.
 
     Raises:
-        CheckpointError: the skeleton holds something this rankwise does not know.
+        CheckpointError: the skeleton holds a value of an unknown kind.
     """
     if isinstance(skeleton, list):
         return [unflatten(item, tensor_of) for item in skeleton]
@@ -228,13 +228,13 @@ def _decode_number(tag: str, skeleton: dict[str, Any]) -> Any:  # noqa: ANN401 -
     if tag == "numpy" and content in _NUMPY_DTYPES:
         return np.dtype(content).type(unflatten(skeleton["value"], _no_tensor))
     raise CheckpointError(
-        f"The checkpoint holds something this rankwise does not know: {tag!r}.",
-        do="load it with the rankwise that wrote it",
+        f"The checkpoint holds a value of an unknown kind: {tag!r}.",
+        do="load it with the version of rankwise that wrote it",
     )
 
 
 def _no_tensor(name: str) -> torch.Tensor:
-    raise CheckpointError(f"A number of the checkpoint names a tensor: {name!r}.")
+    raise CheckpointError(f"The checkpoint has a tensor, {name!r}, where a number must be.")
 
 
 def _checked_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
@@ -268,17 +268,17 @@ def _refusal(value: object, path: str, what: str = "a") -> CheckpointError:
         f"{path} cannot be saved: it is {what} {kind.__module__}.{kind.__qualname__}.",
         evidence="nothing was written",
         do="keep tensors, NumPy arrays, numbers, text, lists, tuples and dicts in the state; "
-        "turn other objects into these in state_dict()",
+        "convert other objects to these in state_dict()",
     )
 
 
 def leaves(skeleton: Json, path: str, tensors: Mapping[str, str]) -> dict[str, str]:
-    """Return each leaf of a skeleton as text by its path, for telling where two differ.
+    """Return each leaf of a skeleton as text by its path, to find where two differ.
 
     Args:
         skeleton: as :func:`flatten` made it.
         path: of its root.
-        tensors: what to say for each tensor, by name.
+        tensors: the text for each tensor, by name.
     """
     tag: str
     content: Any

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: words in, text and an exit code out. One module per command, no logic.
+"""The command line: arguments in, text and an exit code out. One module per command, no logic.
 
-The only place that prints. Imports no torch: a mistake in a command is told at once.
+The only place that prints. Does not import torch: a mistake in a command is reported immediately.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 USAGE_ERROR = 2
-"""Exit code where nothing was started."""
+"""Exit code if nothing was started."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``rankwise`` command and return its exit code.
 
     Args:
-        argv: the words after ``rankwise``; ``None`` takes them from ``sys.argv``.
+        argv: the arguments after ``rankwise``; ``None`` takes them from ``sys.argv``.
     """
     options = _options(sys.argv[1:] if argv is None else argv)
     try:
@@ -58,6 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     for module in (run, doctor, env, stacks, submit, horovodrun):
         module.add_to(commands.add_parser)
     for command in commands.choices.values():
-        # With the usage of that command.
+        # Shows the usage of that command.
         command.set_defaults(refuse=command.error)
     return parser

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of the command that ranks run, which end the options of ours; and what others call our options."""
+"""The command that ranks run, which ends rankwise's own options; and the names of these options in other launchers."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ if TYPE_CHECKING:
 
 
 _OURS = {
-    "nproc-per-node": "-n is how many ranks of this machine",
-    "num-processes": "-n is how many ranks of this machine",
-    "nnodes": "--nodes is how many machines",
-    "num-machines": "--nodes is how many machines",
-    "rdzv-endpoint": "--rendezvous is where machines meet, as HOST:PORT",
-    "master-addr": "--rendezvous is where machines meet, as HOST:PORT",
-    "master-port": "--rendezvous is where machines meet, as HOST:PORT",
-    "main-process-ip": "--rendezvous is where machines meet, as HOST:PORT",
-    "machine-rank": "--node-rank is the number of this machine",
-    "rdzv-backend": "--rendezvous is all that the machines need; leave the backend out",
-    "rdzv-id": "--rendezvous is all that the machines need; leave the id out",
-    "standalone": "ranks of one machine need no option for it; leave it out",
+    "nproc-per-node": "use -n, the number of ranks on this machine",
+    "num-processes": "use -n, the number of ranks on this machine",
+    "nnodes": "use --nodes, the number of machines",
+    "num-machines": "use --nodes, the number of machines",
+    "rdzv-endpoint": "use --rendezvous HOST:PORT, where the machines meet",
+    "master-addr": "use --rendezvous HOST:PORT, where the machines meet",
+    "master-port": "use --rendezvous HOST:PORT, where the machines meet",
+    "main-process-ip": "use --rendezvous HOST:PORT, where the machines meet",
+    "machine-rank": "use --node-rank, the number of this machine",
+    "rdzv-backend": "leave it out; --rendezvous is all that the machines need",
+    "rdzv-id": "leave it out; --rendezvous is all that the machines need",
+    "standalone": "leave it out; ranks on one machine need no option for this",
 }
-"""Options of torchrun and accelerate, and ours for the same."""
+"""Options of torchrun and accelerate, and their equivalents here."""
 
 
 def equivalents(unknown: Sequence[str]) -> list[str]:
-    """Return what the options of other launchers among ``unknown`` are called here, a line each."""
+    """Return the equivalent of each option of another launcher among ``unknown``, one line each."""
     names = [word.partition("=")[0].lstrip("-").replace("_", "-") for word in unknown if word.startswith("-")]
     return list(dict.fromkeys(_OURS[name] for name in names if name in _OURS))
 
 
 class TakeCommand(argparse.Action):
-    """Takes a script or module and all that follows, as it stands: a later ``--`` is the script's."""
+    """Takes a script or module and everything after it, unchanged: a later ``--`` belongs to the script."""
 
     def __call__(
         self,
@@ -45,7 +45,7 @@ class TakeCommand(argparse.Action):
     ) -> None:
         """Set ``target`` and ``arguments``."""
         words = [str(word) for word in values or ()]
-        # The first one only says that our options are over.
+        # The first one only ends rankwise's own options.
         if words[:1] == ["--"]:
             words = words[1:]
         if not words:
@@ -54,5 +54,5 @@ class TakeCommand(argparse.Action):
 
 
 def add_command(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the script or module, with its arguments, to a command's options; ``what`` says what becomes of it."""
+    """Add the script or module, with its arguments, to a command's options; ``what`` is its help."""
     parser.add_argument("command", nargs=argparse.PARSER, metavar="script.py | module", action=TakeCommand, help=what)

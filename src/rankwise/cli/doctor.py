@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise doctor``: its options, and what they show. Examines nothing itself."""
+"""``rankwise doctor``: its options and its output. Runs no check itself."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from rankwise.doctor.examine import Examination
 
 DEFAULT_PORT = 29500
-HELP = "find out what is wrong with these machines, before a training does"
+HELP = "check these machines for problems before training"
 DESCRIPTION = """\
-Examine this machine, or, started by a launcher, all machines of a job together.
+Check this machine or, when started by a launcher, all machines of a job together.
 
-Each line is ok, a warning or an error, with what to do next. The exit code is 1 where there is an error."""
+Each line is ok, a warning or an error, with what to do next. The exit code is 1 if there is an error."""
 EPILOG = """\
 examples:
   rankwise doctor                              this machine
   rankwise run -n 2 -m rankwise doctor         two ranks of this machine
-  srun rankwise doctor --shared /scratch/me    every task of a Slurm step, and a folder all are to see
+  srun rankwise doctor --shared /scratch/me    every task of a Slurm step, and a folder all must see
   mpirun -n 4 rankwise doctor
   torchrun --nproc-per-node 2 -m rankwise doctor"""
 
@@ -39,7 +39,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--shared", metavar="DIR", default="", help="a folder that every host is to see")
+    parser.add_argument("--shared", metavar="DIR", default="", help="a folder that every host must see")
     parser.add_argument(
         "--timeout", type=float, default=30.0, metavar="SECONDS", help="how long to wait for ranks (default: 30)"
     )
@@ -48,15 +48,15 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         type=int,
         default=DEFAULT_PORT,
         metavar="P",
-        help=f"a port that is to be free, where no ranks were started (default: {DEFAULT_PORT})",
+        help=f"a port that must be free if no ranks were started (default: {DEFAULT_PORT})",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON, with all facts")
     parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Examine, print on the rank that speaks, and return 1 where it found an error."""
-    # Imports torch, which no other command has to wait for.
+    """Run the checks, print on the reporting rank, and return 1 if there was an error."""
+    # Imports torch, which no other command needs.
     from rankwise.doctor.examine import examine  # noqa: PLC0415
 
     examination = examine(timeout_seconds=options.timeout, port=options.port, shared_folder=options.shared)

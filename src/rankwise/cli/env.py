@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise env``: who started this process, and from which variables that was told. Starts and joins nothing."""
+"""``rankwise env``: what started this process, and which variables show it. Starts and joins nothing."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
     from rankwise.world.environments.explanation import Explanation, Row
 
-HELP = "say who started this process, and from which variables that was told"
+HELP = "show what started this process, and which variables show it"
 DESCRIPTION = """\
-Say which rank this process would be, who started it, and what every environment that rankwise knows came to.
+Show which rank this process would be, what started it, and the result for each environment that rankwise knows.
 
-Start it the way the script is started; each process answers for itself."""
+Start it the way you start the script; each process reports for itself."""
 EPILOG = """\
 examples:
-  rankwise env                  in a shell: nobody, a world of one
+  rankwise env                  in a shell: no launcher, a world of one
   srun rankwise env             in a step of Slurm
   mpirun -n 2 rankwise env      under Open MPI or MPICH
   torchrun --nproc-per-node 2 -m rankwise env
 
-The exit code is 1 where it could not be decided: the script would end with the error that is shown."""
+The exit code is 1 if this could not be decided: the script would fail with the error shown."""
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -46,7 +46,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Print the explanation, at once, so that those of several ranks do not mix."""
+    """Print the explanation in one write, so that the output of several ranks does not interleave."""
     explanation = explain_process()
     sys.stdout.write(as_json(explanation) + "\n" if options.json else as_text(explanation))
     return 0 if explanation.decided is not None else 1
@@ -82,7 +82,7 @@ def as_text(explanation: Explanation) -> str:
     lines = _decided(explanation)
     width = max(len(row.title) for row in explanation.rows)
     verdict_width = max(len(row.verdict) for row in explanation.rows)
-    lines.append("looked at, in this order:")
+    lines.append("checked, in this order:")
     for row in explanation.rows:
         lines.append(f"  {row.title:<{width}}  {row.verdict:<{verdict_width}}  {_numbers(row)}{row.why}")
         if row.variables:
@@ -95,7 +95,8 @@ def as_text(explanation: Explanation) -> str:
 def _decided(explanation: Explanation) -> list[str]:
     reading = explanation.decided
     if reading is None:
-        return ["undecided; the script would end with:", *(f"  {line}" for line in str(explanation.error).splitlines())]
+        lines = str(explanation.error).splitlines()
+        return ["undecided; the script would fail with:", *(f"  {line}" for line in lines)]
     store = "none" if reading.world_size == 1 else "a file of the job on this machine"
     if reading.file is not None:
         store = f"the file {reading.file}"
@@ -116,7 +117,7 @@ def _of(number: int | None, total: int | None, reading: Reading) -> str:
     if reading.world_size == 1:
         return "0 of 1"
     if number is None and total is None:
-        return "found out when the ranks join"
+        return "known once the ranks join"
     return f"{'?' if number is None else number} of {'?' if total is None else total}"
 
 

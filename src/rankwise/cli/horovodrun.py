@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise horovodrun``: horovodrun's words, turned into those of ``rankwise run``. Starts nothing itself."""
+"""``rankwise horovodrun``: horovodrun's options, translated into those of ``rankwise run``. Starts nothing itself."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rankwise.launch.hosts.slots import Slots
 
 DESCRIPTION = """\
-Run a Horovod script, unchanged, on several ranks: horovodrun's options, and `import horovod.torch` gives rankwise's.
+Run a Horovod script, unchanged, on several ranks, with horovodrun's options. `import horovod.torch` imports rankwise's.
 
-Says what the same is in the words of `rankwise run`."""
+Prints the equivalent `rankwise run` command."""
 
 EPILOG = """\
 examples:
@@ -34,22 +34,21 @@ examples:
 
 HELP = "run a Horovod script, with horovodrun's options"
 RESTARTS = 3
-"""How often an elastic job starts anew where --reset-limit does not say."""
+"""How often an elastic job restarts if --reset-limit is not given."""
 COMPAT = "rankwise.compat.horovod"
 
-NO_TUNING = "nothing is tuned here: tensors that are ready together travel together"
-NO_WARNINGS = "a rank that waits in vain names the missing ones and ends after 10 minutes"
-NO_TIMELINE = "no timeline is written; use torch.profiler in the script, `rankwise stacks` shows where ranks are"
+NO_TUNING = "nothing is tuned: tensors that are ready together are sent together"
+NO_WARNINGS = "a rank that waits too long names the missing ranks, and fails after 10 minutes"
+NO_TIMELINE = "no timeline is written; use torch.profiler in the script; `rankwise stacks` shows where ranks are"
 NOTED = {
-    "--gloo": "what carries tensors follows from where the ranks are",
-    "--mpi": "what carries tensors follows from where the ranks are; below mpirun: "
-    f"mpirun -n 4 python -m {COMPAT} train.py",
-    "--tcp": "what carries tensors follows from where the ranks are",
-    "--verbose": "rankwise says what it decides",
-    "--disable-cache": "no checks of hosts are kept",
-    "--hierarchical-allreduce": "within a machine ranks share memory already",
+    "--gloo": "the backend is chosen from where the ranks run",
+    "--mpi": f"the backend is chosen from where the ranks run; with mpirun: mpirun -n 4 python -m {COMPAT} train.py",
+    "--tcp": "the backend is chosen from where the ranks run",
+    "--verbose": "rankwise always logs what it decides",
+    "--disable-cache": "host checks are not cached",
+    "--hierarchical-allreduce": "ranks on one machine already use shared memory",
     "--no-hierarchical-allreduce": NO_TUNING,
-    "--hierarchical-allgather": "within a machine ranks share memory already",
+    "--hierarchical-allgather": "ranks on one machine already use shared memory",
     "--no-hierarchical-allgather": NO_TUNING,
     "--torus-allreduce": NO_TUNING,
     "--no-torus-allreduce": NO_TUNING,
@@ -59,14 +58,14 @@ NOTED = {
     "--no-timeline-mark-cycles": NO_TIMELINE,
     "--no-stall-check": NO_WARNINGS,
     "--stall-check": NO_WARNINGS,
-    "--mpi-threads-disable": "there is no MPI",
-    "--no-mpi-threads-disable": "there is no MPI",
-    "--log-with-timestamp": "rankwise's lines have no time",
-    "--log-without-timestamp": "rankwise's lines have no time",
-    "--log-hide-timestamp": "rankwise's lines have no time",
-    "--no-log-hide-timestamp": "rankwise's lines have no time",
+    "--mpi-threads-disable": "MPI is not used",
+    "--no-mpi-threads-disable": "MPI is not used",
+    "--log-with-timestamp": "rankwise's log lines have no timestamp",
+    "--log-without-timestamp": "rankwise's log lines have no timestamp",
+    "--log-hide-timestamp": "rankwise's log lines have no timestamp",
+    "--no-log-hide-timestamp": "rankwise's log lines have no timestamp",
 }
-"""Options without a value that change nothing here, and why."""
+"""Options without a value that have no effect here, and why."""
 NOTED_WITH_VALUE = {
     "--fusion-threshold-mb": NO_TUNING,
     "--cycle-time-ms": NO_TUNING,
@@ -83,23 +82,23 @@ NOTED_WITH_VALUE = {
     "--thread-affinity": "there is no background thread",
     "--gloo-timeout-seconds": NO_WARNINGS,
     "--log-level": "set HOROVOD_LOG_LEVEL before the command",
-    "--elastic-timeout": "lost machines are waited for 30 s",
+    "--elastic-timeout": "the wait for lost machines is 30 s",
 }
-"""The same of options with a value."""
+"""The same for options with a value."""
 REFUSED = {
     "--jsrun": (0, f"start the ranks yourself: jsrun -n 4 python -m {COMPAT} train.py"),
     "--mpi-args": (1, f"give them to mpirun: mpirun ... python -m {COMPAT} train.py"),
     "--binding-args": (1, f"give them to mpirun: mpirun ... python -m {COMPAT} train.py"),
-    "--config-file": (1, "write its options into the command"),
-    "--blacklist-cooldown-range": (2, "leave it out: a machine that comes back is taken in at once"),
+    "--config-file": (1, "pass its options on the command line"),
+    "--blacklist-cooldown-range": (2, "leave it out: a machine that comes back rejoins immediately"),
     "--prefix-output-with-timestamp": (0, "leave it out; --output-filename DIR keeps each rank's lines apart"),
     "-prefix-timestamp": (0, "leave it out; --output-filename DIR keeps each rank's lines apart"),
-    "--check-build": (0, "type `rankwise doctor`: it says what is there on every machine"),
-    "-cb": (0, "type `rankwise doctor`: it says what is there on every machine"),
-    "--version": (0, "type `rankwise doctor`: it says which versions there are"),
-    "-v": (0, "type `rankwise doctor`: it says which versions there are"),
+    "--check-build": (0, "run `rankwise doctor`, which shows what is available on every machine"),
+    "-cb": (0, "run `rankwise doctor`, which shows what is available on every machine"),
+    "--version": (0, "run `rankwise doctor`, which shows the versions"),
+    "-v": (0, "run `rankwise doctor`, which shows the versions"),
 }
-"""Options that are asked for in vain: how many values each has, and what to write instead."""
+"""Options that are not supported: how many values each takes, and what to write instead."""
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -113,13 +112,13 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-np", "--num-proc", dest="num_ranks", type=int, metavar="N", help="how many ranks in all")
+    parser.add_argument("-np", "--num-proc", dest="num_ranks", type=int, metavar="N", help="total number of ranks")
     parser.add_argument("--output-filename", dest="log_dir", metavar="DIR", help="write DIR/rank-0.out and so on")
     hosts = parser.add_argument_group("several machines")
     named = hosts.add_mutually_exclusive_group()
-    named.add_argument("-H", "--hosts", metavar="A:SLOTS,...", help="hosts, and how many ranks each has room for")
-    named.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same, a line for each: NAME slots=SLOTS")
-    named.add_argument("--host-discovery-script", metavar="SCRIPT", help="not taken: says what to write instead")
+    named.add_argument("-H", "--hosts", metavar="A:SLOTS,...", help="hosts, and how many ranks each can run")
+    named.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same, one line per host: NAME slots=SLOTS")
+    named.add_argument("--host-discovery-script", metavar="SCRIPT", help="not supported: shows what to write instead")
     hosts.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="ssh's port on the hosts")
     hosts.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="ssh's private key")
     hosts.add_argument(
@@ -129,18 +128,18 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="network interface for what ranks send",
+        help="network interface for traffic between ranks",
     )
     hosts.add_argument("--start-timeout", type=int, metavar="SECONDS", help="how long machines wait for one another")
     elastic = parser.add_argument_group("elastic jobs")
     elastic.add_argument(
-        "--min-np", "--min-num-proc", dest="fewest", type=int, metavar="N", help="go on with no fewer ranks than N"
+        "--min-np", "--min-num-proc", dest="fewest", type=int, metavar="N", help="continue with no fewer than N ranks"
     )
     elastic.add_argument(
-        "--max-np", "--max-num-proc", dest="most", type=int, metavar="N", help="use no more ranks than N"
+        "--max-np", "--max-num-proc", dest="most", type=int, metavar="N", help="use no more than N ranks"
     )
     elastic.add_argument("--slots-per-host", type=int, metavar="N", help="for --host-discovery-script")
-    elastic.add_argument("--reset-limit", type=int, metavar="R", help="start anew at most R times (default: 3)")
+    elastic.add_argument("--reset-limit", type=int, metavar="R", help="restart at most R times (default: 3)")
     for name in NOTED:
         parser.add_argument(name, dest="noted", action="append_const", const=name, help=argparse.SUPPRESS)
     for name in NOTED_WITH_VALUE:
@@ -152,9 +151,9 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Say what the same is in rankwise's words, and run that."""
+    """Print the equivalent rankwise command, and run it."""
     words = translate(options)
-    for text in [*notes(options), f"the same in rankwise's words: rankwise {shlex.join(words)}"]:
+    for text in [*notes(options), f"equivalent command: rankwise {shlex.join(words)}"]:
         sys.stderr.write(f"[rankwise] {text}\n")
     parser = argparse.ArgumentParser(prog="rankwise", allow_abbrev=False)
     run.add_to(parser.add_subparsers().add_parser)
@@ -165,7 +164,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _check_before_ranks_start(words: Sequence[str]) -> None:
-    """Raise a mistake in the name of the script or command once, not on every rank."""
+    """Report a mistake in the name of the script or command once, not on every rank."""
     if words[0] == "--no-python":
         find_command(words[1], ())
     elif not words[0].startswith("-"):
@@ -173,7 +172,7 @@ def _check_before_ranks_start(words: Sequence[str]) -> None:
 
 
 def translate(options: argparse.Namespace) -> list[str]:
-    """Return the words after ``rankwise`` that do what horovodrun's options ask for.
+    """Return the arguments of ``rankwise`` that are equivalent to horovodrun's options.
 
     Raises:
         ConfigurationError: there are too few slots, or an option has no counterpart.
@@ -184,7 +183,7 @@ def translate(options: argparse.Namespace) -> list[str]:
         raise _no_discovery(options, command)
     if options.slots_per_host is not None:
         raise ConfigurationError(
-            "--slots-per-host is for a discovery script.", do="write the slots behind each host: -H a:4,b:4"
+            "--slots-per-host is for a discovery script.", do="write the slots after each host: -H a:4,b:4"
         )
     is_elastic = options.fewest is not None
     num_ranks = _num_ranks(options, slots, is_elastic=is_elastic)
@@ -204,24 +203,24 @@ def translate(options: argparse.Namespace) -> list[str]:
 
 
 def notes(options: argparse.Namespace) -> list[str]:
-    """Return a line for each option that changes nothing here, and for what is not quite the same."""
+    """Return a line for each option that has no effect here, and for what differs slightly."""
     given = dict.fromkeys(options.noted or [])
-    said = [f"{name} does nothing here: {NOTED[name]}" for name in given]
+    said = [f"{name} has no effect: {NOTED[name]}" for name in given]
     for name, why in NOTED_WITH_VALUE.items():
         if getattr(options, f"noted{name}") is not None:
-            said.append(f"{name} does nothing here: {why}")
+            said.append(f"{name} has no effect: {why}")
     if options.fewest is not None:
-        said.append("after a failure all ranks start anew, from the newest commit of hvd.elastic's state")
+        said.append("after a failure all ranks restart, from the newest commit of hvd.elastic's state")
     first = _words_of(options.command)[0]
     asked = shutil.which(first) if is_python(first) else None
-    # A virtual environment's interpreter is a link: where it lies says which packages it has.
+    # A virtual environment's interpreter is a link: its location determines which packages it has.
     if asked is not None and Path(asked).parent != Path(sys.executable).parent:
         said.append(f"ranks run under the Python that runs rankwise: {sys.executable}, not {asked}")
     return said
 
 
 def _words_of(command: Sequence[str]) -> list[str]:
-    """Return the words of the command that every rank runs."""
+    """Return the arguments of the command that every rank runs."""
     return list(command[1:] if command[:1] == ["--"] else command)
 
 
@@ -234,17 +233,17 @@ def _rank_command(command: Sequence[str]) -> list[str]:
     if not is_python(words[0]):
         return ["--no-python", *words]
     rest = words[1:]
-    # Ranks write line by line in any case.
+    # Ranks are line-buffered in any case.
     while rest[:1] == ["-u"]:
         rest = rest[1:]
     if not rest:
-        raise ConfigurationError("The command names no script.", do=example)
+        raise ConfigurationError("The command has no script.", do=example)
     # Other options are for a Python that is starting: ranks are forks of one that has started.
     return rest if rest[0] == "-m" or not rest[0].startswith("-") else ["--no-python", *words]
 
 
 def _slots(options: argparse.Namespace) -> Slots:
-    """Return the hosts and how many ranks each has room for; none where the command names none."""
+    """Return the hosts and how many ranks each can run; none if the command names none."""
     if options.hostfile is not None:
         return slots_of.from_file(options.hostfile)
     return [] if options.hosts is None else slots_of.from_text(options.hosts, "-H ")
@@ -256,9 +255,9 @@ def _num_ranks(options: argparse.Namespace, slots: Slots, *, is_elastic: bool) -
     asked = options.num_ranks
     for name, value in (("-np", asked), ("--min-np", options.fewest), ("--max-np", options.most)):
         if value is not None and value < 1:
-            raise ConfigurationError(f"{name} is {value}.", do=f"pass {name} 1 or more")
+            raise ConfigurationError(f"{name} must be >= 1, got {value}.", do=f"pass {name} 1 or more")
     if asked is None and not slots:
-        raise ConfigurationError("Nothing says how many ranks to start.", do="pass -np 4, or -H worker-0:2,worker-1:2")
+        raise ConfigurationError("The number of ranks is not given.", do="pass -np 4, or -H worker-0:2,worker-1:2")
     if slots and asked is not None and asked > room:
         raise ConfigurationError(
             f"-np {asked} asks for more ranks than there are slots: {room}.",
@@ -267,18 +266,18 @@ def _num_ranks(options: argparse.Namespace, slots: Slots, *, is_elastic: bool) -
         )
     if options.most is not None and not is_elastic:
         raise ConfigurationError("--max-np is for an elastic job.", do="pass --min-np too, or -np alone")
-    # An elastic job of Horovod's starts with what -np says, and takes all that there is as soon as it sees it.
+    # An elastic Horovod job starts with -np ranks, and takes everything there is as soon as it is discovered.
     number = min(options.most or room, room) if is_elastic and slots else asked or room
     if is_elastic and not options.fewest <= number:
         raise ConfigurationError(
-            f"--min-np {options.fewest} is more than the {number} ranks there can be.",
+            f"--min-np {options.fewest} is more than the {number} ranks that can run.",
             do="pass a smaller --min-np, or more slots",
         )
     return number
 
 
 def _fewest_hosts(used: Slots, fewest: int) -> int:
-    """Return how many hosts, whichever they are, have room for ``fewest`` ranks."""
+    """Return how many hosts, whichever they are, can run ``fewest`` ranks."""
     room = 0
     for number, (_, slots) in enumerate(sorted(used, key=lambda one: one[1]), 1):
         room += slots
@@ -299,7 +298,7 @@ def _network_words(options: argparse.Namespace) -> list[str]:
     interfaces = [name for one in options.interfaces for name in one.split(",")]
     if len(interfaces) > 1:
         raise ConfigurationError(
-            f"{len(interfaces)} network interfaces were named, and ranks use one.",
+            f"{len(interfaces)} network interfaces were given, and ranks use one.",
             do=f"pass --network-interface {interfaces[0]}",
         )
     if interfaces:
@@ -314,13 +313,13 @@ def _no_discovery(options: argparse.Namespace, command: Sequence[str]) -> Config
     restarts = RESTARTS if options.reset_limit is None else options.reset_limit
     words = [*own, "--max-restarts", str(restarts), "-m", COMPAT, *command]
     return ConfigurationError(
-        "--host-discovery-script is not taken: machines come by themselves.",
+        "--host-discovery-script is not supported: machines join by themselves.",
         do=f"on each machine: rankwise run --nodes 1:4 --rendezvous FIRST_HOST:29400 {shlex.join(words)}",
     )
 
 
 class _Refuse(argparse.Action):
-    """Ends the reading of options at one that has no counterpart here."""
+    """Stops parsing at an option that has no equivalent here."""
 
     def __call__(
         self,
@@ -329,5 +328,5 @@ class _Refuse(argparse.Action):
         values: str | Sequence[object] | None,  # noqa: ARG002 - nor read
         option_string: str | None = None,
     ) -> None:
-        """Say what to write instead."""
-        parser.error(f"{option_string} is not taken: {REFUSED[str(option_string)][1]}")
+        """Print what to write instead."""
+        parser.error(f"{option_string} is not supported: {REFUSED[str(option_string)][1]}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise run``: its options, and what they become. Starts nothing itself."""
+"""``rankwise run``: its options and how they are translated. Starts nothing itself."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 
 DESCRIPTION = """\
-Run a training script, or a module, on several ranks of this machine, or of several machines.
+Run a training script or a module on several ranks, on this machine or on several machines.
 
-Each rank is a process of its own, which behaves as under `python script.py arguments`.
+Each rank is a separate process, which behaves as under `python script.py arguments`.
 The exit code is that of the first rank to fail; its traceback is shown last."""
 
 EPILOG = """\
 examples:
   rankwise run train.py                  every GPU here, or one rank on a machine without GPUs
-  rankwise run -n 4 train.py --epochs 3  four ranks; what follows the script is the script's
+  rankwise run -n 4 train.py --epochs 3  four ranks; arguments after the script belong to it
   rankwise run -n 2 -m pkg.train         a module, as `python -m pkg.train` runs it
   rankwise run --nodes 2 --rendezvous gpu-01:29400 train.py
                                          the same command on each of two machines
   rankwise run --hosts gpu-01,gpu-02 -n 4 train.py
-                                         once, for both: started over ssh
+                                         once for both machines: started over ssh
   srun rankwise run -n 4 train.py        under Slurm: one launcher per node, four ranks each
 
-what ranks write:
-  Lines on stdout come through as they are, lines on stderr with the rank in front.
-  With one rank, nothing is touched. Rank 0 writes to a terminal itself: progress bars work.
-  With --log-dir, the terminal shows rank 0 only, and every rank has its files.
-  stdin is empty when there are several ranks."""
+output of the ranks:
+  Lines on stdout are passed through unchanged, lines on stderr are prefixed with the rank.
+  With one rank, nothing is changed. Rank 0 writes to a terminal directly: progress bars work.
+  With --log-dir, the terminal shows rank 0 only, and every rank has its own files.
+  stdin is empty if there are several ranks."""
 
 
 HELP = "run a script on several ranks"
@@ -63,13 +63,13 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         dest="num_ranks",
         type=_count,
         metavar="N",
-        help="how many ranks (default: one per GPU, else one)",
+        help="number of ranks (default: one per GPU, else one)",
     )
     parser.add_argument(
         "--device",
         choices=("auto", "cpu"),
         default="auto",
-        help="cpu hides the GPUs from the ranks (default: auto, a GPU each where there are GPUs)",
+        help="cpu hides the GPUs from the ranks (default: auto, one GPU per rank if there are GPUs)",
     )
     parser.add_argument("--log-dir", metavar="DIR", help="write DIR/rank-0.out, DIR/rank-0.err and so on")
     parser.add_argument(
@@ -77,22 +77,22 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         type=int,
         default=0,
         metavar="R",
-        help="start all ranks anew after a failure, at most R times (default: 0)",
+        help="restart all ranks after a failure, at most R times (default: 0)",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="have ranks compare their collectives, gradients included, before they send (RANKWISE_CHECK=1)",
+        help="have ranks compare their collectives, including gradients, before they send (RANKWISE_CHECK=1)",
     )
     parser.add_argument(
         "--guard",
         action="store_true",
-        help="have ranks of a script of torch.distributed compare parameters and learning rates as they train",
+        help="have the ranks of a torch.distributed script compare parameters and learning rates during training",
     )
     parser.add_argument(
         "--torch-store",
         choices=("on", "off"),
-        help="whether MASTER_ADDR and MASTER_PORT lead to a store of torch's, which lets in everybody who reaches it "
+        help="whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts every process that reaches it "
         "(default: RANKWISE_TORCH_STORE, else on one machine only)",
     )
     machines = parser.add_argument_group("several machines")
@@ -100,21 +100,21 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "--nodes",
         type=_nodes,
         metavar="N | MIN:MAX",
-        help="how many machines; with MIN:MAX the job goes on when some are lost and grows when they come back",
+        help="number of machines; with MIN:MAX the job continues if some are lost and grows when they rejoin",
     )
     machines.add_argument(
         "--rendezvous",
         type=_address,
         metavar="HOST:PORT",
-        help="where the machines meet: an address of the first of them, the same on all",
+        help="where the machines meet: an address of the first machine, the same on all",
     )
     machines.add_argument(
-        "--node-rank", type=int, metavar="R", help="number of this machine (default: as the machines come)"
+        "--node-rank", type=int, metavar="R", help="number of this machine (default: in the order they join)"
     )
     machines.add_argument(
         "--hosts",
         metavar="A,B:RANKS,...",
-        help="start all machines from here, over ssh; the first of them serves the job",
+        help="start all machines from here, over ssh; the first one serves the job",
     )
     machines.add_argument(
         "--ssh",
@@ -125,7 +125,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     machines.add_argument(
         "--interface",
         metavar="NAME",
-        help="network interface for what ranks send (default: the one that leads to the rendezvous)",
+        help="network interface for traffic between ranks (default: the one that leads to the rendezvous)",
     )
     machines.add_argument(
         "--rendezvous-timeout",
@@ -134,7 +134,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="how long the machines wait for one another at the start (default: 600)",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module")
     add_command(parser, "what every rank runs, and its arguments")
     parser.set_defaults(execute=execute)
 
@@ -148,12 +148,12 @@ def execute(options: argparse.Namespace) -> int:
     )
     target = find_target(options.target, options.arguments, is_module=options.module)
     exit_code = launch(target, launch_options, TerminalReporter())
-    # Every rank is gone and all is said: what Python would still take down, torch first, keeps the person waiting.
+    # Every rank has exited and everything is reported: Python's own shutdown, torch first, would only take longer.
     os._exit(exit_code)
 
 
 def _execute_on_hosts(options: argparse.Namespace) -> int:
-    # Only who uses ssh waits for it.
+    # Imported only where ssh is used.
     from rankwise.launch.hosts.host_list import parse_hosts  # noqa: PLC0415
     from rankwise.launch.hosts.ssh import launch_on_hosts, split_command  # noqa: PLC0415
     from rankwise.launch.messages import RemoteCommand  # noqa: PLC0415
@@ -161,8 +161,8 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
     for name, value in (("--rendezvous", options.rendezvous), ("--node-rank", options.node_rank)):
         if value is not None:
             raise ConfigurationError(
-                f"{name} is for a command on each machine, and --hosts for one command for all.",
-                do=f"leave {name} out: the hosts meet at the first of them, and are numbered as they are named",
+                f"{name} is for one command per machine, and --hosts is one command for all.",
+                do=f"leave {name} out: the hosts meet at the first one, and are numbered in the order given",
             )
     command = RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
     hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
@@ -172,7 +172,7 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
 
 
 def _launch_options(options: argparse.Namespace, **meeting: Any) -> LaunchOptions:  # noqa: ANN401 - fields of several types
-    """Return what the command chooses for one machine; ``meeting`` is how it meets others."""
+    """Return the options of the command for one machine; ``meeting`` is how it meets the others."""
     return LaunchOptions(
         num_ranks=options.num_ranks,
         device=options.device,
@@ -192,14 +192,14 @@ def _count(text: str) -> int:
         return int(text)
     except ValueError:
         # `-np 4` is read as `-n p`.
-        do = "; mpirun's -np is -n here" if text == "p" else ""
+        do = "; use -n in place of mpirun's -np" if text == "p" else ""
         raise argparse.ArgumentTypeError(f"{text!r} is not a number{do}") from None
 
 
 def _nodes(text: str) -> tuple[int, int]:
     fewest, colon, most = text.partition(":")
     if not fewest.isdecimal() or not (most.isdecimal() or not colon):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor MIN:MAX, as 2 or 1:4")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor MIN:MAX, such as 2 or 1:4")
     return int(fewest), int(most or fewest)
 
 

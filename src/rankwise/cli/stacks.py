@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise stacks``: what every rank of a running job is doing, asked from another terminal."""
+"""``rankwise stacks``: what every rank of a running job is doing, queried from another terminal."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HELP = "show where every rank of a running job is"
 DESCRIPTION = """\
 Show what every rank of a job that runs on this machine is doing: its last collective, and its Python stack.
 
-The job goes on meanwhile. A rank that cannot answer is looked at from outside."""
+The job continues meanwhile. A rank that cannot answer is inspected from outside."""
 EPILOG = """\
 examples:
-  rankwise stacks                the one job of yours that `rankwise run` has started here
-  rankwise stacks --job 4711     the one whose launcher is process 4711
+  rankwise stacks                your only job that `rankwise run` has started here
+  rankwise stacks --job 4711     the job whose launcher is process 4711
   rankwise stacks --json         for a program"""
 
 
@@ -39,7 +39,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--job", type=int, metavar="PID", help="process number of the launcher")
+    parser.add_argument("--job", type=int, metavar="PID", help="process id of the launcher")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.set_defaults(execute=execute)
 
@@ -55,16 +55,16 @@ def _chosen(jobs: list[RunningJob], pid: int | None) -> RunningJob:
     listed = "\n".join(f"{job.pid}: {fold_ranks(job.ranks)}: {shlex.join(job.command)}" for job in jobs)
     if not jobs:
         raise ConfigurationError(
-            "No job of yours runs on this machine that `rankwise run` has started.",
+            "You have no job on this machine that `rankwise run` has started.",
             do="run this on the job's machine, as the same user and with the same TMPDIR",
         )
     if pid is None and len(jobs) > 1:
         raise ConfigurationError(
-            f"{len(jobs)} jobs of yours run on this machine.",
+            f"You have {len(jobs)} jobs on this machine.",
             evidence=listed,
             do=f"choose one: rankwise stacks --job {jobs[0].pid}",
         )
     for job in jobs:
         if pid in {None, job.pid}:
             return job
-    raise ConfigurationError(f"No job's launcher is process {pid}.", evidence=listed, do="choose one of these")
+    raise ConfigurationError(f"Process {pid} is not the launcher of a job.", evidence=listed, do="choose one of these")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise submit``: its options, and what they become. Writes no script and calls no Slurm itself."""
+"""``rankwise submit``: its options and how they are translated. Writes no script and does not call Slurm itself."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DESCRIPTION = """\
-Run a training script, or a module, as a job of Slurm, and show what it writes until it ends.
+Run a training script or a module as a Slurm job, and show its output until it ends.
 
-Before the time limit, and when the job is preempted, the ranks save and stop at one step that all agree on, and
-the job goes back into the queue; it then goes on with the next step. This needs a rankwise.Checkpointer that was
-given the rankwise.DataLoader of the loop. Ctrl-C stops showing, not the job. The exit code is that of the job."""
+Before the time limit, and if the job is preempted, the ranks save and stop at one step that all agree on, and
+the job is requeued; it then continues with the next step. This needs a rankwise.Checkpointer that was
+given the rankwise.DataLoader of the loop. Ctrl-C stops the output, not the job. The exit code is that of the job."""
 
 EPILOG = """\
 examples:
@@ -29,7 +29,7 @@ examples:
   rankwise submit --nodes 2 --ranks-per-node 16 --partition cpu -m pkg.train
   rankwise submit --nodes 8 --time 1-0 --sbatch=--qos=high --dry-run train.py   show the script only"""
 
-HELP = "run a script as a job of Slurm"
+HELP = "run a script as a Slurm job"
 INTERRUPTED = 130
 
 
@@ -45,23 +45,23 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         allow_abbrev=False,
     )
     for name, default, words in (
-        ("--nodes", 1, "how many machines (default: 1)"),
-        ("--ranks-per-node", None, "ranks on each (default: one per GPU, else one)"),
-        ("--gpus-per-node", 0, "GPUs on each (default: 0)"),
+        ("--nodes", 1, "number of machines (default: 1)"),
+        ("--ranks-per-node", None, "ranks on each machine (default: one per GPU, else one)"),
+        ("--gpus-per-node", 0, "GPUs on each machine (default: 0)"),
         ("--cpus-per-rank", 1, "CPU cores for each rank (default: 1)"),
     ):
         parser.add_argument(name, type=int, default=default, metavar="N", help=words)
-    parser.add_argument("--time", metavar="LIMIT", help="time limit, as sbatch takes it: 2:00:00, 1-12 (days-hours)")
-    parser.add_argument("--partition", metavar="NAME", help="where to run")
-    parser.add_argument("--account", metavar="NAME", help="who pays")
-    parser.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the script)")
+    parser.add_argument("--time", metavar="LIMIT", help="time limit, in sbatch's format: 2:00:00, 1-12 (days-hours)")
+    parser.add_argument("--partition", metavar="NAME", help="partition to run in")
+    parser.add_argument("--account", metavar="NAME", help="account to charge")
+    parser.add_argument("--job-name", metavar="NAME", help="name of the job (default: the name of the script)")
     parser.add_argument("--output", metavar="FILE", help="the job's log (default: NAME-%%j.log; %%j is its number)")
     parser.add_argument(
         "--save-seconds",
         type=int,
         default=SAVE_SECONDS,
         metavar="S",
-        help=f"tell the ranks to save this long before the time limit; 0: do not (default: {SAVE_SECONDS})",
+        help=f"notify the ranks to save this long before the time limit; 0: never (default: {SAVE_SECONDS})",
     )
     parser.add_argument(
         "--sbatch",
@@ -70,15 +70,15 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="OPTION",
         help="another option of sbatch, as --sbatch=--qos=high; may be repeated",
     )
-    parser.add_argument("--dry-run", action="store_true", help="show the script for sbatch and submit nothing")
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
+    parser.add_argument("--dry-run", action="store_true", help="print the script for sbatch and submit nothing")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module")
     add_command(parser, "what every rank runs, and its arguments")
     parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
     """Check the command, submit it, follow the job, and return its exit code."""
-    # Now rather than in an hour, when the job starts.
+    # Now rather than when the job starts, perhaps an hour later.
     find_target(options.target, options.arguments, is_module=options.module)
     name = options.target.rpartition(".")[2] if options.module else Path(options.target).stem
     job = JobOptions(
@@ -101,15 +101,15 @@ def execute(options: argparse.Namespace) -> int:
         sys.stdout.write(script)
         return 0
     job_id = submit(script)
-    sys.stderr.write(f"[rankwise] job {job_id} is submitted\n")
+    sys.stderr.write(f"[rankwise] job {job_id} has been submitted\n")
     try:
         return follow(job_id, _say)
     except KeyboardInterrupt:
-        sys.stderr.write(f"\n[rankwise] job {job_id} goes on; to end it: scancel {job_id}\n")
+        sys.stderr.write(f"\n[rankwise] job {job_id} continues; to cancel it: scancel {job_id}\n")
         return INTERRUPTED
 
 
 def _say(text: str) -> None:
-    # The log has what ranks write to both streams, in one order.
+    # The log has both output streams of the ranks, in one order.
     sys.stdout.write(text)
     sys.stdout.flush()

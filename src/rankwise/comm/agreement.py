@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's error is everyone's error, without ending anybody.
+"""One rank's error is raised on every rank, without ending any process.
 
-For work that may fail on some rank and where the ranks go on together afterwards: rank-zero work, saving,
-preparing data. Built on the collectives; a rank that never comes is named by the failure detector.
+For work that may fail on some rank and after which the ranks continue together: rank-zero work, saving,
+preparing data. Built on the collectives; the failure detector names a rank that never arrives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Outcome = tuple[list[Any], Exception | None]
-"""What became of a rank's work: as JSON its value, or kind and text of its error; and the error itself."""
+"""The outcome of a rank's work: its value, or its error's type and text, as JSON; and the error itself."""
 
 
 @contextmanager
@@ -35,11 +35,11 @@ def all_ranks_succeed(label: str, *, call: str = "all_ranks_succeed()") -> Gener
     Called by: every rank, in the same order.
 
     The rank that failed raises its own error, every other rank raises PeerFailed with that error's text. No process
-    ends and the group stays usable: the caller may catch the error and go on.
+    ends and the group stays usable: the caller may catch the error and continue.
 
     Args:
         label: what the block does, for the error: ``"saving"``. It may differ between ranks.
-        call: what the ranks are compared by.
+        call: the call that ranks are compared by.
 
     Raises:
         CollectiveMismatch: another rank is in another call.
@@ -62,7 +62,7 @@ def results_of_all(label: str, work: Callable[[], T], *, call: str) -> list[T]:
 
 
 def outcome_of(work: Callable[[], object]) -> Outcome:
-    """Do ``work``, and return what became of it."""
+    """Do ``work``, and return its outcome."""
     try:
         return [work()], None
     except Exception as error:  # noqa: BLE001 - handed to every rank, then raised
@@ -79,7 +79,7 @@ def values_of(label: str, own: Outcome, outcomes: Sequence[list[Any]], world: Wo
         world: of this rank.
 
     Raises:
-        PeerFailed: another rank's is an error; the lowest failing rank is named.
+        PeerFailed: another rank's outcome is an error; the lowest failing rank is named.
     """
     if own[1] is not None:
         raise own[1]
@@ -110,8 +110,8 @@ def _failure(error: Exception) -> Outcome:
 def local_rank_zero_first(label: str = "local_rank_zero_first") -> Generator[None]:
     """Run the block on the first rank of each machine, then on the others; raise everywhere if it raises.
 
-    Called by: every rank, in the same order. For downloading, unpacking, building a cache: what one process
-    of a machine prepares and the others then find ready.
+    Called by: every rank, in the same order. For downloading, unpacking, building a cache: work that one
+    process of a machine does for the others.
 
     Args:
         label: what the block does, for the error.
@@ -136,7 +136,7 @@ def same_on_all_ranks(label: str, value: object, *, do: str, error: type[Rankwis
     Args:
         label: what the value is, for the error: ``"the dataset's length"``.
         value: JSON-able.
-        do: what mends a difference.
+        do: how to fix a difference.
         error: the class to raise.
     """
     values = gather_json(json.dumps(value, sort_keys=True), what=f"comparing {label}")

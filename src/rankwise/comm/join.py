@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joining and leaving the world: the only place where a process group opens or closes.
 
-Reads who started this process, finds the others through the store, opens torch's process group and sets the
-session. Above it stand the rooms that users call; it knows none of them.
+Detects which launcher started this process, finds the others through the store, opens torch's process group and sets
+the session. The rooms that users call are built on it; it knows none of them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class JoinedWorld(World):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Not a failure: STOPPED_EXIT_CODE, with which every rank ends that has stopped early and saved.
+        # Not a failure: every rank that stopped early and saved exits with STOPPED_EXIT_CODE.
         if error is None or (isinstance(error, SystemExit) and error.code in _NOT_FAILED):
             leave()
         else:
@@ -83,7 +83,7 @@ def join(
     exchange: str = "auto",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> JoinedWorld:
-    """Join the world this process was started for, whoever started it.
+    """Join the world this process was started for, with any launcher.
 
     Called by: every rank, once, before anything else of rankwise. A plain call, or
     ``with rankwise.join() as world:``; the block's end, or the process's, leaves the world.
@@ -92,12 +92,12 @@ def join(
         backend: ``"nccl"``, ``"gloo"``, or another that torch knows; by default torch's own for the device: NCCL on
             GPUs of NVIDIA and AMD, Gloo on the CPU. ``docs/devices.md`` has the table.
         device: the device of this rank; by default the accelerator of its local rank, else the CPU.
-        init_method: ``tcp://host:port``, ``file:///path`` or ``env://``, when nobody set the variables of a
-            launcher. The first two need ``rank`` and ``world_size``.
+        init_method: ``tcp://host:port``, ``file:///path`` or ``env://``, when no launcher set its
+            variables. The first two need ``rank`` and ``world_size``.
         rank: number of this process, with ``init_method``.
         world_size: number of processes, with ``init_method``.
         exchange: how CPU tensors travel between ranks: ``"shared_memory"`` within a host, ``"gloo"`` always over
-            sockets, ``"auto"`` the first where all ranks run on CPUs and it can be had, and a line says so.
+            sockets, ``"auto"`` the first if all ranks run on CPUs and it is available, and logs which.
         timeout_seconds: how long a rank waits for the others, here and in every collective, before it raises
             an error that names the missing ones.
 
@@ -105,21 +105,21 @@ def join(
         The facts about this process. A world of one needs no launcher and opens no process group.
 
     Raises:
-        EnvironmentConflict: two launchers' variables say different things.
+        EnvironmentConflict: two launchers' variables contradict each other.
         ConfigurationError: a bad argument, an incomplete set of variables, a missing GPU, a port in use.
-        PeerMissing: some ranks did not come within ``timeout_seconds``.
+        PeerMissing: some ranks did not join within ``timeout_seconds``.
 
     Source: torch.distributed.init_process_group.
     """
     if current_or_none() is not None:
         raise ConfigurationError(
-            "This process has joined a world already.",
+            "This process has already joined a world.",
             do="call rankwise.join() once; use rankwise.leave() before joining another",
         )
     if dist.is_initialized():
         raise ConfigurationError(
-            f"torch.distributed has a process group already{' (of a failed world)' if have_groups_leaked() else ''}.",
-            do="let the process end; a launcher starts all ranks anew: rankwise run --max-restarts 3"
+            f"torch.distributed already has a process group{' (of a failed world)' if have_groups_leaked() else ''}.",
+            do="let the process end; a launcher restarts all ranks: rankwise run --max-restarts 3"
             if have_groups_leaked()
             else "remove init_process_group(): rankwise.join() opens the group",
         )
@@ -140,7 +140,7 @@ def join(
     optimizer_steps.follow(session.store, world)
     speak_as(str(world), is_rank_zero=world.rank == 0)
     _hook_exit()
-    if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has said so
+    if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has already logged it
         log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
     if isinstance(session.exchange, TorchGroup):
         try:
@@ -156,11 +156,11 @@ def join(
 
 
 def leave() -> None:
-    """Leave the world: finish what is under way, close the process group.
+    """Leave the world: finish pending work, close the process group.
 
     Called by: every rank. Does nothing when no world is joined. The end of ``with join()`` and a normal end
-    of the process call it; processes that were forked from a rank leave nothing. A model that was spread over the
-    ranks trains no more afterwards: its exchanges raise :class:`rankwise.errors.NotJoined`.
+    of the process call it; processes forked from a rank leave nothing. A model that a strategy has
+    distributed can no longer train: its collectives raise :class:`rankwise.errors.NotJoined`.
     """
     session = current_or_none()
     if session is None:
@@ -180,12 +180,12 @@ def leave() -> None:
 
 
 def fail(error: BaseException) -> RankwiseError | None:
-    """Tell every rank that this one ends with ``error``, and give up the world.
+    """Notify every rank that this one ends with ``error``, and abandon the world.
 
     Called by: the failing rank only; the end of ``with join()`` and an uncaught exception call it.
 
     Returns:
-        What another rank's failure is told by, where ``error`` is only what it looks like from here.
+        The error of another rank that failed first, if ``error`` is only its consequence on this rank.
     """
     session = current_or_none()
     if session is None or session.process != os.getpid():
@@ -195,6 +195,7 @@ def fail(error: BaseException) -> RankwiseError | None:
         reason = session.detector.reason_of(error)
         error = reason or error
         if error is session.detector.error:
+            environments.note_echo()
             session.detector.leave(wait_for_peers=session.serves_store)
         else:
             annotate(error)
@@ -212,7 +213,7 @@ def _close(session: Session, *, failed: bool) -> None:
         action()
     optimizer_steps.stop()
     transport_interface.forget()
-    # The process is about to end, and another signal must not make it look killed.
+    # The process is about to exit, and another signal must not make it look killed.
     if not session.preemption.has_stopped:
         session.on_close()
     session.preemption.close()
@@ -223,7 +224,7 @@ def _close(session: Session, *, failed: bool) -> None:
         session.exchange.close()
     _close_groups(session, failed=failed)
     if session.detector is not None and session.detector.error is None:
-        # For models and groups that stay: none of their exchanges may wait for ranks that have gone.
+        # For models and groups that still exist: none of their collectives may wait for ranks that have left.
         session.detector.refuse_all(world_left())
     if session.store is not None:
         session.store.close()
@@ -284,7 +285,7 @@ def _open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
 
 
 def _published_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
-    """Ranks of one machine without an address: rank 0 serves and tells the port in a file of the job."""
+    """Ranks of one machine without an address: rank 0 serves and publishes the port in a file of the job."""
     path = _published_path(reading)
     if reading.rank == 0:
         return serve_published(path, _secret(reading)), True
@@ -296,7 +297,7 @@ def _published_path(reading: Reading) -> Path:
 
 
 def _secret(reading: Reading) -> bytes | None:
-    # A variable may hold bytes that are no text; they come back as they were.
+    # A variable may hold bytes that are not valid text; they are restored as they were.
     return None if reading.secret is None else reading.secret.encode(errors="surrogateescape")
 
 
@@ -324,7 +325,7 @@ def _world(
 
 
 def _open_group_of_one(world: World) -> None:
-    """Open torch's group in a world of one, for torch's own ways of spreading a model."""
+    """Open torch's group in a world of one, for torch's own parallel strategies."""
     if not dist.is_initialized():
         dist.init_process_group(
             torch_backends(world.device, choose_backend(None, world.device)),
@@ -340,7 +341,7 @@ def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *,
         store=job_store.prefixed("group").torch_store,
         rank=world.rank,
         world_size=world.world_size,
-        # The failure detector speaks first; torch's own limit only ends what the failure detector could not.
+        # The failure detector reports first; torch's own timeout ends only what the failure detector could not.
         timeout=timedelta(seconds=timeout_seconds + 10),
     )
     detector = FailureDetector(job_store, world, timeout_seconds, environments.stack_file())
@@ -361,7 +362,7 @@ _join_numbers = itertools.count()
 
 @cache
 def _hook_exit() -> None:
-    """Have the end of the process leave the world, and an uncaught exception tell the other ranks."""
+    """Leave the world when the process exits, and notify the other ranks of an uncaught exception."""
     atexit.register(_leave_at_exit)
     os.register_at_fork(after_in_child=_detach_fork)
     previous = sys.excepthook

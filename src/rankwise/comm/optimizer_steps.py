@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first step of every optimizer of this rank: whether the ranks train one model, or each its own by mistake.
+"""The first step of every optimizer of this rank: do the ranks train one model, or each its own by mistake?
 
-Optimizers are known by torch's global hook, from join to leave. Sends nothing that a rank would wait for. Used by
-``join``, by the strategies, which report what they have spread, and by users, as ``rankwise.independent``.
+Follows optimizers through torch's global hook, from join to leave. Sends nothing that a rank would wait for. Used by
+``join``, by the strategies, which report the models they handle, and by users, as ``rankwise.independent``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
+from rankwise.tensors.as_bytes import memory_of
 from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="nn.Module")
 
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
-"""Classes of torch whose models are another's to keep equal."""
+"""torch's own wrappers, which keep their models equal themselves."""
 MOST_ELEMENTS = 2**16
 """How much of each tensor is compared."""
 MOST_NAMES = 4
@@ -46,18 +46,18 @@ _KEY = "rankwise/steps"
 
 _accounted: WeakSet[nn.Module] = WeakSet()
 _parts: dict[int, ref[torch.Tensor]] = {}
-"""By their ``id``. Tensors compare element by element, so that no set can hold them."""
+"""By their ``id``. Tensors compare element by element, so a set cannot hold them."""
 _following: list[RemovableHandle] = []
 
 
 def independent(model: M) -> M:
-    """Declare that each rank trains a model of its own on purpose: an ensemble, or parts cut by hand.
+    """Declare that each rank trains its own model on purpose: an ensemble, or parts split by hand.
 
-    Called by: any rank, before the first step of the model's optimizer. Does no communication and changes nothing but
-    this: rankwise does not warn that ``model`` was trained without a strategy and differs between ranks.
+    Called by: any rank, before the first step of the model's optimizer. Does no communication. Its only effect:
+    rankwise does not warn that ``model`` was trained without a strategy and differs between ranks.
 
     Args:
-        model: whose parameters an optimizer of this rank steps.
+        model: the module whose parameters an optimizer of this rank steps.
 
     Returns:
         ``model`` itself.
@@ -67,7 +67,7 @@ def independent(model: M) -> M:
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
-            f"independent() was given a {type(model).__name__}, and takes a torch.nn.Module.",
+            f"independent() takes a torch.nn.Module, got a {type(model).__name__}.",
             do="pass the model itself",
         )
     account_for(model)
@@ -75,18 +75,18 @@ def independent(model: M) -> M:
 
 
 def account_for(model: nn.Module) -> None:
-    """Note that a strategy keeps ``model`` as it must be on every rank. Called by each strategy."""
+    """Note that a strategy keeps ``model`` correct on every rank. Called by each strategy."""
     _accounted.add(model)
 
 
 def account_for_part(tensor: torch.Tensor) -> None:
-    """Note that ``tensor`` belongs to this rank's part of a model that ranks have cut by hand. Called by compat."""
+    """Note that ``tensor`` belongs to this rank's part of a model that was split by hand. Called by compat."""
     key = id(tensor)
     _parts[key] = ref(tensor, lambda _: _parts.pop(key, None))
 
 
 def follow(store: Store | None, world: World) -> None:
-    """Compare, in the first step of each optimizer, what no strategy has spread; warn once per job where it differs.
+    """Compare parameters that no strategy handles after each optimizer's first step; warn once per job if they differ.
 
     Called by: join, on every rank. Does nothing in a world of one.
     """
@@ -96,7 +96,7 @@ def follow(store: Store | None, world: World) -> None:
 
 
 def stop() -> None:
-    """Stop following optimizers. Called by leave, and by what exchanges gradients in its own way."""
+    """Stop following optimizers. Called by leave, and by code that exchanges gradients in its own way."""
     while _following:
         _following.pop().remove()
 
@@ -120,14 +120,14 @@ class _Look:
             return
         self._seen.add(optimizer)
         own = _unaccounted(trained)
-        # A store that is gone is reported by what waits for it; tensors that have no plain values are not compared.
+        # Whatever waits for a lost store reports it; tensors without plain values are not compared.
         with contextlib.suppress(OSError, RuntimeError, TypeError):
             if own and self._differs(own):
                 self._warn_difference(optimizer, own, is_beside=len(own) < len(trained))
 
     def _differs(self, own: Sequence[torch.Tensor]) -> bool:
-        """Post what this rank has; return whether it is the last rank to do so, and the ranks differ."""
-        # Ranks that step tensors of other shapes train other models on purpose.
+        """Post this rank's digest; return whether it is the last rank to do so and the ranks differ."""
+        # Ranks that step tensors of different shapes train different models on purpose.
         shapes = f"{zlib.crc32(str([(tuple(p.shape), str(p.dtype)) for p in own]).encode()):x}"
         self._count[shapes] += 1
         part = self._store.prefixed(f"{_KEY}/{shapes}-{self._count[shapes]}")
@@ -142,25 +142,25 @@ class _Look:
         one = "1 parameter" if len(own) == 1 else f"{len(own)} parameters"
         if is_beside:
             warn(
-                f"{type(optimizer).__name__} has stepped {one} beside those of a spread model that no strategy has "
-                f"spread ({_names(own)}), and they differ between ranks after the first step: each rank trains them on "
-                "its own samples; call rankwise.replicate() for the module that holds them too, as for a criterion "
-                "with parameters, or make it a part of the model before; or, where ranks are meant to differ, call "
-                "rankwise.independent(module)",
+                f"{type(optimizer).__name__} has stepped {one} outside the distributed model, which no strategy "
+                f"synchronizes ({_names(own)}), and they differ between ranks after the first step: each rank trains "
+                "them on its own samples; also call rankwise.replicate() for the module that holds them, such as a "
+                "criterion with parameters, or make it a submodule of the model first; or, if ranks are meant to "
+                "differ, call rankwise.independent(module)",
                 all_ranks=True,
             )
             return
         warn(
-            f"each of {self._world.world_size} ranks trains a model of its own: {type(optimizer).__name__} has stepped "
-            f"{one} that no strategy has spread, and they differ between ranks after the first step; call "
-            "model = rankwise.replicate(model) before the optimizer is built, or, where ranks are meant to differ, "
+            f"each of {self._world.world_size} ranks trains its own model: {type(optimizer).__name__} has stepped "
+            f"{one} that no strategy synchronizes, and they differ between ranks after the first step; call "
+            "model = rankwise.replicate(model) before the optimizer is built, or, if ranks are meant to differ, "
             "rankwise.independent(model)",
             all_ranks=True,
         )
 
 
 class _BeforeLBFGS:
-    """Tells once what LBFGS takes from its closure, before its first step: afterwards ranks may have parted."""
+    """Warns once about the closure of LBFGS, before its first step: afterwards ranks may have diverged."""
 
     def __init__(self) -> None:
         self._is_told = False
@@ -171,13 +171,13 @@ class _BeforeLBFGS:
         if isinstance(optimizer, LBFGS) and not self._is_told:
             self._is_told = True
             warn(
-                "LBFGS decides by the loss that its closure returns how often it runs backward: return "
-                "rankwise.mean(loss, len(x)), which is equal on every rank, or the ranks part"
+                "the loss that the closure returns decides how often LBFGS runs backward: return "
+                "rankwise.mean(loss, len(x)), which is equal on every rank, or the ranks diverge"
             )
 
 
 def _unaccounted(trained: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those tensors that nothing is known to keep as they must be."""
+    """Return the tensors that no strategy is known to keep correct."""
     known = _ids(_accounted) | _parts.keys()
     # Only a DTensor has a mesh, and torch averages its gradients.
     own = [p for p in trained if id(p) not in known and getattr(p, "device_mesh", None) is None and not p.is_meta]
@@ -188,7 +188,7 @@ def _unaccounted(trained: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _names(own: Sequence[torch.Tensor]) -> str:
-    """Return what the modules that hold tensors call them, as ``centers of CenterLoss``; or shapes."""
+    """Return the names of tensors in their modules, as ``centers of CenterLoss``; or their shapes."""
     wanted = {id(one): f"of shape {list(one.shape)}" for one in own[:MOST_NAMES]}
     for module in [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]:
         for name, parameter in module.named_parameters(recurse=False):
@@ -213,5 +213,5 @@ def _digest(own: Sequence[torch.Tensor]) -> int:
             # Sparse gradients show in the values that they change.
             if tensor is not None and not tensor.is_sparse:
                 plain = tensor.detach().flatten()[:MOST_ELEMENTS].to("cpu").contiguous()
-                digest = zlib.crc32(bytes_of(plain).numpy().tobytes(), digest)
+                digest = zlib.crc32(memory_of(plain), digest)
     return digest

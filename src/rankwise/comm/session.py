@@ -29,33 +29,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CurrentBatch:
-    """The batch that a training loop has in hand: a rank's part of one global batch.
+    """The batch that a training loop is using: a rank's part of one global batch.
 
-    A loader notes it; random numbers are drawn by it, and ranks compare it when they run backward.
+    A loader records it; random numbers depend on it, and ranks compare it when they run backward.
     """
 
     loader: int
-    """Number of the loader that gave it, the same on every rank; 0 where none did."""
+    """Number of the loader that yielded it, the same on every rank; 0 without a loader."""
     epoch: int
     number: int
     """Of the global batch, within the epoch."""
     num: int
-    """Samples of this rank; 0 where nothing of a short batch was left for it."""
+    """Samples of this rank; 0 if a short batch has none left for it."""
     num_global: int
     """Samples of all ranks together."""
     start: int
-    """Which of them is this rank's first."""
+    """The index of this rank's first sample among them."""
     values: object = None
-    """What the loader gave, so that tensors made of it are known."""
+    """The batch that the loader yielded, to recognize tensors derived from it."""
     thread: int = 0
-    """Which took it."""
+    """The thread that took it."""
 
 
 class Loop(Protocol):
     """What this rank does around a loop over a loader."""
 
     is_server: bool
-    """Whether it takes no samples, and serves those who do."""
+    """Whether it takes no samples, and serves the ranks that do."""
 
     @property
     def num_steps(self) -> int:
@@ -63,7 +63,7 @@ class Loop(Protocol):
         ...
 
     def serve_loop(self, loader: int) -> None:
-        """Return when all ranks that take samples have come to the end of one more loop over a loader.
+        """Return when all ranks that take samples have reached the end of another loop over a loader.
 
         Args:
             loader: its number.
@@ -71,7 +71,7 @@ class Loop(Protocol):
         ...
 
     def finish_loop(self, loader: int, *, has_stepped: bool) -> None:
-        """Note that this rank has come to the end of a loop over a loader.
+        """Note that this rank has reached the end of a loop over a loader.
 
         Args:
             loader: its number.
@@ -80,7 +80,7 @@ class Loop(Protocol):
         ...
 
     def break_loop(self, loader: int, *, has_stepped: bool) -> None:
-        """The same of a loop that was broken off: raises nothing, which nobody would hear."""
+        """The same for a loop left early: raises nothing, since the error would be lost."""
         ...
 
 
@@ -90,47 +90,47 @@ class Session:
 
     world: World
     process: int = field(default_factory=os.getpid)
-    """The process that has joined: those that are forked from it are no ranks."""
+    """The process that has joined: those forked from it are not ranks."""
     store: Store | None = None
     exchange: Exchange | None = None
     detector: FailureDetector | None = None
     serves_store: bool = False
     preemption: Preemption = field(default_factory=Preemption)
     axes: Axes | None = None
-    """How the ranks are laid out, once that has been said; else each is for itself."""
+    """How the ranks are arranged, once ``mesh`` was called."""
     device_mesh: object = None
     """torch's mesh of the same axes."""
     parts: dict[tuple[str, ...], Exchange] = field(default_factory=dict)
-    """The exchanges of some of the ranks: along some of the axes, or of a group."""
+    """The exchanges of subsets of the ranks: along some of the axes, or of a group."""
     data_parts: str | None = None
-    """What has divided samples among the ranks already, while these were not laid out along axes."""
+    """What has already divided samples among the ranks, before they were arranged along axes."""
     data_ranks: Sequence[int] | None = None
-    """The ranks that take samples, where not all do."""
+    """The ranks that take samples, if not all do."""
     loop: Loop | None = None
-    """What is done around a loop over a loader, where that is not the same on all ranks."""
+    """Actions around a loop over a loader, if they are not the same on all ranks."""
     num_loaders: int = 0
     """How many loaders there have been: each has a number, the same on every rank."""
     batches: dict[int, CurrentBatch] = field(default_factory=dict)
-    """What each loader has given last, by its number, until its loop ends; the latest one last."""
+    """The last batch of each loader, by its number, until its loop ends; the latest one last."""
     failure_note: str | None = None
-    """What an error that this rank raises now should say besides: of the batch it has in hand."""
+    """A note on the current batch, to be added to an error that this rank raises now."""
     share_note: tuple[int, str] | None = None
-    """What an error should say besides if it speaks of the samples of a global batch, and how many these are."""
+    """The samples of a global batch, and the note to add to an error that mentions that number."""
     batch: CurrentBatch | None = None
-    """What this rank trains on, where a loader gave it whose loop is under way."""
+    """The batch this rank trains on, if it is from a loader whose loop is running."""
     open_group: Callable[[], None] = lambda: None
-    """Open torch's group where there is none yet: a world of one opens it for what cannot do without."""
+    """Open torch's group if there is none yet: a world of one opens it only for code that needs it."""
     leaving: list[Callable[[], None]] = field(default_factory=list)
     ending: list[Callable[[], None]] = field(default_factory=list)
     saving: list[Callable[[], None]] = field(default_factory=list)
-    """Called on every rank before state is saved: what makes it one state."""
+    """Called on every rank before state is saved, to make it one state."""
     on_close: Callable[[], None] = lambda: None
     """Called last, however the process leaves the world."""
     _made: dict[Callable[[Session], Any], Any] = field(default_factory=dict, init=False)
-    """What :meth:`once` has made."""
+    """Values that :meth:`once` has created."""
 
     def once(self, make: Callable[[Session], T]) -> T:
-        """Return what ``make(session)`` returned when it was first asked for; it lives as long as the session."""
+        """Return the result of the first ``make(session)``; it lives as long as the session."""
         if make not in self._made:
             self._made[make] = make(self)
         return self._made[make]
@@ -139,10 +139,10 @@ class Session:
         """Return which part of each global batch this rank takes, and how many parts there are.
 
         Args:
-            divider: who asks, in words, for the error when ranks are laid out afterwards.
+            divider: a description of the caller, for the error when ranks are arranged along axes afterwards.
         """
         if self.data_ranks is not None:
-            # Those that take none have a loader of the same length, which yields nothing.
+            # Ranks that take none have a loader of the same length, which yields nothing.
             ranks = list(self.data_ranks)
             return ranks.index(self.world.rank) if self.world.rank in ranks else 0, len(ranks)
         if self.axes is None:
@@ -152,18 +152,18 @@ class Session:
 
     @property
     def latest_batch(self) -> CurrentBatch | None:
-        """What a loader gave last, also where its loop was broken off."""
+        """The last batch of a loader, even if its loop was left early."""
         return next(reversed(self.batches.values()), None)
 
     def new_loader(self) -> int:
-        """Return the number of one more loader. Called by: every rank."""
+        """Return the number of a new loader. Called by: every rank."""
         self.num_loaders += 1
         return self.num_loaders
 
     def take(
         self, batch: CurrentBatch, *, failure_note: str | None = None, share_note: tuple[int, str] | None = None
     ) -> None:
-        """Note what a loader is about to give, and what errors should say besides meanwhile."""
+        """Note the batch that a loader is about to yield, and the note for errors raised meanwhile."""
         self.failure_note = failure_note
         self.share_note = share_note
         self.batch = batch
@@ -171,53 +171,53 @@ class Session:
         self.batches[batch.loader] = batch
 
     def break_off(self, batch: CurrentBatch | None) -> None:
-        """Note that the loop over a loader was left while ``batch`` was in hand: what follows does not come from it."""
+        """Note that a loop was left during ``batch``: later work does not belong to it."""
         if self.batch is batch:
             self.batch = None
 
     def finish_loop(self, loader: int) -> None:
-        """Note that the loop over a loader has come to its end."""
+        """Note that the loop over a loader has ended."""
         self.failure_note = self.share_note = self.batch = None
         self.batches.pop(loader, None)
 
     def lay_out(self, axes: Axes, device_mesh: object) -> None:
-        """Note how the ranks are laid out. Called by: every rank, once."""
+        """Note how the ranks are arranged. Called by: every rank, once."""
         self.axes = axes
         self.device_mesh = device_mesh
 
     def split_work(self, data_ranks: Sequence[int], loop: Loop) -> None:
-        """Note which ranks take samples, where not all do, and what this one does around a loop over a loader."""
+        """Note which ranks take samples, if not all do, and this rank's actions around a loop over a loader."""
         self.data_ranks = data_ranks
         self.loop = loop
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """Have tensors travel by another exchange than torch's group. Called by ``join`` only."""
+        """Send tensors through another exchange than torch's group. Called by ``join`` only."""
         self.exchange = exchange
 
     def call_last(self, action: Callable[[], None]) -> None:
-        """Have ``action`` called last, however the process leaves the world."""
+        """Call ``action`` last, however the process leaves the world."""
         self.on_close = action
 
     def on_leave(self, action: Callable[[], None]) -> None:
-        """Have ``action`` called, last one first, when the process leaves the world without an error."""
+        """Call ``action``, last one first, when the process leaves the world without an error."""
         self.leaving.append(action)
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Have ``action`` called when the process leaves the world, with an error or without. It must not raise."""
+        """Call ``action`` when the process leaves the world, with or without an error. It must not raise."""
         self.ending.append(action)
 
     def before_save(self, action: Callable[[], None]) -> None:
-        """Have ``action`` called, on every rank, before each save: what it changes is then in it."""
+        """Call ``action`` on every rank before each save: the save includes its changes."""
         self.saving.append(action)
 
     def prepare_save(self) -> None:
-        """Call what was to be called before a save. Called by: every rank."""
+        """Call the actions registered with :meth:`before_save`. Called by: every rank."""
         for action in self.saving:
             action()
 
 
 class _Process:
-    """What this process is part of."""
+    """The session of this process."""
 
     session: Session | None = None
 
@@ -233,8 +233,8 @@ def current() -> Session:
     """
     if _process.session is None:
         raise NotJoined(
-            "This needs a world, and none has been joined.",
-            do="call rankwise.join() first, or put the code into `with rankwise.join() as world:`",
+            "No world has been joined.",
+            do="call rankwise.join() first, or put the code inside `with rankwise.join() as world:`",
         )
     return _process.session
 
@@ -245,9 +245,9 @@ def current_or_none() -> Session | None:
 
 
 def annotate(error: BaseException) -> None:
-    """Add to ``error`` what the open session knows of the step that failed, once.
+    """Add the open session's note on the failed step to ``error``, once.
 
-    Called by: what reports the failure of this rank, before it reads the error's text.
+    Called by: code that reports this rank's failure, before it reads the error's text.
     """
     note = _note_for(error)
     is_own = isinstance(error, Exception) and not isinstance(error, PeerFailed | PeerMissing)

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from rankwise.world.environments import Reading
 
 _variables: list[str] = []
-"""Those set here, which are removed with the world."""
+"""The variables set here, which are removed when the world is left."""
 
 
 def choose(reading: Reading, addresses: list[RankAddress]) -> None:
-    """Have Gloo and NCCL use the interface that the ranks reach each other through, unless the user named one."""
-    forget()  # of a join that failed
+    """Set the interface of Gloo and NCCL to the one that connects the ranks, unless the user named one."""
+    forget()  # from a join that failed
     wrong = set(gloo_interfaces()) - {one.name for one in network.interfaces()}
     if wrong:
         raise ConfigurationError(
-            f"GLOO_SOCKET_IFNAME names {', '.join(sorted(wrong))}, which is no interface of this machine.",
+            f"GLOO_SOCKET_IFNAME names {', '.join(sorted(wrong))}, which is not an interface of this machine.",
             where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
             evidence="\n".join(network.interface_lines()),
-            do="unset GLOO_SOCKET_IFNAME: rankwise takes the interface that leads to the other ranks",
+            do="unset GLOO_SOCKET_IFNAME: rankwise picks the interface that reaches the other ranks",
         )
     found = common_interface(addresses, reading.rank, None if reading.address is None else reading.address[0])
     if found is not None:
@@ -48,9 +48,9 @@ def forget() -> None:
 def common_interface(addresses: Sequence[RankAddress], rank: int, store_host: str | None) -> tuple[str, bool] | None:
     """Return the interface that ranks reach each other through, and whether it is loopback.
 
-    On one machine that is loopback; on several the one that leads to the store, and where that says nothing (it
-    is on this machine, under a name that means loopback), the one that leads to a rank elsewhere. The machine's own
-    name, which torch would go by, plays no part.
+    On one machine that is loopback; on several it is the one that reaches the store or, if that does not decide (the
+    store is on this machine, under a name that resolves to loopback), the one that reaches a rank elsewhere. The
+    machine's own hostname, which torch would use, is not used.
 
     Args:
         addresses: where each rank is, in rank order.
@@ -58,7 +58,7 @@ def common_interface(addresses: Sequence[RankAddress], rank: int, store_host: st
         store_host: where the store is; ``None`` where it is a file.
 
     Returns:
-        ``None`` where no interface can be told; torch then goes by the machine's own name.
+        ``None`` if no interface is found; torch then uses the machine's own hostname.
     """
     own = addresses[rank]
     if all(place == own for place in addresses):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which arguments the loader refuses, and what to pass instead.
+"""Which arguments the loader rejects, and what to pass instead.
 
-Values only: reads no sample, communicates with nobody. Imported by ``loader``.
+Values only: reads no sample, does no communication. Imported by ``loader``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def refuse(unknown: dict[str, object]) -> None:
     """
     for name in unknown:
         if name in _TORCH_WORDS:
-            raise ConfigurationError(f"rankwise.DataLoader takes no {name}=.", do=_TORCH_WORDS[name])
+            raise ConfigurationError(f"rankwise.DataLoader does not support {name}=.", do=_TORCH_WORDS[name])
     if unknown:
         names = ", ".join(unknown)
         raise ConfigurationError(
-            f"rankwise.DataLoader takes no keyword {names}.",
+            f"rankwise.DataLoader has no argument {names}.",
             do="use one of global_batch_size, local_batch_size, shuffle, sampler, seed, remainder, "
             "num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, device, "
             "worker_init_fn, multiprocessing_context, timeout_seconds, compare_samples",
@@ -43,7 +43,7 @@ def refuse(unknown: dict[str, object]) -> None:
 
 
 def check_workers(options: WorkerOptions) -> None:
-    """Raise for options of worker processes that are bad, or that need workers where there are none.
+    """Raise for invalid options of worker processes, and for those that need workers if there are none.
 
     Raises:
         ConfigurationError: see above.
@@ -51,18 +51,18 @@ def check_workers(options: WorkerOptions) -> None:
     if options.num_workers < 0:
         raise ConfigurationError(
             f"num_workers must be at least 0, got {options.num_workers}.",
-            do="pass 0 to read in this process, or more",
+            do="pass 0 to read in this process, or a positive number",
         )
     for name in ("prefetch_factor", "persistent_workers", "worker_init_fn"):
         if getattr(options, name) and options.num_workers == 0:
             raise ConfigurationError(
-                f"{name} is for worker processes, and num_workers=0.",
+                f"{name} is for worker processes, but num_workers=0.",
                 do="pass num_workers=1 or more, or leave it out",
             )
 
 
 def check_order(dataset: object, *, is_stream: bool, shuffle: bool, sampler: object) -> None:
-    """Raise where the order of an epoch is given twice, or for a dataset that can only be iterated.
+    """Raise if the order of an epoch is given twice, or is given for a dataset that can only be iterated.
 
     Raises:
         ConfigurationError: see above.
@@ -74,12 +74,12 @@ def check_order(dataset: object, *, is_stream: bool, shuffle: bool, sampler: obj
         )
     if is_stream and sampler is not None:
         raise ConfigurationError(
-            f"sampler= needs a dataset that can be indexed, and a {type(dataset).__name__} can only be iterated.",
+            f"sampler= needs a dataset that can be indexed, but a {type(dataset).__name__} can only be iterated.",
             do="leave sampler= out, or make the dataset map-style",
         )
     if is_stream and shuffle:
         raise ConfigurationError(
-            f"shuffle=True needs a dataset that can be indexed, and a {type(dataset).__name__} can only be iterated.",
-            do="shuffle inside the dataset's __iter__ (the generators are seeded there, alike "
-            "on every rank), or make the dataset map-style",
+            f"shuffle=True needs a dataset that can be indexed, but a {type(dataset).__name__} can only be iterated.",
+            do="shuffle inside the dataset's __iter__ (its generators are seeded the same on "
+            "every rank), or make the dataset map-style",
         )

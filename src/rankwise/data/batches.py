@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch is: a tree of tensors. How to make one of samples, or of no sample, to move one, and to pin one.
+"""Batches: trees of tensors. How to collate one from samples, or from none, to move one, and to pin one.
 
-A collate function that fails is reported with the samples that could not become a batch: torch names places in the
-batch only, and in a worker a storage that cannot be resized. Knows nothing of datasets, orders or ranks. Imported by
+A failing collate function is reported with the samples that it could not batch: torch names only positions in the
+batch, and in a worker a storage that cannot be resized. Knows nothing of datasets, orders or ranks. Imported by
 ``sources`` and ``loader``.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 Batch = Any
-"""A tensor, or lists, tuples and dicts of them; leaves that are no tensors stay as they are."""
+"""A tensor, or lists, tuples and dicts of them; other leaves stay as they are."""
 _MOST_KINDS = 8
 _MOST_PLACES = 8
 _MOST_PARTS = 12
@@ -42,7 +42,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Batch) ->
 
 
 def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
-    """Return ``batch`` on ``device``; another kind of object moves by its own ``to(device)``."""
+    """Return ``batch`` on ``device``; an object of another type moves by its own ``to(device)``."""
     if not isinstance(batch, torch.Tensor | list | tuple) and hasattr(batch, "to"):
         return batch.to(device)
     if isinstance(batch, list | tuple | Mapping | torch.Tensor):
@@ -51,18 +51,17 @@ def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> B
 
 
 def pin(batch: Batch) -> Batch:
-    """Return ``batch`` in page-locked memory, from where a GPU fetches while the CPU goes on."""
+    """Return ``batch`` in page-locked memory, from which a GPU copies while the CPU continues."""
     return map_tensors(lambda tensor: tensor.pin_memory(), batch)
 
 
 def without_samples(one: Batch, two: Batch) -> Batch:
-    """Return a batch of no samples, with the dtypes and the other dims of the real ones.
+    """Return a batch of no samples, with the dtypes and the other dims of real ones.
 
     Args:
-        one: what the collate function makes of one sample.
-        two: what it makes of the same sample twice. What grew from ``one`` to ``two`` is what
-            counts samples: a dim of a tensor, wherever it stands, or a list or tuple. What did not
-            grow stays.
+        one: what the collate function returns for one sample.
+        two: what it returns for the same sample twice. Whatever grew from ``one`` to ``two``
+            counts samples: any dim of a tensor, or a list or tuple. The rest is kept.
     """
     if isinstance(one, torch.Tensor):
         grown = [dim for dim in range(one.dim()) if one.shape[dim] != two.shape[dim]]
@@ -81,13 +80,13 @@ def _like_mapping(kind: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any
     if type(kind) is dict:
         return items
     try:
-        return type(kind)(items)  # type: ignore[call-arg] # a mapping that cannot be made of one becomes a dict
+        return type(kind)(items)  # type: ignore[call-arg] # a mapping that cannot be built from a dict becomes a dict
     except TypeError:
         return items
 
 
 def to_device(batches: Iterator[tuple[Any, Batch]], device: torch.device) -> Iterator[tuple[Any, Batch]]:
-    """Yield each ``(mark, batch)``, the batch on ``device``; where it has streams the next travels meanwhile."""
+    """Yield each ``(mark, batch)``, the batch on ``device``; if it has streams, the next one is copied meanwhile."""
     stream = new_stream(device)
     if stream is not None:
         yield from _ahead(batches, device, stream)
@@ -99,7 +98,7 @@ def to_device(batches: Iterator[tuple[Any, Batch]], device: torch.device) -> Ite
 def _ahead(
     batches: Iterator[tuple[Any, Batch]], device: torch.device, stream: torch.Stream
 ) -> Iterator[tuple[Any, Batch]]:
-    """Copy one batch ahead, on a stream of its own: the copy hides behind the step before it."""
+    """Copy one batch ahead, on its own stream: the copy overlaps with the step before it."""
     waiting: tuple[Any, Batch, torch.Event] | None = None
     for mark, batch in batches:
         with stream:
@@ -118,7 +117,7 @@ def _handed_over(waiting: tuple[Any, Batch, torch.Event], device: torch.device) 
     consumer.wait_event(copied)
 
     def keep_until_used(tensor: torch.Tensor) -> torch.Tensor:
-        # Without it the memory is reused as soon as the copying stream is done with it.
+        # Without this the memory is reused as soon as the copying stream has finished with it.
         tensor.record_stream(consumer)
         return tensor
 
@@ -131,21 +130,21 @@ def collated(
     where: str,
     places: Sequence[int] = (),
 ) -> Any:  # noqa: ANN401 - any batch
-    """Return the batch that ``collate`` makes of ``samples``.
+    """Return the batch that ``collate`` returns for ``samples``.
 
     Args:
         collate: the user's function, or torch's.
         samples: those of one batch.
         where: the rank, for the error.
-        places: the index of each sample in the dataset; empty where it has none.
+        places: the index of each sample in the dataset; empty if it has none.
 
     Raises:
-        DatasetError: ``collate`` raised, which is the cause; the samples are the evidence.
+        DatasetError: ``collate`` raised; that is the cause, and the samples are the evidence.
     """
     try:
         return collate(samples)
     except Exception as error:
-        # What __getitems__ returns goes to the function as it is, and need not be a list.
+        # The result of __getitems__ is passed to the function as it is, and need not be a list.
         of = f"{len(samples)} samples" if isinstance(samples, list) else f"a {type(samples).__name__}"
         raise DatasetError(
             f"collate_fn of {of} raised {type(error).__name__}: {error}",
@@ -155,7 +154,7 @@ def collated(
 
 
 def _describe_samples(samples: list[Any], places: Sequence[int]) -> str:
-    """Return a line for each kind of sample: what it is, and which are of that kind."""
+    """Return a line for each kind of sample: its description, and which samples are of that kind."""
     is_indexed = len(places) == len(samples)
     of_kind: dict[str, list[str]] = {}
     for number, sample in enumerate(samples):

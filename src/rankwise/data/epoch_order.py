@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of an epoch as a function: which sample stands at a position, for any position at once.
+"""The order of an epoch as a function: which sample is at a position, for any position directly.
 
-Holds no list of indices, uses no torch and no process group. The order that a user's sampler gives is in
+Holds no list of indices, uses no torch and no process group. The order of a user's sampler is in
 ``sampler_order``. Imported by ``sampler`` and ``loader``.
 """
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 _ROUNDS = 8
 _ROUNDS_OF_SHORT = 24
 _SHORT = 4096
-"""Below it the digits are so small that eight rounds leave some orders 15 % too frequent."""
+"""Below this the digits are so small that eight rounds leave some orders 15 % too frequent."""
 _MULTIPLIER_1 = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_2 = np.uint64(0xD6E8FEB86659FD93)
 _HALF_WORD = np.uint64(32)
 
 MAX_LENGTH = 2**62
-"""Longest sequence there is an order for: sums of two positions must fit into 63 bits."""
+"""Longest sequence that can be ordered: sums of two positions must fit into 63 bits."""
 
 
 class Permutation:
-    """A random order of ``range(n)``, evaluated where it is asked for.
+    """A random order of ``range(n)``, evaluated on demand.
 
     The order is a pure function of ``(n, seed, epoch)``, the same on every machine, and takes a few
     hundred bytes for any ``n``.
@@ -41,8 +41,8 @@ class Permutation:
     * b`` is the least product of near-equal factors that holds ``n``. Eight rounds (24 for short
     sequences) add to one digit, modulo its size, a keyed function of the other, in turn; each round
     can be undone, so the whole is a bijection of ``[0, a * b)``. A result that is not below ``n``
-    goes through the rounds again until it is ("cycle walking"). As ``a * b - n < a``, hardly any
-    does: with digits of whole bits every second one would.
+    goes through the rounds again until it is ("cycle walking"). As ``a * b - n < a``, few
+    results do: with digits of whole bits every second one would.
 
     Args:
         n: length of the sequence, at least 0.
@@ -58,7 +58,7 @@ class Permutation:
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
         if not 0 <= n <= MAX_LENGTH:
-            message = f"an order needs a length from 0 to 2**62, not {n}"
+            message = f"the length must be from 0 to 2**62, got {n}"
             raise ValueError(message)
         low_size = max(1, math.isqrt(max(n - 1, 0)) + 1)
         self._n = np.uint64(n)
@@ -107,12 +107,12 @@ class Permutation:
             np.right_shift(hashed, _HALF_WORD, out=shifted)
             np.bitwise_xor(hashed, shifted, out=hashed)
             np.multiply(hashed, _MULTIPLIER_2, out=hashed)
-            # The upper half of the word, scaled to [0, size): no division, and the best mixed bits.
+            # The upper half of the word, scaled to [0, size): no division, and the best-mixed bits.
             np.right_shift(hashed, _HALF_WORD, out=hashed)
             np.multiply(hashed, size, out=hashed)
             np.right_shift(hashed, _HALF_WORD, out=hashed)
             np.add(changed, hashed, out=changed)
-            # Subtracts size where the sum reached it: below that, the difference wraps around.
+            # Subtracts size if the sum reached it: below that, the difference wraps around.
             np.subtract(changed, size, out=shifted)
             np.minimum(changed, shifted, out=changed)
         np.multiply(high, self._low_size, out=high)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loader and a sampler have in common: the order of each epoch, and a place in it that is saved and loaded.
+"""What a loader and a sampler share: the order of each epoch, and a position in it that is saved and loaded.
 
 Imported by ``loader`` and ``sampler``.
 """
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 
 class EpochPosition:
-    """The part of a loader or sampler that knows order and place. Its constructor sets all of these."""
+    """The part of a loader or sampler that knows order and position. Their constructors set all of these."""
 
     seed: int
     shuffle: bool
     _length: int | None
-    """Of the dataset; ``None`` where it is only known from iterating it."""
+    """Of the dataset; ``None`` if it is only known from iterating it."""
     _number: int
     """Of the loader, the same on every rank; 0 outside of a world."""
     _shards: Shards
     _given: GivenOrder | None
-    """A sampler's order, where there is one."""
+    """A sampler's order, if there is one."""
     _cursor: EpochCursor
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next ``for`` go on where ``state`` was taken.
+        """Continue the next ``for`` where ``state`` was taken.
 
-        The number of ranks and the batch size may be others than there.
+        The number of ranks and the batch size may differ.
 
         Raises:
             DatasetError: the dataset had another length.
@@ -54,7 +54,7 @@ class EpochPosition:
         return self._facts() | order | {"epoch": epoch, "position": position}
 
     def _facts(self) -> State:
-        """Return what decides the order."""
+        """Return the settings that determine the order."""
         facts: State = {"dataset_length": self._length, "seed": self.seed, "shuffle": self.shuffle}
         return facts if self._given is None else facts | {"sampler_length": len(self._given)}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a dataset can be compared between ranks: the values of a sample, and what lists all samples, with digests.
+"""What can be compared of a dataset between ranks: the values of a sample, and the lists of all samples, with digests.
 
 The lists are known without reading a sample: the indices of subsets, the names of files. Values only: reads no
 dataset, draws nothing, does no communication. Imported by ``probes``, ``sources`` and ``same_data``.
@@ -57,30 +57,30 @@ _PAIR = 2
 
 
 class Leaf(NamedTuple):
-    """One value of a sample: a tensor, an array, a number, a text."""
+    """One value of a sample: a tensor, an array, a number, a string."""
 
     path: str
     """Where it is in the sample: ``['image']``, ``[1]``, empty for the sample itself."""
     kind: str
     """Type and shape, as ``float32[3, 32, 32]``; ``text`` for strings."""
     digest: str
-    """Of kind and content, in hexadecimal digits."""
+    """Of type and content, in hexadecimal digits."""
     shown: str
     """The value for an error, shortened."""
     sketch: list[float]
-    """Some of its elements, then their mean and root mean square over all. Empty where only the digest counts."""
+    """Some of its elements, then their mean and root mean square over all. Empty if only the digest counts."""
 
     @property
     def is_label(self) -> bool:
-        """Whether it is one whole number or text, which no augmentation changes: a class, an index, a name."""
+        """Whether it is one integer or string, which no augmentation changes: a class, an index, a name."""
         return not self.sketch and not self.kind.endswith("]") and self.kind not in _SAY_NOTHING
 
 
 def leaves_of(sample: object) -> list[Leaf]:
-    """Return what of ``sample`` can be compared, in its order.
+    """Return the comparable values of ``sample``, in order.
 
     Tensors, arrays, PIL images, numbers, booleans, None, texts, bytes and paths, in lists, tuples, mappings and
-    dataclasses. Other objects are left out: nothing is known of what they hold. Of a text that is a path the last part
+    dataclasses. Other objects are left out: their content is unknown. Of a string that is a path the last part
     is compared: hosts may keep the same files in different folders.
     """
     return list(_leaves(sample, ""))
@@ -89,8 +89,8 @@ def leaves_of(sample: object) -> list[Leaf]:
 def unlike(one: Leaf, other: Leaf, *, same_host: bool) -> bool:
     """Return whether two ranks' values are different data.
 
-    Whole numbers and texts must be equal. Floating-point numbers may differ by rounding. Between hosts, images and
-    floating-point numbers may differ by what another version of a decoder makes of the same file.
+    Integers and strings must be equal. Floating-point numbers may differ by rounding. Between hosts, images and
+    floating-point numbers may differ as much as two versions of a decoder do.
     """
     if one.digest == other.digest:
         return False
@@ -114,10 +114,10 @@ def unlike(one: Leaf, other: Leaf, *, same_host: bool) -> bool:
 
 
 def describe_block(samples: list[Any]) -> str:
-    """Return what can be compared of the first global batch of a stream, as JSON; empty where nothing can.
+    """Return the comparable values of the first global batch of a stream, as JSON; empty if there are none.
 
-    A stream cannot be read twice to see which of its values are random. So a sample that holds a whole number or a
-    text (a class, an index, a name) is compared by these, and any other by all of its values.
+    A stream cannot be read twice to see which of its values are random. So a sample that holds an integer or a
+    string (a class, an index, a name) is compared by these, and any other by all of its values.
     """
     chosen = sorted(
         set(np.linspace(0, len(samples) - 1, min(_MOST_IN_BLOCK, len(samples))).round().astype(int).tolist())
@@ -197,7 +197,7 @@ def _of_array(array: npt.NDArray[Any], path: str, name: str = "") -> Iterator[Le
 
 
 def _sketch(elements: npt.NDArray[Any]) -> list[float]:
-    """Return numbers that tell different data from rounding, where rounding may be."""
+    """Return numbers that distinguish different data from rounding, for dtypes that round."""
     is_image = elements.dtype == np.uint8 and elements.size > _SMALL
     if not (is_image or elements.dtype.kind in "fc") or not elements.size:
         return []
@@ -211,7 +211,7 @@ def _sketch(elements: npt.NDArray[Any]) -> list[float]:
 
 
 def digest_of(*parts: bytes | bytearray | memoryview) -> str:
-    """Return 16 hexadecimal digits that differ where the bytes do."""
+    """Return 16 hexadecimal digits that differ if the bytes do."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part)
@@ -232,7 +232,7 @@ def _shortened(text: str) -> str:
 
 
 class Listing(NamedTuple):
-    """One entry per sample of a dataset, in its order, that every rank must hold alike."""
+    """One entry per sample of a dataset, in order, which must be the same on every rank."""
 
     label: str
     """Where it was found: ``dataset.indices``, ``dataset.samples``."""
@@ -247,11 +247,11 @@ class Listing(NamedTuple):
 
 
 def listings_of(dataset: object) -> list[Listing]:
-    """Return what lists the samples of ``dataset``.
+    """Return the lists of the samples of ``dataset``.
 
-    The indices of ``Subset``, those of several around each other as one; of the dataset inside, each list as long as
-    it whose items name files, as ImageFolder's ``samples`` and the dicts that MONAI's datasets are made of. The folder
-    that holds all of the files is left out of the names: hosts may keep the same files in different places.
+    The indices of ``Subset``, with nested ones combined; from the dataset inside, each list of the same length
+    whose items name files, as ImageFolder's ``samples`` and the dicts that MONAI's datasets are made of. The folder
+    that contains all of the files is left out of the names: hosts may keep the same files in different places.
     """
     found: list[Listing] = []
     label = "dataset"
@@ -283,13 +283,13 @@ def _lists_in(dataset: Any) -> list[tuple[str, Sequence[object]]]:  # noqa: ANN4
 
 
 def _names(items: Sequence[object]) -> list[str] | None:
-    """Return a text of one or more lines per item, or ``None`` where the items do not name files."""
+    """Return a text of one or more lines per item, or ``None`` if the items do not name files."""
     parts = _parts(items[0]) if items else None
     if parts is None or not any(isinstance(part, str) for part in parts):
         return None
     texts: list[str] = []
     for item in items:
-        # What ImageFolder lists, a million times for ImageNet.
+        # The entries of ImageFolder, over a million for ImageNet.
         if type(item) is tuple and len(item) == _PAIR and type(item[0]) is str and type(item[1]) is int:
             texts.append(f"{item[0]}\n{item[1]}")
             continue
@@ -297,7 +297,7 @@ def _names(items: Sequence[object]) -> list[str] | None:
         if parts is None:
             return None
         texts.append("\n".join(map(str, parts)))
-    # The folder that the least and the greatest are in, all are in.
+    # The folder that contains the least and the greatest contains all.
     folders = [text.partition("\n")[0].rpartition("/")[0] for text in (min(texts), max(texts))]
     if not all(folder.startswith("/") for folder in folders):
         return texts
@@ -306,7 +306,7 @@ def _names(items: Sequence[object]) -> list[str] | None:
 
 
 def _parts(item: object) -> list[str | float] | None:
-    """Return the texts and numbers of an item, or ``None`` where it holds anything else."""
+    """Return the texts and numbers of an item, or ``None`` if it holds anything else."""
     if isinstance(item, str | os.PathLike):
         return [os.fsdecode(os.fspath(item))]
     if isinstance(item, bool | int | float):

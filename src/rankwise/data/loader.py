@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loader a training loop iterates: this rank's part of each global batch, on its device.
 
-Puts order, shards, reading and moving together; each of them is a file of its own. Imported by the
-package's front.
+Combines order, shards, reading and moving; each has its own file. Imported by the
+package's ``__init__``.
 """
 
 from __future__ import annotations
@@ -49,51 +49,51 @@ if TYPE_CHECKING:
 
 
 TIMEOUT_SECONDS = 1800.0
-"""How long workers may take for one batch, unless said otherwise."""
+"""How long workers may take for one batch, by default."""
 
 
 class DataLoader(StepSource, EpochPosition):
     """Yield this rank's part of each global batch, on this rank's device.
 
     An epoch shows every sample exactly once, over all ranks, whatever their number; which samples
-    form a global batch and in which order they come does not depend on it (with
-    ``global_batch_size``). The loader knows its epoch, and there is no ``set_epoch``: each ``for``
-    that comes to its end is followed by the next epoch.
+    form a global batch, and their order, does not depend on it (with
+    ``global_batch_size``). The loader tracks its epoch, and there is no ``set_epoch``: each ``for``
+    that reaches its end is followed by the next epoch.
 
     **What a dataset may be.** A map-style dataset; an iterable one; a tensor, a NumPy array, a
     tuple or dict of them. Tensors, arrays and ``TensorDataset`` (and ``Subset`` of them) are
     indexed a whole batch at a time, in this process: workers would only add copying. A dataset with
-    ``__getitems__`` reads its batch by that.
+    ``__getitems__`` reads its batch through that.
 
     **Random augmentation.** Before each ``dataset[i]``, Python's ``random``, NumPy's legacy
-    generator, torch's CPU generator and whatever in the dataset has MONAI's ``set_random_state``
-    are seeded by ``(seed, epoch, i)``, and the process's generators put back after the batch: a
-    sample is augmented alike on any number of ranks and workers, and after a resume. Random
-    ``collate_fn``, ``__getitems__`` and generators that a dataset keeps for itself cannot keep
-    this.
+    generator, torch's CPU generator and every part of the dataset with MONAI's ``set_random_state``
+    are seeded by ``(seed, epoch, i)``, and the process's generators restored after the batch: a
+    sample is augmented the same on any number of ranks and workers, and after a resume. This does
+    not hold for a random ``collate_fn`` or ``__getitems__``, nor for generators that a dataset
+    creates itself.
 
     **Uneven ends.** With ``remainder="keep"`` the last global batch of an epoch may be short. It is
-    split as evenly as it goes, and a rank for which nothing is left gets a batch of no samples, of
+    split as evenly as possible, and a rank for which nothing is left gets a batch of no samples, of
     the right shapes and dtypes: it takes part in the step with weight zero.
 
     **Iterable datasets.** Every rank reads the whole stream (and each of its workers does) and
     keeps its part, so that batches are the same on any number of ranks; this costs reading
-    everything on each rank. Where that is too much, make the dataset map-style. A dataset that
-    divides itself by torch's ``get_worker_info`` sees no worker here, and one that divides itself
-    by rank must be told not to. Resuming reads and skips. A global batch is held in memory.
+    everything on each rank. If that is too much, make the dataset map-style. A dataset that
+    divides itself by torch's ``get_worker_info`` sees no worker here; one that divides itself
+    by rank must not do so. Resuming reads and skips. A global batch is held in memory.
 
-    **Leaving early.** ``break`` leaves the position where it is for ``state_dict``. The next
+    **Leaving early.** ``break`` keeps the position for ``state_dict``. The next
     ``for`` begins the next epoch, as a torch loader would draw a new order; only after
-    ``load_state_dict`` it goes on mid-epoch. Where only one batch had been taken, as by
-    ``next(iter(loader))``, that was a look at the data, and the next ``for`` begins where that one
-    did.
+    ``load_state_dict`` does it continue mid-epoch. If only one batch was taken, as by
+    ``next(iter(loader))``, that counts as a look at the data, and the next ``for`` begins where
+    that one did.
 
     **The same data on every rank.** With several ranks, construction compares the dataset between them: the indices
     of ``Subset``, the names of files in lists of the dataset, and a few samples (256 rows of tensors and arrays; else
     4: first, last and two between), read as the loader reads them. An error names the first one that differs: a split
-    by an unseeded generator, unseeded synthetic data, ``os.listdir`` in another order. What differs each time it is
-    read, or cannot be read, is passed over. An iterable dataset is compared by the first batch of each epoch, without
-    being read for it.
+    by an unseeded generator, unseeded synthetic data, ``os.listdir`` in another order. Values that differ at each
+    read, or cannot be read, are skipped. An iterable dataset is compared by the first batch of each epoch, without
+    extra reads.
 
     Called by: every rank, in the same order, to construct. Iterating waits for no rank.
 
@@ -102,26 +102,25 @@ class DataLoader(StepSource, EpochPosition):
         global_batch_size: samples per step of all ranks together. Exactly one of the two sizes.
         local_batch_size: samples per step of each rank.
         shuffle: another random order each epoch, a pure function of ``(seed, epoch)`` that is
-            computed where it is needed and never stored.
+            computed on demand and never stored.
         sampler: the order of an epoch for all ranks together, instead of ``shuffle``: any iterable of indices with a
             length, as ``torch.utils.data.WeightedRandomSampler``. Iterated once per epoch on each rank, with the
             generators it draws from seeded by ``(seed, epoch)`` (see ``docs/loading.md``).
-        seed: any integer, the same on every rank. Decides the order and the augmentation.
+        seed: any integer, the same on every rank. Determines the order and the augmentation.
         remainder: ``"keep"`` or ``"drop"`` the last global batch of an epoch if it is short.
         num_workers: processes that read ahead; 0 reads in this one.
         collate_fn: makes a batch of a list of samples. Default: torch's.
-        pin_memory: go through page-locked memory. Default: where the device copies faster from there (GPUs).
+        pin_memory: copy through page-locked memory. Default: if the device copies faster from there (GPUs).
         prefetch_factor: batches each worker reads ahead. Default: torch's, 2.
         persistent_workers: keep the workers between epochs.
         device: where batches go. Default: the world's device.
         worker_init_fn: called in each worker with its number, before it reads.
-        multiprocessing_context: how workers are started. Default: ``"fork"`` where the system has
-            it.
+        multiprocessing_context: how workers are started. Default: ``"fork"`` if the system has it.
         timeout_seconds: limit for one batch from the workers.
         compare_samples: ``False`` if the data of the ranks differ on purpose, or reading a sample changes the dataset.
 
     Raises:
-        ConfigurationError: bad or contradictory arguments, or arguments that differ between ranks.
+        ConfigurationError: invalid or contradictory arguments, or arguments that differ between ranks.
         DatasetError: the dataset is empty, or not the same on every rank. While iterating: ``dataset[i]`` or
             ``collate_fn`` raised (that is the ``__cause__``), a worker died, the sampler gave the ranks different
             orders, or a stream gave them different samples.
@@ -202,7 +201,7 @@ class DataLoader(StepSource, EpochPosition):
 
     @property
     def epoch(self) -> int:
-        """The epoch under way or, between iterations, the next one; from 0."""
+        """The current epoch or, between iterations, the next one; from 0."""
         return self._cursor.epoch
 
     @property
@@ -220,14 +219,14 @@ class DataLoader(StepSource, EpochPosition):
         """Return the number of global batches of a whole epoch, the same on every rank.
 
         Raises:
-            TypeError: the dataset is iterable and does not say its length.
+            TypeError: the dataset is iterable and has no length.
         """
         if self._is_stream:
             return self._shards.of_length(len(self.dataset)).num_batches()
         return self._shards.num_batches()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield this rank's batches, from where ``load_state_dict`` pointed to, else from 0."""
+        """Yield this rank's batches, from the loaded position, else from 0."""
         session = current_or_none()
         loop = None if session is None else session.loop
         if loop is None:
@@ -241,7 +240,7 @@ class DataLoader(StepSource, EpochPosition):
             try:
                 yield from self._batches()
             except GeneratorExit:
-                # By break, or by an error that is on its way up.
+                # By break, or by an error that propagates.
                 if current_or_none() is session:
                     loop.break_loop(self._number, has_stepped=loop.num_steps != num_steps)
                 raise
@@ -255,7 +254,7 @@ class DataLoader(StepSource, EpochPosition):
         if self.device.type != "cpu":
             batches = to_device(batches, self.device)
         while True:
-            # Here the step before is done and the next one not begun; the end of an epoch is such a place too.
+            # Here the previous step is done and the next one not begun; the end of an epoch is such a point too.
             session = current_or_none()
             if session is not None:
                 session.preemption.before_step(self)
@@ -290,11 +289,11 @@ class DataLoader(StepSource, EpochPosition):
         )
 
     def state_dict(self) -> State:
-        """Return where the training loop stands, JSON-able, the same on every rank.
+        """Return the position of the training loop, JSON-able, the same on every rank.
 
-        Counts what the loop has taken, not what was read ahead. Taken in the loop's body it counts
-        that batch as done; after the last one it points to the end of the epoch, and the first ``for`` after
-        a resume then yields nothing, so that what follows it in the training loop is not left out.
+        Counts the batches that the loop has taken, not those read ahead. Inside the loop's body it counts
+        the current batch as done; after the last one it points to the end of the epoch, and the first ``for`` after
+        a resume then yields nothing, so that the code after it in the training loop still runs.
         """
         return self._state_at(*self._cursor.place())
 

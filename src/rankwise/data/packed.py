@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One object laid out in one file, so that many processes can use it without each having a copy.
+"""One object stored in one file, so that many processes can use it without a copy each.
 
-The bytes of tensors, arrays and long lists lie in the file as they are used; the rest is one
+The bytes of tensors, arrays and long lists are in the file as they are used; the rest is one
 pickle. Knows no rank and no world: it is given an open file. Imported by ``shared``.
 """
 
@@ -27,11 +27,11 @@ _LONG_LIST = 1024
 """A list of at least this many items is stored item by item, each unpickled when it is used."""
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Not named by Python 3.11. Without it a mapping larger than the free memory may be refused."""
+"""Not named by Python 3.11. Without it the kernel may refuse a mapping larger than the free memory."""
 
 
 def pack(value: object, file: BinaryIO) -> tuple[int, int]:
-    """Write ``value`` to ``file`` and return where its pickle lies: ``(offset, size)`` in bytes.
+    """Write ``value`` to ``file`` and return the place of its pickle: ``(offset, size)`` in bytes.
 
     Args:
         value: picklable.
@@ -47,12 +47,11 @@ def pack(value: object, file: BinaryIO) -> tuple[int, int]:
 
 
 def unpack(file_descriptor: int, place: tuple[int, int]) -> Any:  # noqa: ANN401 - what was packed
-    """Return the value that :func:`pack` wrote, its bulk being the file itself, mapped.
+    """Return the value that :func:`pack` wrote; its large parts are the mapped file itself.
 
-    The mapping is copy-on-write: who writes into a tensor or array gets copies of the pages that he
-    writes, as if the whole had been his own all along; nobody else sees it, and it costs him that
-    memory. (Torch has no read-only tensors: with a read-only mapping a write would end the process
-    without a traceback.)
+    The mapping is copy-on-write: a process that writes into a tensor or array gets private copies of
+    the pages it writes, which take memory and are invisible to other processes. (Torch has no
+    read-only tensors: with a read-only mapping a write would end the process without a traceback.)
 
     Args:
         file_descriptor: of the file, readable; may be closed afterwards.
@@ -68,7 +67,7 @@ def unpack(file_descriptor: int, place: tuple[int, int]) -> Any:  # noqa: ANN401
 
 
 class PackedList(Sequence[Any]):
-    """A long list stored item by item: each use of an item unpickles it anew. To be read only."""
+    """A long list stored item by item: each use of an item unpickles it again. Read-only."""
 
     def __init__(self, items: memoryview, ends: npt.NDArray[np.int64], load: Callable[[memoryview], Any]) -> None:
         self._items = items
@@ -95,12 +94,12 @@ class PackedList(Sequence[Any]):
         return f"<PackedList of {len(self)} items>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Go elsewhere as a plain list: only processes forked from this one see the mapping."""
+        """Pickle as a plain list: only processes forked from this one see the mapping."""
         return (list, (list(self),))
 
 
 class _Writer:
-    """Appends blocks to a file, each aligned, each piece of memory once."""
+    """Appends aligned blocks to a file, each piece of memory once."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -118,11 +117,11 @@ class _Writer:
         return offset, size
 
     def once(self, memory: tuple[Any, ...], owner: object, write: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Return the pointer that ``write()`` returned when it was called for the same memory.
+        """Return the pointer from ``write()``, which is called once for the same memory.
 
         Args:
-            memory: what tells it from other memory, by address.
-            owner: kept, so that the address stays its own.
+            memory: identifies the memory, by address.
+            owner: kept alive, so that the address is not reused.
             write: appends what ``owner`` holds.
         """
         if memory not in self._pointers:
@@ -132,7 +131,7 @@ class _Writer:
 
 
 class _Pickler(pickle.Pickler):
-    """Puts what is large into blocks of their own, and pointers to these into the pickle."""
+    """Puts large values into separate blocks, and pointers to them into the pickle."""
 
     def __init__(self, stream: io.BytesIO, writer: _Writer) -> None:
         super().__init__(stream, protocol=5)
@@ -140,7 +139,7 @@ class _Pickler(pickle.Pickler):
         self.num_pointers = 0
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:  # noqa: ANN401 - any object
-        """Return a pointer for what is stored outside the pickle, ``None`` for the rest."""
+        """Return a pointer for an object stored outside the pickle, ``None`` for the rest."""
         kind = type(obj)
         if kind is list:
             if len(obj) < _LONG_LIST:
@@ -169,7 +168,7 @@ class _Pickler(pickle.Pickler):
         return pointer
 
     def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - any object
-        """Have a typed storage pickled as the storage under it; torch would pickle its bytes."""
+        """Pickle a typed storage as its untyped storage; torch would pickle its bytes."""
         if type(obj) is torch.storage.TypedStorage and _lies_in_memory(untyped_storage_of(obj)):
             return typed_storage, (untyped_storage_of(obj), obj.dtype)
         return NotImplemented
@@ -188,7 +187,7 @@ class _Pickler(pickle.Pickler):
     def _write_array(self, array: npt.NDArray[Any]) -> tuple[Any, ...]:
         is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
         flat = (array.T if is_fortran else np.ascontiguousarray(array)).reshape(-1)
-        # As bytes, because not every dtype (dates) has a buffer protocol of its own.
+        # As bytes, because not every dtype (dates) supports the buffer protocol.
         block = self._writer.add(flat.view(np.uint8).data)
         return ("array", block, array.dtype, array.shape, "F" if is_fortran else "C")
 
@@ -215,7 +214,7 @@ class _Reader:
         return _Unpickler(io.BytesIO(pickled), self).load()
 
     def follow(self, pointer: tuple[Any, ...]) -> Any:  # noqa: ANN401 - what was packed
-        """Return what a pointer of :class:`_Pickler` points to."""
+        """Return the object that a pointer of :class:`_Pickler` points to."""
         kind, (offset, size), *rest = pointer
         if kind == "storage":
             if offset not in self._storages:
@@ -237,7 +236,7 @@ class _Unpickler(pickle.Unpickler):
         self._reader = reader
 
     def persistent_load(self, pid: Any) -> Any:  # noqa: ANN401 - what was packed
-        """Return what a pointer in the pickle points to."""
+        """Return the object that a pointer in the pickle points to."""
         return self._reader.follow(pid)
 
 

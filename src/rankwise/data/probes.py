@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading a few samples to compare them between ranks, where and as the loader reads them.
 
-Knows no other rank. What cannot be read or compared is left out: the user sees the dataset's own error when the
-training loop comes to that sample. Imported by ``same_data``.
+Knows no other rank. Samples that cannot be read or compared are left out: the user sees the dataset's own error when
+the training loop reaches that sample. Imported by ``same_data``.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _NUM_SAMPLES = 4
-"""Reading one may take long, as of a volume of a scan, and every construction pays for it."""
+"""Reading one may take long (a 3-D scan), and every construction of a loader pays for it."""
 _NUM_ROWS = 256
 """Rows of tensors and arrays in memory cost microseconds."""
 
 
 class Probe(NamedTuple):
-    """What can be compared of one sample."""
+    """The comparable values of one sample."""
 
     sample_index: int
     leaves: list[Leaf] | None
-    """``None`` where it cannot be read."""
+    """``None`` if it cannot be read."""
 
 
 class Prober:
     """Reads samples of a loader's source in the process in which the loader would.
 
-    Where the loader has workers, a worker process reads that ends afterwards: a file that the dataset opens at its
+    If the loader has workers, a temporary worker process reads: a file that the dataset opens at its
     first sample must not be open in the rank when the workers are forked from it.
 
     Args:
         source: what the loader reads from.
-        options: the loader's; ``None`` where it reads in this process.
+        options: the loader's; ``None`` if it reads in this process.
         where: the rank, for errors.
         stop_signals: see :class:`Workers`.
     """
@@ -67,13 +67,13 @@ class Prober:
         return sorted(set(np.linspace(0, last, min(most, last + 1)).round().astype(int).tolist()))
 
     def read(self, indices: list[int], *, num_reads: int = 1, paths: frozenset[str] | None = None) -> list[Probe]:
-        """Return what can be compared of each sample, after reading it ``num_reads`` times.
+        """Return the comparable values of each sample, after reading it ``num_reads`` times.
 
-        A value that differs from one reading to the next is left out. The process's generators are left as they were.
+        A value that differs from one reading to the next is left out. The process's generators are restored.
 
         Args:
             indices: of the samples in the dataset.
-            num_reads: at most; a sample of which nothing remains is not read again.
+            num_reads: maximum; a sample without remaining values is not read again.
             paths: of the values to return; default: all.
         """
         reading = _Reading(self._source, num_reads, paths)
@@ -84,13 +84,13 @@ class Prober:
         try:
             (fetched,) = Workers(reading, one, self._where, self._stop_signals).read(iter([request]))
         except Exception:  # noqa: BLE001 - a worker may fail to start or to read in any way
-            # The training loop's own workers will say so, where users look for it.
+            # The training loop's own workers will report it, where users look for it.
             return [Probe(index, None) for index in indices]
         return fetched.batch  # type: ignore[no-any-return] # what fetch() below returned
 
 
 class _Reading:
-    """A source, to the workers, whose batches are probes."""
+    """A source for the workers, whose batches are probes."""
 
     def __init__(self, source: ColumnSource | SampleSource, num_reads: int, paths: frozenset[str] | None) -> None:
         self._source = source
@@ -128,12 +128,12 @@ class _Reading:
 
 
 def digest_of_probes(probes: list[Probe]) -> str:
-    """Return a digest that is equal where everything in ``probes`` is."""
+    """Return a digest that is equal if everything in ``probes`` is."""
     return digest_of(*(leaf.digest.encode() for probe in probes for leaf in probe.leaves or ()))
 
 
 def prober_in_memory(dataset: object, where: str) -> Prober | None:
-    """Return what reads rows of tensors and arrays; ``None`` for a dataset of anything else."""
+    """Return a prober for rows of tensors and arrays; ``None`` for any other dataset."""
     try:
         columns = columns_of(dataset)
     except DatasetError:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether all ranks of a loader or sampler have the same arguments and the same data; if not, which sample differs.
 
-When a loader is made, digests are compared in one exchange; only where they differ, more is exchanged to name the
-sample, and every rank comes to the same result. While it is iterated, ranks compare through the job's store and none
-waits for another: the first rank to come to a place posts what it found there, each other one compares its own with
-that. A collective would not do: ranks may iterate at their own pace, or look at the first batch on one rank only.
+When a loader is created, digests are compared in one collective; only if they differ, more is exchanged to name the
+sample, and every rank reaches the same result. During iteration, ranks compare through the job's store and none
+waits for another: the first rank to reach a place posts its data, and the others compare theirs with it.
+A collective would not work: ranks may iterate at their own pace, or look at the first batch on one rank only.
 Imported by ``sampler_order``, ``sampler`` and ``loader``.
 """
 
@@ -36,28 +36,28 @@ if TYPE_CHECKING:
 _NUM_PARTS = 64
 """Parts of a list whose digests are compared at once to find the first entry that differs."""
 _MOST_SAMPLES = 8
-"""Samples that are read again to find out whether a difference is random."""
+"""Samples that are read again to see whether a difference is random."""
 _MOST_LINES = 8
 _LONGEST_ENTRY = 100
 _NUM_READS = 16
-"""Augmentation by a generator that no seed of ours reaches must have changed by then, even one that flips a coin."""
+"""After this many reads even a coin-flip augmentation, from a generator that rankwise cannot seed, has changed."""
 
-ON_PURPOSE = "compare_samples=False where the ranks' data differ on purpose"
+ON_PURPOSE = "compare_samples=False if the ranks' data differ on purpose"
 SPLIT_ALIKE = (
-    "make the same split on every rank: random_split(..., generator=torch.Generator().manual_seed(0)), or "
+    "use the same split on every rank: random_split(..., generator=torch.Generator().manual_seed(0)), or "
     "np.random.default_rng(0).permutation(n); else one rank's training samples are in another's validation set. "
     f"Pass {ON_PURPOSE}"
 )
 SORT = f"sort what os.listdir() or glob() returned: sorted(os.listdir(path)). Pass {ON_PURPOSE}"
 SEED = (
-    "seed what makes the dataset, before it is made: np.random.seed(0), torch.manual_seed(0) or a generator of its "
-    "own; sort what os.listdir() returned; or make it on one rank: rankwise.broadcast_object(data). "
+    "seed the code that creates the dataset before it runs: np.random.seed(0), torch.manual_seed(0) or its own "
+    "generator; sort what os.listdir() returned; or create it on one rank: rankwise.broadcast_object(data). "
     f"Pass {ON_PURPOSE}"
 )
 _GET_SECONDS = 60.0
-"""How long the store may take for a key that is set."""
+"""How long the store may take to return a key that is set."""
 _NUM_SINGLE = 64
-"""Indices of an order that are posted as they are; of the rest digests of parts are."""
+"""How many indices of an order are posted as they are; of the rest, digests of parts are posted."""
 _NUM_ORDER_PARTS = 64
 
 
@@ -67,9 +67,9 @@ def check_with_peers(settings: Mapping[str, object], dataset: object = None, pro
     Called by: every rank, in the same order.
 
     Args:
-        settings: ``dataset_length`` (``None`` where it is not known) and what else must be the same. JSON-able.
-        dataset: whose file names and indices are compared; ``None``: no data are.
-        prober: reads the samples to compare; ``None``: none are.
+        settings: ``dataset_length`` (``None`` if unknown) and other values that must be the same. JSON-able.
+        dataset: its file names and indices are compared; ``None`` compares no data.
+        prober: reads the samples to compare; ``None`` compares none.
 
     Raises:
         DatasetError: the dataset is empty, or differs between ranks.
@@ -100,12 +100,12 @@ def check_with_peers(settings: Mapping[str, object], dataset: object = None, pro
 def _listings(dataset: object) -> list[Listing]:
     try:
         return listings_of(dataset)
-    except Exception:  # noqa: BLE001 - a dataset's attributes may fail in any way; its samples are compared all the same
+    except Exception:  # noqa: BLE001 - a dataset's attributes may fail in any way; its samples are still compared
         return []
 
 
 def _check_settings(reports: list[Mapping[str, object]]) -> None:
-    # Of all ranks: one may have been given a sampler and the others none, and all raise alike.
+    # Of all ranks: one may have a sampler and the others none, and all raise the same error.
     for name in dict.fromkeys(name for report in reports for name in report):
         values = {rank: report.get(name) for rank, report in enumerate(reports)}
         if len(set(map(repr, values.values()))) > 1:
@@ -113,7 +113,7 @@ def _check_settings(reports: list[Mapping[str, object]]) -> None:
                 f"{name} differs between ranks.",
                 where=f"reported on {current().world}",
                 evidence=fold_values({rank: f"{name}={value!r}" for rank, value in values.items()}),
-                do="give every rank the same dataset: rankwise takes each rank's part itself"
+                do="give every rank the same dataset: rankwise selects each rank's part itself"
                 if name == "dataset_length"
                 else f"pass the same {name} on every rank",
             )
@@ -137,19 +137,19 @@ def _check_listing(listing: Listing, prober: Prober | None) -> None:
 
 
 def _first_difference(listing: Listing) -> int:
-    """Return the first position at which the ranks' entries differ, which they do."""
+    """Return the first position at which the ranks' entries differ; they must differ."""
     low, high = 0, len(listing.entries)
     while high - low > 1:
         cuts = np.linspace(low, high, min(_NUM_PARTS, high - low) + 1).astype(int).tolist()
         digests = [listing.digest(start, stop) for start, stop in pairwise(cuts)]
-        of_ranks = gather_json(digests, what="comparing parts of a dataset's list")
+        of_ranks = gather_json(digests, what="comparing parts of the list of a dataset")
         part = next((number for number, one in enumerate(zip(*of_ranks, strict=True)) if len(set(one)) > 1), 0)
         low, high = cuts[part], cuts[part + 1]
     return low
 
 
 def _is_same_sample(prober: Prober, index: int) -> bool:
-    """Return whether all ranks read the same for ``index``, whatever their lists say."""
+    """Return whether all ranks read the same sample for ``index``, whatever their lists contain."""
     (probe,) = prober.read([index])
     of_ranks = _gather_leaves(probe.leaves or [])
     if not all(leaves for _, leaves in of_ranks):
@@ -172,7 +172,7 @@ def _check_samples(prober: Prober, probes: list[Probe]) -> None:
                 unequal.append((same_place[0][0], differing, missing))
     for index, paths, missing in unequal[:_MOST_SAMPLES]:
         (probe,) = prober.read([index], num_reads=_NUM_READS, paths=frozenset(paths))
-        # Read by another worker process, it may be another value too.
+        # Another worker process may read another value.
         same = [leaf for leaf in probe.leaves or () if own[index].get(leaf.path) == leaf.digest]
         leaves_of_rank = _gather_leaves(same)
         for path in paths:
@@ -206,7 +206,7 @@ def _differs(path: str, of_ranks: list[tuple[int, dict[str, Leaf]]], *, is_missi
 
     Args:
         path: where in the sample.
-        of_ranks: node and leaves of each rank. A leaf that is not there was random, or ``is_missing``.
+        of_ranks: node and leaves of each rank. A missing leaf was random, or ``is_missing``.
         is_missing: whether the samples of some ranks have no such value at all.
     """
     found = [(node, leaves[path]) for node, leaves in of_ranks if path in leaves]
@@ -229,12 +229,12 @@ def _raise(what: str, evidence: dict[int, str], do: str) -> NoReturn:
 
 
 def check_same_order(place: str, indices: npt.NDArray[np.int64], *, do: str) -> None:
-    """Raise unless ``indices`` are those of the first rank that came to ``place``.
+    """Raise unless ``indices`` are those of the first rank that reached ``place``.
 
     Args:
         place: the same on every rank: which loader, which epoch.
-        indices: [samples of the epoch] what the sampler gave.
-        do: what makes them the same.
+        indices: [samples of the epoch] from the sampler.
+        do: how to make them the same.
 
     Raises:
         DatasetError: they are not; the first position that differs is named.
@@ -261,13 +261,13 @@ def check_same_order(place: str, indices: npt.NDArray[np.int64], *, do: str) -> 
 
 
 def _cuts(length: int) -> list[int]:
-    """Return where an order is cut to be compared: into single indices at first, then into parts."""
+    """Return where an order is cut for comparison: into single indices first, then into parts."""
     rest = np.linspace(min(_NUM_SINGLE, length), length, _NUM_ORDER_PARTS + 1).astype(int).tolist()
     return sorted({*range(min(_NUM_SINGLE, length)), *rest})
 
 
 def check_same_block(place: str, described: str, node_rank: int) -> None:
-    """Raise unless a stream's samples are those of the first rank that came to ``place``.
+    """Raise unless a stream's samples are those of the first rank that reached ``place``.
 
     Args:
         place: the same on every rank: which loader, epoch and position.
@@ -293,19 +293,19 @@ def check_same_block(place: str, described: str, node_rank: int) -> None:
                     first["rank"],
                     other.shown,
                     leaf.shown,
-                    "give every rank the whole stream: rankwise takes each rank's part itself, so the dataset must not "
+                    "give every rank the whole stream: rankwise selects each rank's part, so the dataset must not "
                     "divide itself by rank; draw from random, numpy.random or torch in __iter__ (seeded there, alike "
                     f"on every rank), and sort what os.listdir() returned. Pass {ON_PURPOSE}",
                 )
 
 
 def _first_posted(key: str, value: dict[str, Any]) -> dict[str, Any] | None:
-    """Post ``value`` where no rank has posted before; return what the first one posted, ``None`` if that is this."""
+    """Post ``value`` unless another rank has; return the first rank's post, or ``None`` if this rank is the first."""
     session = current_or_none()
     if session is None or session.store is None:
         return None
     posted = json.dumps(value | {"rank": session.world.rank})
-    # Where the store is gone the job is ending, and its end has another reason.
+    # If the store is lost the job is ending, for another reason.
     with suppress(StoreLost, TimeoutError):
         if not session.store.set_if_absent(f"data/{key}", posted):
             return json.loads(session.store.get(f"data/{key}", _GET_SECONDS))  # type: ignore[no-any-return] # a dict

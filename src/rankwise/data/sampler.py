@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ShardedSampler``: the order and shares of the loader, for a loader of the user's own. Reads no sample."""
+"""``ShardedSampler``: the order and shares of the loader, for the user's own loader. Reads no sample."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class ShardedSampler(EpochPosition, Sampler[list[int]]):
-    """The order and shares of :class:`rankwise.DataLoader`, for a loader of torch's or MONAI's.
+    """The order and shares of :class:`rankwise.DataLoader`, for torch's or MONAI's loader.
 
-    Pass it as ``batch_sampler=``. It yields this rank's indices of each global batch, and knows its
-    epoch: each iteration that came to its end is followed by the next epoch's order, without
+    Pass it as ``batch_sampler=``. It yields this rank's indices of each global batch, and tracks its
+    epoch: each iteration that reaches its end is followed by the next epoch's order, without
     ``set_epoch``. ::
 
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=rw.ShardedSampler(dataset,
@@ -45,7 +45,7 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
 
     With ``remainder="keep"`` the last list of an epoch may be shorter, and empty on some ranks if
     fewer samples than ranks are left. torch's default collate function fails on an empty list: use
-    ``remainder="drop"``, a collate function that knows what to do, or ``rankwise.DataLoader``,
+    ``remainder="drop"``, a collate function that handles it, or ``rankwise.DataLoader``,
     which does.
 
     An iteration left early (``break``) ends the epoch, unless it was left after one batch; see
@@ -67,7 +67,7 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
             arrays. Other samples are not read: only the loader knows how.
 
     Raises:
-        ConfigurationError: bad or contradictory arguments, or arguments that differ between ranks.
+        ConfigurationError: invalid or contradictory arguments, or arguments that differ between ranks.
         DatasetError: the dataset is empty or not the same on every rank. While iterating: ``sampler`` gave the ranks
             different orders.
         NotJoined: there is no world and ``rank`` and ``world_size`` are not given.
@@ -89,9 +89,9 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
     ) -> None:
         if (rank is None) != (world_size is None):
             raise ConfigurationError(
-                "rank and world_size go together.",
+                "rank and world_size must be given together.",
                 evidence=f"rank={rank}, world_size={world_size}",
-                do="pass both, or none to take them from the joined world",
+                do="pass both, or neither to use those of the joined world",
             )
         joined = rank is None or world_size is None
         self._number = 0
@@ -129,7 +129,7 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch under way or, between iterations, the next one; from 0."""
+        """The current epoch or, between iterations, the next one; from 0."""
         return self._cursor.epoch
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's indices of each global batch.
 
-        Begins where ``load_state_dict`` pointed to, else at the epoch's first sample.
+        Begins at the loaded position, else at the epoch's first sample.
         """
         iteration = self._cursor.begin()
         self._began = epoch, start = self._cursor.epoch, self._cursor.start
@@ -153,9 +153,9 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
         """Return the epoch and position, JSON-able, the same on every rank.
 
         Args:
-            num_batches: how many batches the training loop has taken in the iteration under way.
-                Needed where the loader has workers: it then asks for batches ahead of the loop, and
-                the sampler sees the asking only.
+            num_batches: how many batches the training loop has taken in the current iteration.
+                Required if the loader has workers: it then requests batches ahead of the loop, and
+                the sampler sees only the requests.
         """
         epoch, position = self._cursor.place()
         if num_batches is not None:
@@ -166,7 +166,7 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
         epoch, start = self._began
         if not 0 <= num_batches <= self._shards.num_batches(start):
             raise ConfigurationError(
-                f"This iteration has no {num_batches} batches.",
+                f"This iteration does not have {num_batches} batches.",
                 evidence=f"it began at sample {start} and has {self._shards.num_batches(start)} global batches",
                 do="pass how many batches the loop has taken since this `for` began",
             )

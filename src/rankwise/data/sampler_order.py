@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of an epoch as a sampler of the user's gives it: seeded by epoch, so that it is the same on every rank.
+"""The order of an epoch from the user's sampler: seeded by epoch, so that it is the same on every rank.
 
 Reads no sample. Imported by ``sampler`` and ``loader``.
 """
@@ -34,11 +34,11 @@ SAME_DRAWS = (
 
 
 class GivenOrder:
-    """What a sampler gives for an epoch: the indices of all ranks together.
+    """The order that a sampler yields for an epoch: the indices of all ranks together.
 
     A pure function of ``(seed, epoch)`` for samplers that draw from Python's, NumPy's or torch's global generator or
     from a ``torch.Generator`` that is their attribute ``generator``, as all of torch's do: these are seeded while the
-    sampler is iterated, and put back. A sampler that has ``set_epoch`` is given the epoch. The indices of one epoch are
+    sampler is iterated, and restored. ``set_epoch`` of a sampler is called with the epoch. The indices of one epoch are
     kept, 8 bytes each.
 
     Args:
@@ -47,7 +47,7 @@ class GivenOrder:
         seed: of the loader.
 
     Raises:
-        ConfigurationError: it has no length, gives batches or one rank's share, or nothing at all.
+        ConfigurationError: it has no length, yields batches or one rank's share, or yields nothing.
     """
 
     def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:  # noqa: ANN401 - any sampler
@@ -58,7 +58,8 @@ class GivenOrder:
         self._length = len(sampler)
         if not self._length:
             raise ConfigurationError(
-                f"The sampler, a {type(sampler).__name__}, has a length of 0.", do="pass a sampler that gives an index"
+                f"The sampler, a {type(sampler).__name__}, has a length of 0.",
+                do="pass a sampler that yields at least one index",
             )
         self._drawn: tuple[int, npt.NDArray[np.int64]] | None = None
         self._expected: tuple[int, str] | None = None
@@ -70,22 +71,22 @@ class GivenOrder:
         """Return the indices of an epoch, of all ranks together.
 
         Raises:
-            DatasetError: they are not indices of the dataset, not as many as the sampler's length, or not those with
-                which the state that was loaded had been saved.
+            DatasetError: they are not indices of the dataset, not as many as the sampler's length, or not those of
+                the loaded state.
         """
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = (epoch, self._checked(self._draw(epoch)))
         indices = self._drawn[1]
         if self._expected is not None and self._expected[0] == epoch and self._expected[1] != _digest(indices):
             raise DatasetError(
-                f"The sampler gives another order of epoch {epoch} than when the state was saved: its position means "
-                "other samples in this order.",
+                f"The sampler yields a different order for epoch {epoch} than when the state was saved: its position "
+                "refers to other samples in this order.",
                 do=SAME_DRAWS,
             )
         return indices
 
     def facts(self, epoch: int) -> dict[str, object]:
-        """Return what a state says of this order, JSON-able: its length, and its digest where ``epoch`` is drawn."""
+        """Return this order's entries of a state, JSON-able: its length, and its digest if ``epoch`` is drawn."""
         is_drawn = self._drawn is not None and self._drawn[0] == epoch
         return {
             "sampler_length": self._length,
@@ -93,7 +94,7 @@ class GivenOrder:
         }
 
     def expect(self, state: Mapping[str, Any]) -> None:
-        """Have the epoch of ``state`` refused unless its order is that with which the state was saved."""
+        """Reject the epoch of ``state`` later unless its order is the saved one."""
         digest = state.get("sampler_digest")
         self._expected = None if digest is None else (state["epoch"], digest)
 
@@ -118,38 +119,38 @@ class GivenOrder:
     def _checked(self, given: list[Any]) -> npt.NDArray[np.int64]:
         if len(given) != self._length:
             raise DatasetError(
-                f"The sampler gave {len(given)} indices, and its length is {self._length}.",
-                do="have __len__ return how many indices an iteration gives",
+                f"The sampler gave {len(given)} indices, but its length is {self._length}.",
+                do="make __len__ return the number of indices that an iteration yields",
             )
         try:
             indices = np.fromiter(map(operator.index, given), dtype=np.int64, count=len(given))
         except TypeError:
             wrong = next(one for one in given if not hasattr(one, "__index__"))
             raise DatasetError(
-                f"The sampler must give one index at a time, and gave a {type(wrong).__name__}.",
-                do="pass a sampler of single indices: global_batch_size makes the batches",
+                f"The sampler must yield one index at a time, got a {type(wrong).__name__}.",
+                do="pass a sampler of single indices: global_batch_size forms the batches",
             ) from None
         outside = np.flatnonzero((indices < 0) | (indices >= self._num_samples))
         if outside.size:
             position = int(outside[0])
             raise DatasetError(
-                f"The sampler gave index {indices[position]} at position {position}, and the dataset has "
+                f"The sampler gave index {indices[position]} at position {position}, but the dataset has "
                 f"{self._num_samples} samples.",
-                do=f"have it give indices from 0 to {self._num_samples - 1}",
+                do=f"make it yield indices from 0 to {self._num_samples - 1}",
             )
         return indices
 
 
 def shared_order(given: GivenOrder, epoch: int, number: int | None) -> Callable[[Indices], Indices]:
-    """Return the function from positions of an epoch to the indices that a sampler gives, after ranks have compared it.
+    """Return the function from positions of an epoch to a sampler's indices, after the ranks have compared them.
 
     Args:
         given: the order.
         epoch: which one.
-        number: of the loader, the same on every rank; ``None``: the ranks are not compared.
+        number: of the loader, the same on every rank; ``None`` does not compare ranks.
 
     Raises:
-        DatasetError: the sampler gave another rank another order, or something that is no order.
+        DatasetError: the sampler yielded another order on another rank, or something that is not an order.
     """
     indices = given.of_epoch(epoch)
     if number is not None:
@@ -161,13 +162,13 @@ def _check_kind(sampler: Any) -> None:  # noqa: ANN401 - any sampler
     name = type(sampler).__name__
     if isinstance(sampler, DistributedSampler):
         raise ConfigurationError(
-            f"sampler= takes the order of all ranks together, and a {name} gives one rank's share.",
-            do="leave it out: rankwise takes each rank's part itself; shuffle=True gives a random order each epoch",
+            f"sampler= takes the order for all ranks together, but a {name} yields one rank's share.",
+            do="leave it out: rankwise selects each rank's part itself; shuffle=True gives a random order each epoch",
         )
     if isinstance(sampler, BatchSampler):
         raise ConfigurationError(
-            f"sampler= takes single indices, and a {name} gives batches.",
-            do="pass the sampler inside it: global_batch_size makes the batches",
+            f"sampler= takes single indices, but a {name} yields batches.",
+            do="pass its inner sampler: global_batch_size forms the batches",
         )
     if not isinstance(sampler, Iterable) or not hasattr(sampler, "__len__"):
         raise ConfigurationError(

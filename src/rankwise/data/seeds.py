@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds that belong to samples: augmentation is alike on any rank, in any worker, after a resume.
+"""Seeds per sample: augmentation is the same on any rank, in any worker, after a resume.
 
-Sets the process-wide generators of Python, NumPy and torch, and puts them back; holds no state of
+Sets the process-wide generators of Python, NumPy and torch, and restores them; holds no state of
 its own. Imported by ``sources``.
 """
 
@@ -28,7 +28,7 @@ GeneratorState = tuple[Any, Any, torch.Tensor]
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """Return 64 bits that belong to an epoch. ``seed`` and ``epoch`` are any integers."""
+    """Return the 64-bit seed of an epoch. ``seed`` and ``epoch`` are any integers."""
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8, person=b"rankwise.seeds").digest()
     return int.from_bytes(digest, "little")
 
@@ -36,7 +36,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
 def sample_seeds(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
     """Return the seed of each sample of ``indices`` in ``epoch``.
 
-    A pure function of ``(seed, epoch, index)``: neither rank, worker nor batch has a part in it.
+    A pure function of ``(seed, epoch, index)``: independent of rank, worker and batch.
 
     Returns:
         [same shape as ``indices``] of uint32, the widest seed that NumPy's and MONAI's generators
@@ -57,7 +57,7 @@ def seed_generators(seed: int, owners: Iterable[Any] = ()) -> None:
 
     Args:
         seed: in ``[0, 2**32)``.
-        owners: objects that hold generators of their own and take a seed by
+        owners: objects that have their own generators and take a seed through
             ``set_random_state(seed=)``, as MONAI's random transforms do.
     """
     random.seed(seed)
@@ -82,7 +82,7 @@ def set_generator_state(state: GeneratorState) -> None:
 
 @contextmanager
 def generators_kept() -> Generator[None]:
-    """Put the process-wide generators back to where they were, whatever the block draws or sets."""
+    """Restore the process-wide generators after the block, whatever it draws or sets."""
     state = generator_state()
     try:
         yield
@@ -91,10 +91,10 @@ def generators_kept() -> Generator[None]:
 
 
 def owners_of_generators(dataset: object) -> list[Any]:
-    """Return what takes seeds by ``set_random_state`` in ``dataset`` and what it is made of.
+    """Return the objects with ``set_random_state`` in ``dataset`` and its parts.
 
     Follows ``transform`` (MONAI, torchvision), ``dataset`` (``Subset``) and ``datasets``
-    (``ConcatDataset``). MONAI's ``Compose`` hands the seed on to the transforms it holds.
+    (``ConcatDataset``). MONAI's ``Compose`` passes the seed on to its transforms.
     """
     owners: list[Any] = []
     seen: set[int] = set()

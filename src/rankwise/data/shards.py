@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The positions of an epoch: which make a global batch, which of these a rank takes, and where a training loop stands.
+"""The positions of an epoch: which form a global batch, which of these a rank takes, and where a training loop is.
 
-A position counts samples of an epoch, taken by all ranks together, so that it means the same on any number of ranks.
+A position counts samples of an epoch, taken by all ranks together, so it is the same on any number of ranks.
 Holds no order and no dataset; imports no torch. Imported by ``sampler``, ``sources`` and ``loader``.
 """
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 REMAINDERS = ("keep", "drop")
 _CHUNK = 4096
-"""Positions looked up at once: one look-up of 4096 costs as much as a few of 64."""
+"""Positions looked up at once: one lookup of 4096 costs as much as a few of 64."""
 
 State = dict[str, Any]
 
 
 def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the part of ``[start, stop)`` that ``rank`` takes: contiguous, as even as it goes.
+    """Return the part of ``[start, stop)`` that ``rank`` takes: contiguous, as even as possible.
 
-    Where it does not divide, the first ranks take one more. A rank may get nothing: ``(s, s)``.
+    If it does not divide, the first ranks take one more. A rank may get nothing: ``(s, s)``.
     """
     each, more = divmod(stop - start, world_size)
     first = start + rank * each + min(rank, more)
@@ -40,10 +40,10 @@ def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
-    """How the epochs of one dataset are cut into global batches, and these into the ranks' parts.
+    """How the epochs of one dataset are split into global batches, and these into the ranks' parts.
 
     Global batch ``b`` of an epoch begun at ``position`` covers the positions from ``position + b *
-    G`` on, ``G`` of them or what is left. Which samples these are does not depend on the number of
+    G`` on, ``G`` of them or the rest. Which samples these are does not depend on the number of
     ranks.
     """
 
@@ -78,7 +78,7 @@ class Shards:
         return rank_slice(start, stop, self.rank, self.world_size)
 
     def of_length(self, length: int) -> Shards:
-        """Return the same cutting for another length."""
+        """Return the same split for another length."""
         return replace(self, length=length)
 
 
@@ -86,13 +86,13 @@ def resolve_global_batch_size(global_batch_size: int | None, local_batch_size: i
     """Return the samples per step of all ranks, from whichever of the two sizes was given.
 
     Raises:
-        ConfigurationError: both or none were given, a size is not a positive integer, or the global
+        ConfigurationError: both or neither were given, a size is not a positive integer, or the global
             batch is smaller than the number of ranks.
     """
     if (global_batch_size is None) == (local_batch_size is None):
         given = "Neither was" if global_batch_size is None else "Both were"
         raise ConfigurationError(
-            f"Exactly one of global_batch_size and local_batch_size is needed. {given} given.",
+            f"Exactly one of global_batch_size and local_batch_size is required, {given} given.",
             evidence=f"global_batch_size={global_batch_size}, local_batch_size={local_batch_size}",
             do="pass global_batch_size (samples per step of all ranks together: the result "
             "does not depend on the number of ranks), or local_batch_size (samples per step "
@@ -120,14 +120,14 @@ def make_shards(
     rank: int,
     world_size: int,
 ) -> Shards:
-    """Return the cutting these arguments ask for.
+    """Return the split for these arguments.
 
     Raises:
-        ConfigurationError: they are bad, contradict each other, or leave no batch at all.
+        ConfigurationError: they are invalid, contradict each other, or leave no batch.
     """
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigurationError(
-            f"There is no rank {rank} among {world_size}.",
+            f"rank={rank} is not valid with world_size={world_size}.",
             do="pass world_size of at least 1 and a rank from 0 to world_size - 1",
         )
     _check_remainder(remainder)
@@ -140,7 +140,7 @@ def make_shards(
     )
     if length and not shards.num_batches():
         raise ConfigurationError(
-            f'remainder="drop" leaves nothing: {length} samples make no whole global batch of '
+            f'remainder="drop" leaves nothing: {length} samples do not fill one global batch of '
             f"{shards.global_batch_size}.",
             do=f'pass remainder="keep", or a batch size that makes at most {length} samples per step of all ranks',
         )
@@ -150,22 +150,22 @@ def make_shards(
 def _check_remainder(remainder: str) -> None:
     if remainder not in REMAINDERS:
         raise ConfigurationError(
-            f"There is no remainder={remainder!r}.",
+            f"remainder={remainder!r} is invalid.",
             do='use "keep" (the last, short batch is split over the ranks) or "drop" (it is left out)',
         )
 
 
 def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name} must be a positive integer, not {value!r}.", do=f"pass {name}=1 or more")
+        raise ConfigurationError(f"{name} must be a positive integer, got {value!r}.", do=f"pass {name}=1 or more")
     return value
 
 
 def note_on_short_batch(shards: Shards, start: int, stop: int) -> str | None:
-    """Return what an error should say of the batch that this rank was given last; ``None`` where it is a whole one.
+    """Return a note for errors about this rank's last batch; ``None`` if it is a full one.
 
     Args:
-        shards: how global batches are cut.
+        shards: how global batches are split.
         start: position of the epoch at which the global batch begins.
         stop: position at which it ends.
     """
@@ -176,22 +176,22 @@ def note_on_short_batch(shards: Shards, start: int, stop: int) -> str | None:
         return None
     samples = "1 sample" if num_samples == 1 else f"{num_samples} samples"
     return (
-        f"rankwise: the last batch that this rank was given by its DataLoader held {samples}. It is its part of the "
+        f"rankwise: the last batch that this rank got from its DataLoader held {samples}. It is its part of the "
         f"epoch's last global batch, which has {stop - start} of {shards.global_batch_size} samples. "
         'Pass remainder="drop" to rankwise.DataLoader if the error is about that.'
     )
 
 
 def note_on_share(shards: Shards) -> tuple[int, str] | None:
-    """Return the samples of a whole global batch, and what an error that names their number should say besides.
+    """Return the samples of a full global batch, and a note for errors that mention this number.
 
-    ``None`` where one rank takes them all.
+    ``None`` if one rank takes them all.
     """
     low, high = shards.local_part(0, shards.global_batch_size)
     if high - low == shards.global_batch_size:
         return None
     words = (
-        f"rankwise: this rank was given {high - low} of the {shards.global_batch_size} samples of the global batch. If "
+        f"rankwise: this rank got {high - low} of the {shards.global_batch_size} samples of the global batch. If "
         "the error is about that, take the size from the batch, as in len(x), not from a constant."
     )
     return shards.global_batch_size, words
@@ -202,7 +202,7 @@ class BatchRequest(NamedTuple):
 
     epoch: int
     stop: int
-    """Position of the epoch at which the global batch ends. Goes back with the batch."""
+    """Position of the epoch at which the global batch ends. Returned with the batch."""
     indices: npt.NDArray[np.int64]
     """[samples of this rank] their indices in the dataset; may be empty in the last batch."""
     stand_in: int
@@ -215,7 +215,7 @@ def local_batches(
     """Yield this rank's part of each global batch from ``position`` to the end of the epoch.
 
     Args:
-        shards: how the epoch is cut.
+        shards: how the epoch is split.
         order: from positions of the epoch to indices of the dataset.
         epoch: its number.
         position: where to begin.
@@ -240,7 +240,7 @@ class EpochCursor:
     """The epoch and position of one loader or sampler.
 
     An epoch that was left early, by ``break`` or an error, is over: the next iteration begins the
-    next epoch. Where only one batch had been taken, that was a look at the data: the next iteration
+    next epoch. If only one batch was taken, that counts as a look at the data: the next iteration
     begins where that one began.
     """
 
@@ -248,12 +248,12 @@ class EpochCursor:
         self.epoch = 0
         self.position = 0
         self.start = 0
-        """Position at which the iteration under way began, or the next one will begin."""
+        """Position at which the current iteration began, or the next one will begin."""
         self._taken = 0
         self._iteration = 0
 
     def begin(self) -> int:
-        """Begin an iteration at ``epoch`` and ``start``; return the mark its calls must show."""
+        """Begin an iteration at ``epoch`` and ``start``; return the number its calls must pass."""
         if self._taken > 1:
             self._turn_to(self.epoch + 1, 0)
         else:
@@ -264,27 +264,27 @@ class EpochCursor:
     def take(self, iteration: int, position: int) -> None:
         """Note that the loop takes the batch that ends at ``position``.
 
-        An iteration that another one has followed counts no more.
+        An iteration that was followed by another one no longer counts.
         """
         if iteration == self._iteration:
             self.position = position
             self._taken += 1
 
     def finish(self, iteration: int) -> None:
-        """Note that the loop came to the end of the epoch."""
+        """Note that the loop reached the end of the epoch."""
         if iteration == self._iteration:
             self._turn_to(self.epoch + 1, 0)
 
     def move_to(self, epoch: int, position: int) -> None:
-        """Have the next iteration begin at that place; one under way counts no more."""
+        """Begin the next iteration at that place; a current one no longer counts."""
         self._iteration += 1
         self._turn_to(epoch, position)
 
     def place(self) -> tuple[int, int]:
-        """Return ``(epoch, position)`` to go on from.
+        """Return ``(epoch, position)`` to continue from.
 
-        After the last batch that is the end of the epoch, not the next one: what the training loop does
-        after its ``for`` (a scheduler's step, a validation) is still to come, and comes after a resume.
+        After the last batch that is the end of the epoch, not the next one: the code after the
+        ``for`` (a scheduler's step, a validation) has not run yet, and runs after a resume.
         """
         return self.epoch, self.position
 
@@ -294,20 +294,20 @@ class EpochCursor:
 
 
 def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int, int]:
-    """Return ``(epoch, position)`` of a saved state, after checking that its order is this one.
+    """Return ``(epoch, position)`` of a saved state, after checking that it has the same order.
 
     Args:
         state: what ``state_dict`` returned: ``facts``, ``epoch`` and ``position``.
-        facts: what decides the order now: ``dataset_length``, ``seed``, ``shuffle``; with a sampler ``sampler_length``.
+        facts: settings of the order now: ``dataset_length``, ``seed``, ``shuffle``; with a sampler ``sampler_length``.
 
     Raises:
         DatasetError: the dataset had another length.
-        ConfigurationError: it was another order, or this is no such state.
+        ConfigurationError: it had another order, or this is not such a state.
     """
     missing = [name for name in ("epoch", "position", *facts) if name not in {*state, "sampler_length"}]
     if missing:
         raise ConfigurationError(
-            "This is not the state of a loader or sampler: it lacks " + ", ".join(missing) + ".",
+            "This is not the state of a loader or sampler: it has no " + ", ".join(missing) + ".",
             evidence="it holds " + (", ".join(map(str, state)) or "nothing"),
             do="pass what state_dict() of a rankwise DataLoader or ShardedSampler returned",
         )
@@ -317,7 +317,7 @@ def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int
             kind = DatasetError if name == "dataset_length" else ConfigurationError
             raise kind(
                 f"The state was saved with {name}={state.get(name)!r}, and now {name}={now!r}: "
-                "its position means other samples in this order.",
+                "its position refers to other samples in this order.",
                 do="use the dataset it was saved with, or do not load this state"
                 if name == "dataset_length"
                 else "pass a sampler as when the state was saved, or none if there was none"
@@ -328,7 +328,7 @@ def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int
     within = isinstance(position, int) and position >= 0 and (not isinstance(length, int) or position <= length)
     if not (isinstance(epoch, int) and epoch >= 0 and within):
         raise ConfigurationError(
-            f"There is no position {position!r} of epoch {epoch!r}.",
+            f"Position {position!r} of epoch {epoch!r} does not exist.",
             evidence=f"an epoch has {length} samples",
             do="pass an epoch of at least 0 and a position between 0 and the dataset's length",
         )
@@ -346,5 +346,5 @@ def check_not_empty(length: object, *, where: str | None = None, num_ranks: int 
             "The dataset is empty.",
             where=where,
             evidence=fold_values(dict.fromkeys(range(num_ranks), "0 samples")),
-            do="check the path or the filter the dataset was made with",
+            do="check the path or the filter that the dataset was created with",
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One copy of a dataset per node, used by all its ranks.
 
-Says which rank reads, and how the others find what it read; the layout is ``packed``'s. Imported by
-the package's front.
+Decides which rank reads, and how the others find the result; ``packed`` has the layout. Imported by
+the package's ``__init__``.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class _Published(NamedTuple):
     file_descriptor: int
     place: tuple[int, int]
     token: str
-    """The last bytes of the file, in hexadecimal digits: who reads them has found the right one."""
+    """The last bytes of the file, in hexadecimal digits: they identify the right file."""
 
 
 def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
-    """Return ``dataset`` such that the ranks of a node use one copy of it in memory.
+    """Return ``dataset`` so that the ranks of a node share one copy of it in memory.
 
-    The first rank of each node writes its dataset into memory that has no name anywhere, and every
-    rank of the node maps it; the bytes of tensors, NumPy arrays and lists of 1024 or more items are
-    there once, for loader workers too. The memory is freed when the last process that maps it is
-    gone, however it ends. ::
+    The first rank of each node writes its dataset into anonymous shared memory, and every
+    rank of the node maps it; the bytes of tensors, NumPy arrays and lists of 1024 or more items
+    exist once, for loader workers too. The memory is freed when the last process that maps it
+    exits, in any way. ::
 
         train_set = rw.share(lambda: torch.load("train.pt"))     # read by one rank of each node
 
-    The copy is for reading. Who writes into it changes it for himself only (and for workers forked
-    from him later), as with a copy of his own; each page written then costs memory of his own. A
-    long list comes back as a read-only sequence that unpickles an item each time it is used. While
+    The copy is for reading. A process that writes into it changes only its own view (and that of workers forked
+    from it later); each written page then takes private memory. A
+    long list becomes a read-only sequence that unpickles an item each time it is used. While
     the first rank writes, it holds the dataset twice.
 
     Called by: every rank, in the same order.
@@ -54,10 +54,10 @@ def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
     Args:
         dataset: a function that returns the dataset, called on the first rank of each node only; or
             the dataset itself, of which the other ranks then drop theirs. It must be picklable
-            where there are several ranks on a node.
+            if there are several ranks on a node.
 
     Returns:
-        An object of the same class. Where a rank is alone on its node, the dataset itself.
+        An object of the same class. If a rank is alone on its node, the dataset itself.
 
     Raises:
         DatasetError: the dataset cannot be pickled.
@@ -83,13 +83,13 @@ def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
         ]
         with all_ranks_succeed("share: mapping the dataset"):
             if on_this_node:
-                value = None  # The first rank's own copy goes before it maps the shared one.
+                value = None  # The first rank frees its own copy before it maps the shared one.
                 value = _mapped(on_this_node[0], dataset)
     return value
 
 
 def _made(dataset: Any) -> Any:  # noqa: ANN401 - any dataset
-    """Return the dataset, calling what makes one."""
+    """Return the dataset, calling the function that creates it."""
     kind = type(dataset)
     makes_one = callable(dataset) and not hasattr(kind, "__getitem__") and not hasattr(kind, "__iter__")
     return dataset() if makes_one else dataset
@@ -106,10 +106,10 @@ def _publish(value: object, node_rank: int) -> _Published:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         os.close(descriptor)
         raise DatasetError(
-            f"The dataset cannot be pickled, which sharing needs: {error}",
+            f"The dataset cannot be pickled, which sharing requires: {error}",
             where=str(current().world),
             do="define its classes and functions at the top level of a module (no lambdas), and "
-            "open files when a sample is read; or have each rank make its own, without share()",
+            "open files when a sample is read; or create one on each rank, without share()",
         ) from error
     except BaseException:
         os.close(descriptor)
@@ -120,13 +120,13 @@ def _publish(value: object, node_rank: int) -> _Published:
 
 
 def _mapped(published: _Published, dataset: Any) -> Any:  # noqa: ANN401 - any dataset
-    """Return the node's copy; where it cannot be reached, warn and return one of our own."""
+    """Return the node's copy; if it cannot be reached, warn and return a private one."""
     try:
         descriptor = _found(published)
     except OSError as error:
         warn(
-            "share: this rank cannot map its node's copy of the dataset and takes one of its own, "
-            f"which costs the memory of one more ({error}). Ranks of one node must run in one "
+            "share: this rank cannot map its node's copy of the dataset and makes its own, "
+            f"which takes the memory of another copy ({error}). Ranks of one node must run in one "
             "container, as one user.",
             all_ranks=True,
         )

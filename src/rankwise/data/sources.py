@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the samples of a batch are read: whole columns at once, sample by sample, or from a stream.
 
-Knows no rank but by what it is handed, starts no process, communicates with nobody. Imported by
+Knows about ranks only from its arguments, starts no process, does no communication. Imported by
 ``workers`` and ``loader``.
 """
 
@@ -11,7 +11,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from rankwise.data.shards import BatchRequest, Shards
 
 Collate = Callable[[list[Any]], Batch]
-Column = torch.Tensor | npt.NDArray[Any]
+Column: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 Rebuild = Callable[[list[torch.Tensor]], Batch]
 
 
 class FetchedBatch(NamedTuple):
-    """What was read for a request, or from a stream."""
+    """The data read for a request, or from a stream."""
 
     stop: int
     batch: Batch
     described: str = ""
-    """What can be compared of a stream's global batch; empty where it is not to be compared."""
+    """The comparable values of a stream's global batch; empty if it is not compared."""
 
 
 class MapSource(Protocol):
-    """What reads batches by index."""
+    """A source that reads batches by index."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -59,7 +59,7 @@ class MapSource(Protocol):
         """Return the batch of ``request``.
 
         Raises:
-            DatasetError: the dataset or the collate function raised; what they raised is the cause.
+            DatasetError: the dataset or the collate function raised; that error is the cause.
         """
         ...
 
@@ -90,8 +90,8 @@ class ColumnSource:
 class SampleSource:
     """A map-style dataset, read sample by sample, each with generators seeded for it.
 
-    A dataset that has ``__getitems__`` reads the whole batch by it; the generators are then seeded
-    once, for the batch's first sample, so that random augmentation in there depends on the number
+    A dataset that has ``__getitems__`` reads the whole batch through it; the generators are then seeded
+    once, for the batch's first sample, so random augmentation there depends on the number
     of ranks.
     """
 
@@ -107,7 +107,7 @@ class SampleSource:
         return len(self._dataset)
 
     def fetch(self, request: BatchRequest) -> Batch:
-        """Return the collated samples; the process's generators are left as they were."""
+        """Return the collated samples; the process's generators are restored."""
         with generators_kept():
             if len(request.indices):
                 places = request.indices.tolist()
@@ -120,10 +120,10 @@ class SampleSource:
             )
 
     def sample(self, index: int) -> Any:  # noqa: ANN401 - any sample
-        """Return ``dataset[index]`` as epoch 0 reads it; the process's generators are left as they were.
+        """Return ``dataset[index]`` as epoch 0 reads it; the process's generators are restored.
 
         Raises:
-            DatasetError: the dataset raised, which is the cause.
+            DatasetError: the dataset raised; that error is the cause.
         """
         with generators_kept():
             return self._read(0, np.array([index]))[0]
@@ -164,12 +164,12 @@ class StreamSource:
     def batches(self, epoch: int, position: int, worker: int = 0, num_workers: int = 1) -> Iterator[FetchedBatch]:
         """Yield this rank's part of every ``num_workers``-th global batch from ``position`` on.
 
-        The stream draws from generators of its own, seeded for the epoch, so that one that shuffles
-        gives every rank the same order and the training loop's generators go on as if there were no
-        stream. The first global batch is described as well, to be compared between ranks.
+        The stream draws from its own generators, seeded for the epoch, so that one that shuffles
+        yields the same order on every rank and the training loop's generators are unaffected.
+        The first global batch is also described, to be compared between ranks.
 
         Raises:
-            DatasetError: the stream or the collate function raised; what they raised is the cause.
+            DatasetError: the stream or the collate function raised; that error is the cause.
         """
         seed = epoch_seed(self._seed, epoch) % 2**32
         owners = owners_of_generators(self._dataset)
@@ -220,13 +220,13 @@ def is_stream(dataset: object) -> bool:
         return False
     if not isinstance(dataset, Iterable):
         raise ConfigurationError(
-            f"A {type(dataset).__name__} is no dataset: it can neither be indexed nor iterated.",
+            f"A {type(dataset).__name__} is not a dataset: it can neither be indexed nor iterated.",
             do="pass a map-style dataset (__getitem__ and __len__), an iterable one, tensors or arrays",
         )
     if isinstance(dataset, Iterator):
         raise ConfigurationError(
-            f"A {type(dataset).__name__} can be iterated once only, and each epoch iterates it.",
-            do="pass an object whose __iter__ starts anew each time, as IterableDataset's does",
+            f"A {type(dataset).__name__} can be iterated only once, but each epoch iterates it.",
+            do="pass an object whose __iter__ starts from the beginning each time, like an IterableDataset",
         )
     return True
 
@@ -239,7 +239,7 @@ def innermost(dataset: Any) -> Any:  # noqa: ANN401 - any dataset
 
 
 def columns_of(dataset: object) -> ColumnSource | None:
-    """Return ``dataset`` as columns, or ``None`` where its samples must be read one by one.
+    """Return ``dataset`` as columns, or ``None`` if its samples must be read one by one.
 
     Columns are: a tensor, a NumPy array, a tuple or dict of these, a ``TensorDataset``, and subsets
     of them.
@@ -262,7 +262,7 @@ def columns_of(dataset: object) -> ColumnSource | None:
         raise DatasetError(
             "The tensors of the dataset have different numbers of samples.",
             evidence="first dims: " + ", ".join(str(len(part)) for part in parts),
-            do="give each one row per sample",
+            do="give each of them one row per sample",
         )
     return ColumnSource(parts, rebuild, _rows_chosen(dataset))
 
@@ -290,7 +290,7 @@ def _is_column(part: object) -> bool:
 
 
 def _rows_chosen(dataset: Any) -> npt.NDArray[np.int64] | None:  # noqa: ANN401 - any dataset
-    """Return which rows of the innermost dataset the subsets around it choose."""
+    """Return the rows of the innermost dataset that the subsets around it select."""
     rows: npt.NDArray[np.int64] | None = None
     while type(dataset) is Subset:
         chosen = np.asarray(dataset.indices, dtype=np.int64)
@@ -307,7 +307,7 @@ def _rows_of(column: Column, index: torch.Tensor) -> torch.Tensor:
 
 
 def _with_own_generators(batches: Iterator[FetchedBatch], seed: int, owners: list[Any]) -> Iterator[FetchedBatch]:
-    """Yield from ``batches``, each read with generators that only they draw from."""
+    """Yield from ``batches``, each read with separate generators."""
     with generators_kept():
         seed_generators(seed, owners)
         own = generator_state()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading in worker processes: torch's DataLoader, given whole batches to read instead of samples.
 
-Decides no order and no shares. What a worker raises comes back as a value and is raised in the
+Decides no order and no shares. A worker's error is returned as a value and raised in the
 rank, with its cause. Imported by ``loader``.
 """
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from rankwise.data.shards import BatchRequest
 
 _END_SECONDS = 5.0
-"""How long a worker that was told to end may take; torch waits as long before it ends it itself."""
+"""How long a worker may take to exit when asked; torch waits as long before it terminates it."""
 
 
 class WorkerOptions(NamedTuple):
-    """How many workers, and how they are run; the words are torch's."""
+    """How many workers, and how they are run; the names are torch's."""
 
     num_workers: int
     prefetch_factor: int | None
@@ -48,14 +48,14 @@ class WorkerOptions(NamedTuple):
 
 
 class WorkerFailure(NamedTuple):
-    """A :class:`DatasetError` on its way from a worker to its rank."""
+    """A :class:`DatasetError` sent from a worker to its rank."""
 
     what: str
     where: str | None
     evidence: str
     """The error's own, then the worker's traceback."""
     cause: bytes
-    """The exception that caused it, pickled; empty where it cannot be."""
+    """The exception that caused it, pickled; empty if it cannot be."""
 
     def error(self) -> DatasetError:
         """Return the error as it was raised in the worker, the worker's traceback as evidence."""
@@ -66,7 +66,7 @@ class WorkerFailure(NamedTuple):
 
 
 def failure_of(error: DatasetError) -> WorkerFailure:
-    """Return ``error`` as a value that surely crosses a process border."""
+    """Return ``error`` as a value that can always be sent to another process."""
     cause = error.__cause__ or error
     try:
         pickled = pickle.dumps(cause)
@@ -78,7 +78,7 @@ def failure_of(error: DatasetError) -> WorkerFailure:
 
 
 class _ReadsRequests(Dataset[FetchedBatch | WorkerFailure]):
-    """A dataset, to torch, whose indices are requests and whose samples are batches."""
+    """A dataset for torch, whose indices are requests and whose samples are batches."""
 
     def __init__(self, source: MapSource) -> None:
         self._source = source
@@ -91,7 +91,7 @@ class _ReadsRequests(Dataset[FetchedBatch | WorkerFailure]):
 
 
 class _ReadsStream(IterableDataset[FetchedBatch | WorkerFailure]):
-    """An iterable dataset, to torch, whose items are batches; of k workers each makes a k-th."""
+    """An iterable dataset for torch, whose items are batches; each of k workers reads every k-th."""
 
     def __init__(self, stream: StreamSource) -> None:
         self._stream = stream
@@ -104,7 +104,7 @@ class _ReadsStream(IterableDataset[FetchedBatch | WorkerFailure]):
         number, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         batches = self._stream.batches(epoch, position, number, num_workers)
         while True:
-            # Every worker needs the whole stream: a dataset that divides itself must see none.
+            # Every worker needs the whole stream: a dataset that divides itself must see no worker.
             show_worker(None)
             try:
                 fetched = next(batches, None)
@@ -119,7 +119,7 @@ class _ReadsStream(IterableDataset[FetchedBatch | WorkerFailure]):
 
 
 class _Requests:
-    """The requests of the epoch under way, where torch looks for a sampler."""
+    """The requests of the current epoch, in the place of torch's sampler."""
 
     def __init__(self) -> None:
         self.of_epoch: Iterator[BatchRequest] = iter(())
@@ -129,7 +129,7 @@ class _Requests:
 
 
 class Workers:
-    """The worker processes of one loader. They start with the first batch asked for."""
+    """The worker processes of one loader. They start with the first requested batch."""
 
     def __init__(
         self, source: MapSource | StreamSource, options: WorkerOptions, where: str, stop_signals: Sequence[str] = ()
@@ -148,14 +148,14 @@ class Workers:
             timeout=options.timeout_seconds,
             worker_init_fn=partial(_begin, stop_signals, options.worker_init_fn),
             multiprocessing_context=options.multiprocessing_context or _default_start(),
-            # Its own, so that starting workers draws nothing from the training loop's generator.
+            # A separate one, so that starting workers draws nothing from the training loop's generator.
             generator=torch.Generator(),
             prefetch_factor=options.prefetch_factor,
             persistent_workers=options.persistent_workers,
         )
 
     def read(self, requests: Iterator[BatchRequest]) -> Iterator[FetchedBatch]:
-        """Yield what is read for each request, in order.
+        """Yield the batch read for each request, in order.
 
         Raises:
             DatasetError: reading failed, a worker died, or none answered in time.
@@ -180,38 +180,36 @@ class Workers:
             if answer is None:
                 return
             if isinstance(answer, WorkerFailure):
-                # Now: whoever keeps the error would otherwise keep the workers with it.
+                # Now: code that keeps the error would otherwise keep the workers with it.
                 self._end(answers)
                 raise answer.error()
             try:
                 yield answer
             except DatasetError:
-                # Thrown in by a reader of the batch. The error keeps frames, and those would keep the workers.
+                # Thrown in by the consumer of the batch. The error keeps frames, and those would keep the workers.
                 self._end(answers)
                 raise
 
     def _end(self, answers: Iterator[Any]) -> dict[int, int]:
-        # Persistent workers that have ended are not to be asked again.
+        # Persistent workers that have exited must not be asked again.
         forget_iterator(self._loader)
         return _end_workers(answers)
 
 
 def _unanswered(error: Exception, exit_codes: dict[int, int], where: str) -> DatasetError:
-    """Return what is said where no answer came: a worker has ended, or all took too long.
+    """Return the error for a missing answer: a worker has exited, or all took too long.
 
     Args:
-        error: torch's, which often only tells that a pipe broke.
-        exit_codes: of the workers that ended by themselves.
+        error: torch's, which often only reports a broken pipe.
+        exit_codes: of the workers that exited by themselves.
         where: the rank.
     """
     if exit_codes:
-        what = "A worker process of the loader ended before it had read its batch."
-        ends = [
-            f"worker {number} ended with exit code {code}" + _signal_name(code) for number, code in exit_codes.items()
-        ]
+        what = "A worker process of the loader exited before it had read its batch."
+        ends = [f"worker {number} exited with code {code}" + _signal_name(code) for number, code in exit_codes.items()]
         evidence = "\n".join(ends)
         if -signal.SIGKILL in exit_codes.values():
-            do = "look for the kernel's out-of-memory killer (dmesg); fewer num_workers= take less memory"
+            do = "check dmesg for the kernel's out-of-memory killer; a smaller num_workers= needs less memory"
         elif min(exit_codes.values()) < 0:
             do = "num_workers=0 with PYTHONFAULTHANDLER=1 shows the crash where it happens"
         else:
@@ -219,15 +217,15 @@ def _unanswered(error: Exception, exit_codes: dict[int, int], where: str) -> Dat
     else:
         what = "The worker processes of the loader did not answer in time, or could not start."
         evidence = f"{type(error).__name__}: {error}"
-        do = "timeout_seconds= sets the limit for one batch; num_workers=0 shows where reading waits (rankwise stacks)"
+        do = "timeout_seconds= sets the limit for one batch; num_workers=0 shows where reading blocks (rankwise stacks)"
     return DatasetError(what, where=where, evidence=evidence, do=do)
 
 
 def _end_workers(answers: Iterator[Any]) -> dict[int, int]:
-    """End the workers, and return the exit codes of those that ended by themselves.
+    """End the workers, and return the exit codes of those that exited by themselves.
 
-    Torch's child-signal handler raises wherever the process is when the signal comes: ending the
-    workers waits for that, so that it comes here and not later, in the training loop.
+    Torch's child-signal handler raises wherever the process is when the signal arrives: ending the
+    workers waits for that, so that it happens here and not later, in the training loop.
     """
     with suppress(RuntimeError):
         end_workers(answers)
@@ -245,13 +243,13 @@ def _signal_name(exit_code: int) -> str:
 
 
 def _begin(stop_signals: Sequence[str], users: Callable[[int], None] | None, number: int) -> None:
-    """Begin a worker. What asks a job to stop, Slurm sends to every process, and this one still has to read.
+    """Initialize a worker. Slurm sends a stop signal to every process, but a worker must continue to read.
 
-    SIGTERM from its rank ends it, as torch means it to.
+    SIGTERM from its rank ends it, as torch expects.
     """
     for name in stop_signals:
         if name == "SIGTERM":
-            # Only a waiting thread is told who has sent it. A worker that was spawned has others too, and ends.
+            # Only a waiting thread learns the sender. A spawned worker has other threads too, and exits.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_exit_on_sigterm_of_rank, name="rankwise-worker", daemon=True).start()
         else:
@@ -269,7 +267,7 @@ def _exit_on_sigterm_of_rank() -> None:
 def _default_start() -> str | None:
     """Return ``"fork"`` where it exists: workers start at once and share the dataset's memory.
 
-    Python's own default is another one in ranks that were started by a fork server, and anywhere
+    Python's own default differs in ranks that were started by a fork server, and everywhere
     from Python 3.14 on.
     """
     return "fork" if "fork" in multiprocessing.get_all_start_methods() else None

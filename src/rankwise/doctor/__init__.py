@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with these machines before a training starts: facts of every rank, judged apart from their gathering.
+"""Finds problems of machines before training starts: facts of every rank, evaluated separately from gathering them.
 
-A check is one function of ``checks`` and a line in its table. Changes nothing on the machine. Imported by ``cli``.
+A check is one function in ``checks`` and a line in its table. Changes nothing on the machine. Imported by ``cli``.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is right or wrong with facts that were gathered: one function per check, and the table of them.
+"""Evaluates the gathered facts: one function per check, and the table of checks.
 
 Pure: facts in, findings out. Imported by ``examine`` and ``cli``.
 """
@@ -21,40 +21,40 @@ if TYPE_CHECKING:
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 MUST_BE_EQUAL = ("torch", "rankwise", "nccl")
-"""What differs between ranks only to fail later; other versions may differ."""
+"""Packages whose versions must not differ between ranks, as that fails later; others may differ."""
 LEAST_SHARED_MEMORY_BYTES = 2**30
 LEAST_OPEN_FILES = 1024
 OPEN_FILES_PER_PEER = 8
-"""Gloo keeps a connection per peer and group."""
+"""Gloo keeps one connection per peer and group."""
 WANTED_OPEN_FILES = 65536
 LEAST_PROCESSES = 256
 PROCESSES_PER_RANK = 64
 CLOCK_WARNING_SECONDS = 1.0
 CLOCK_ERROR_SECONDS = 60.0
 SLOW_BYTES_PER_SECOND = 100e6
-"""Less than Ethernet of 1 Gbit/s carries."""
+"""Less than the throughput of 1 Gbit/s Ethernet."""
 LARGE_BYTES = 2**20
-"""From here on an all_reduce shows bandwidth rather than latency."""
+"""From this size on, an all_reduce measures bandwidth rather than latency."""
 MIB, GIB = 2**20, 2**30
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is judged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What one check says."""
+    """The result of one check."""
 
     check: str
     level: str
     """``ok``, ``warning`` or ``error``."""
     what: str
     do: str = ""
-    """The next command or setting, one a line; empty where nothing is to be done."""
+    """The next command or setting, one per line; empty if there is nothing to do."""
     evidence: str = ""
-    """What it was told from, one fact a line, where ``what`` does not say it all."""
+    """The evidence, one fact per line, if ``what`` is not complete."""
 
 
 def judge(job: ExaminedJob) -> list[Finding]:
-    """Return what every check says of a job, in the table's order."""
+    """Return the findings of every check on a job, in the table's order."""
     return [finding for check in CHECKS for finding in check(job)]
 
 
@@ -64,19 +64,19 @@ def versions(job: ExaminedJob) -> list[Finding]:
     found: list[Finding] = []
     same: list[str] = []
     for name in names:
-        held = {facts.rank: facts.machine.versions.get(name, "not there") for facts in job.ranks}
+        held = {facts.rank: facts.machine.versions.get(name, "missing") for facts in job.ranks}
         if len(set(held.values())) == 1:
             same.append(f"{name} {next(iter(held.values()))}")
             continue
         level = ERROR if name in MUST_BE_EQUAL else WARNING
         told = "; ".join(fold_values(held).splitlines())
-        do = f"install the same {name} on every machine, or start the ranks from one environment all of them see"
+        do = f"install the same {name} on every machine, or start the ranks from one shared environment"
         found.append(Finding(check="versions", level=level, what=f"{name} differs: {told}", do=do))
     if same:
         found.append(Finding(check="versions", level=OK, what=", ".join(same)))
     torch = job.ranks[0].machine.versions.get("torch")
     if torch is not None and not torch_versions.is_tested(torch):
-        what = f"torch {torch} is not one that rankwise was tested on: strategies check their gradients when first used"
+        what = f"rankwise was not tested on torch {torch}: strategies check their gradients on first use"
         found.append(Finding(check="versions", level=OK, what=what))
     return found
 
@@ -92,13 +92,13 @@ def gpus(job: ExaminedJob) -> list[Finding]:
     for first, *_ in job.hosts:
         machine = first.machine
         if machine.num_gpu_files and not machine.gpus:
-            what = f"{machine.hostname} has {machine.num_gpu_files} GPUs, and torch can use none of them"
+            what = f"{machine.hostname} has {machine.num_gpu_files} GPUs, but torch can use none of them"
             kind = kind_named(machine.device_type)
             do = kind.examine + (f"; unset {kind.visible} if it hides them" if kind.visible else "")
             found.append(Finding(check="GPUs", level=WARNING, what=what, do=do))
         elif machine.gpus and machine.device_backend not in machine.backends:
             title, backend = kind_named(machine.device_type).title, machine.device_backend.upper()
-            what, do = f"torch on {machine.hostname} has {title}s and no {backend}", f"install a torch with {backend}"
+            what, do = f"torch on {machine.hostname} has {title}s but no {backend}", f"install a torch with {backend}"
             found.append(Finding(check="GPUs", level=ERROR, what=what, do=do))
     if len(set(held.values())) > 1:
         told = "; ".join(fold_values(held).splitlines())
@@ -111,7 +111,7 @@ def gpus(job: ExaminedJob) -> list[Finding]:
 
 
 def networks(job: ExaminedJob) -> list[Finding]:
-    """Find hosts without a way to the store or to one another."""
+    """Find hosts without a route to the store or to one another."""
     found: list[Finding] = []
     ways: list[str] = []
     for first, *_ in job.hosts:
@@ -120,11 +120,11 @@ def networks(job: ExaminedJob) -> list[Finding]:
             what = f"the loopback interface of {machine.hostname} is down: no rank there can reach another"
             found.append(Finding(check="network", level=ERROR, what=what, do="ip link set lo up"))
         if len(job.hosts) > 1 and not machine.own_addresses:
-            what = f"{machine.hostname} has no address that other hosts could reach"
+            what = f"{machine.hostname} has no address that other hosts can reach"
             found.append(Finding(check="network", level=ERROR, what=what, do="ip -brief address"))
         across = first.across
         for hostname, why in {} if across is None else across.no_routes.items():
-            what = f"no way from {machine.hostname} to {hostname}: {why}"
+            what = f"no route from {machine.hostname} to {hostname}: {why}"
             do = f"on {machine.hostname}: ip route; getent hosts {hostname}"
             found.append(Finding(check="network", level=ERROR, what=what, do=do))
         if across is not None and across.routes:
@@ -139,7 +139,7 @@ def networks(job: ExaminedJob) -> list[Finding]:
 
 
 def store(job: ExaminedJob) -> list[Finding]:
-    """Say which way each rank goes to the job's store."""
+    """Show the route of each rank to the job's store."""
     if not job.ranks[0].store or job.ranks[0].across is None:
         return []
     ways = {
@@ -154,7 +154,7 @@ def store(job: ExaminedJob) -> list[Finding]:
 
 
 def own_names(job: ExaminedJob) -> list[Finding]:
-    """Find hosts whose own name means loopback, or nothing."""
+    """Find hosts whose own name resolves to loopback, or not at all."""
     found: list[Finding] = []
     fine: list[str] = []
     for first, *_ in job.hosts:
@@ -163,24 +163,24 @@ def own_names(job: ExaminedJob) -> list[Finding]:
         use = machine.own_addresses[0] if machine.own_addresses else "an address"
         means_nothing, means_loopback = not addresses, all(_is_loopback(a) for a in machine.own_name_addresses)
         if len(job.hosts) > 1 and (means_nothing or means_loopback):
-            what = f"{machine.hostname} is {addresses or 'unknown'} to itself, not where others reach it"
+            what = f"{machine.hostname} resolves its own name to {addresses or 'nothing'}, which others cannot reach"
             do = (
-                f"rankwise does not go by it; for MASTER_ADDR and --rendezvous name {use}, "
-                f"or write '{use} {machine.hostname}' into its /etc/hosts"
+                f"rankwise does not use it; for MASTER_ADDR and --rendezvous give {use}, "
+                f"or add '{use} {machine.hostname}' to its /etc/hosts"
             )
             found.append(Finding(check="own name", level=WARNING, what=what, do=do))
         elif means_nothing:
-            what = f"{machine.hostname} does not know its own name; other programs may"
-            do = f"write '127.0.1.1 {machine.hostname}' into /etc/hosts"
+            what = f"{machine.hostname} cannot resolve its own name, which other programs may need"
+            do = f"add '127.0.1.1 {machine.hostname}' to /etc/hosts"
             found.append(Finding(check="own name", level=WARNING, what=what, do=do))
         else:
-            only_here = f" (with other machines, name {use})" if means_loopback else ""
+            only_here = f" (with other machines, use {use})" if means_loopback else ""
             fine.append(f"{machine.hostname} is {addresses}{only_here}")
     return [*found, Finding(check="own name", level=OK, what="; ".join(fine))] if fine else found
 
 
 def ports(job: ExaminedJob) -> list[Finding]:
-    """Find hosts on which no port can be bound, or the one asked about cannot."""
+    """Find hosts on which no port can be bound, or not the requested one."""
     found: list[Finding] = []
     for first, *_ in job.hosts:
         machine = first.machine
@@ -190,7 +190,7 @@ def ports(job: ExaminedJob) -> list[Finding]:
             found.append(Finding(check="ports", level=ERROR, what=what, do=do))
         if machine.port_error:
             what = f"port {machine.port} on {machine.hostname}: {machine.port_error}"
-            do = f"ss -ltnp 'sport = :{machine.port}'; or name another port"
+            do = f"ss -ltnp 'sport = :{machine.port}'; or give another port"
             found.append(Finding(check="ports", level=WARNING, what=what, do=do))
     if found:
         return found
@@ -204,9 +204,9 @@ def shared_memory(job: ExaminedJob) -> list[Finding]:
     for first, *_ in job.hosts:
         machine = first.machine
         if machine.shared_memory_bytes < LEAST_SHARED_MEMORY_BYTES:
-            size = f"has {machine.shared_memory_bytes // MIB} MiB" if machine.shared_memory_bytes else "is not there"
+            size = f"has {machine.shared_memory_bytes // MIB} MiB" if machine.shared_memory_bytes else "does not exist"
             do = "docker run --shm-size=8g ... (or --ipc=host); Kubernetes: an emptyDir with medium Memory at /dev/shm"
-            what = f"{SHARED_MEMORY} on {machine.hostname} {size}; loader workers may die of SIGBUS"
+            what = f"{SHARED_MEMORY} on {machine.hostname} {size}; loader workers may be killed by SIGBUS"
             found.append(Finding(check=SHARED_MEMORY, level=WARNING, what=what, do=do))
         elif machine.shared_memory_free_bytes < machine.shared_memory_bytes // 10:
             what = f"{SHARED_MEMORY} on {machine.hostname} has {machine.shared_memory_free_bytes // MIB} MiB left"
@@ -225,7 +225,7 @@ def open_files(job: ExaminedJob) -> list[Finding]:
         machine = first.machine
         if machine.open_files_limit < needed:
             more = min(WANTED_OPEN_FILES, machine.open_files_hard_limit)
-            what = f"{machine.open_files_limit} per process on {machine.hostname}, and {needed} may be needed"
+            what = f"{machine.open_files_limit} per process on {machine.hostname}; {needed} may be needed"
             do = f"ulimit -n {more}" if more >= needed else "raise it in /etc/security/limits.conf (nofile)"
             found.append(Finding(check="open files", level=WARNING, what=what, do=do))
     least = min(facts.machine.open_files_limit for facts in job.ranks)
@@ -233,7 +233,7 @@ def open_files(job: ExaminedJob) -> list[Finding]:
 
 
 def processes(job: ExaminedJob) -> list[Finding]:
-    """Find hosts on which ranks and their threads may not be allowed."""
+    """Find hosts whose limits may not allow ranks and their threads."""
     found: list[Finding] = []
     for ranks in job.hosts:
         machine = ranks[0].machine
@@ -246,7 +246,7 @@ def processes(job: ExaminedJob) -> list[Finding]:
 
 
 def threads(job: ExaminedJob) -> list[Finding]:
-    """Find hosts whose ranks compute with more threads than there are cores."""
+    """Find hosts whose ranks use more compute threads than there are cores."""
     found: list[Finding] = []
     for ranks in job.hosts:
         hostname = ranks[0].machine.hostname
@@ -254,18 +254,16 @@ def threads(job: ExaminedJob) -> list[Finding]:
         num_threads = sum(facts.machine.num_threads for facts in ranks)
         bound = [f for f in ranks if f.machine.num_threads > len(f.machine.cores)]
         if len(ranks) > 1 and num_threads > len(cores):
-            what = f"{len(ranks)} ranks on {hostname} compute with {num_threads} threads on {len(cores)} cores"
-            do = f"OMP_NUM_THREADS={max(len(cores) // len(ranks), 1)} (rankwise run sets it by itself)"
-            # Fewer cores than ranks: nothing better can be done but fewer ranks.
+            what = f"{len(ranks)} ranks on {hostname} use {num_threads} compute threads on {len(cores)} cores"
+            do = f"OMP_NUM_THREADS={max(len(cores) // len(ranks), 1)} (rankwise run sets it automatically)"
+            # Fewer cores than ranks: the only fix is fewer ranks.
             if all(facts.machine.num_threads == 1 for facts in ranks):
                 do = f"start at most {len(cores)} ranks there"
             found.append(Finding(check="threads", level=WARNING, what=what, do=do))
         elif bound:
             fewest = min(len(facts.machine.cores) for facts in bound)
             who = fold_ranks([facts.rank for facts in bound])
-            what = (
-                f"{who} on {hostname} may use {fewest} core{'s' if fewest > 1 else ''} and computes with more threads"
-            )
+            what = f"{who} on {hostname} may use {fewest} core{'s' if fewest > 1 else ''} but uses more compute threads"
             do = f"OMP_NUM_THREADS={fewest}, or give each rank more cores (srun --cpus-per-task, mpirun --bind-to none)"
             found.append(Finding(check="threads", level=WARNING, what=what, do=do))
     first = job.ranks[0].machine
@@ -281,7 +279,7 @@ def clocks(job: ExaminedJob) -> list[Finding]:
         across = first.across
         if across is None or across.clock_ahead_seconds is None:
             continue
-        # What the measurement may be off by is given to the clock.
+        # The error of the measurement is in the clock's favor.
         certain = max(abs(across.clock_ahead_seconds) - across.clock_error_seconds, 0.0)
         largest = max(largest, abs(across.clock_ahead_seconds))
         if certain > CLOCK_WARNING_SECONDS:
@@ -295,7 +293,7 @@ def clocks(job: ExaminedJob) -> list[Finding]:
 
 
 def shared_folder(job: ExaminedJob) -> list[Finding]:
-    """Find hosts that do not see the folder that all are to see."""
+    """Find hosts that do not see the shared folder."""
     if not job.shared_folder:
         return []
     found: list[Finding] = []
@@ -311,14 +309,14 @@ def shared_folder(job: ExaminedJob) -> list[Finding]:
 
 
 def all_reduce(job: ExaminedJob) -> list[Finding]:
-    """Say how fast an all_reduce is; between hosts, find it slow."""
+    """Report how fast an all_reduce is; between hosts, find it slow."""
     if not job.timings:
         return []
     world_size = job.ranks[0].world_size
     told: list[str] = []
     slow = False
     for timing in job.timings:
-        # What each rank sends, at least, for every byte of the tensor.
+        # The least that each rank sends for every byte of the tensor.
         bandwidth = timing.num_bytes * 2 * (world_size - 1) / world_size / max(timing.seconds, 1e-9)
         size = f"{timing.num_bytes // MIB} MiB" if timing.num_bytes >= MIB else f"{timing.num_bytes // 1024} KiB"
         shown = f" ({bandwidth / 1e9:.2f} GB/s)" if timing.num_bytes >= LARGE_BYTES else ""
@@ -326,7 +324,7 @@ def all_reduce(job: ExaminedJob) -> list[Finding]:
         slow = timing.num_bytes >= LARGE_BYTES and bandwidth < SLOW_BYTES_PER_SECOND
     what = ", ".join(told)
     if slow and len(job.hosts) > 1:
-        do = "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) of the fast network on every rank; ethtool <interface>"
+        do = "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the fast network on every rank; ethtool <interface>"
         return [Finding(check="all_reduce", level=WARNING, what=f"slower than 1 Gbit/s: {what}", do=do)]
     return [Finding(check="all_reduce", level=OK, what=what)]
 
@@ -349,11 +347,11 @@ CHECKS: Sequence[Callable[[ExaminedJob], list[Finding]]] = (
 
 
 def told_ranks(ranks: Sequence[Facts]) -> str:
-    """Return how many ranks there are, on how many hosts, and who started them."""
+    """Return the number of ranks and hosts, and what started the ranks."""
     if len(ranks) == 1 and ranks[0].world_size == 1:
         return f"this machine, {ranks[0].machine.hostname}"
     if len(ranks) == 1:
-        return f"rank {ranks[0].rank} of {ranks[0].world_size} by itself, on {ranks[0].machine.hostname}"
+        return f"rank {ranks[0].rank} of {ranks[0].world_size} alone, on {ranks[0].machine.hostname}"
     num_hosts = len({facts.machine.hostname for facts in ranks})
     of = "" if len(ranks) == ranks[0].world_size else f" of {ranks[0].world_size}"
     return f"{len(ranks)}{of} ranks on {num_hosts} host{'s' if num_hosts > 1 else ''}, started by {ranks[0].source}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examining this machine, or every rank of a job: join, gather, compare, and have rank 0 judge.
+"""Examining this machine, or every rank of a job: join, gather, compare, and have rank 0 evaluate.
 
-What ranks tell each other goes through the job's store as JSON. Writes nothing but one file into the folder that is to
+Ranks exchange facts through the job's store as JSON. Writes nothing but one file into the folder that must
 be shared, and removes it. Imported by ``cli``.
 """
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """What came of it, on one rank."""
+    """The result, on one rank."""
 
     job: ExaminedJob
-    """On other ranks than 0, of this rank only."""
+    """On ranks other than 0, of this rank only."""
     findings: tuple[Finding, ...]
     speaks: bool
-    """Whether this rank is to print it: rank 0, and one that could not tell rank 0."""
+    """Whether this rank prints it: rank 0, and any rank that could not report to rank 0."""
 
 
 def examine(*, timeout_seconds: float, port: int = 0, shared_folder: str = "") -> Examination:
-    """Examine this machine, and where a launcher started several ranks, all of theirs together.
+    """Examine this machine or, if a launcher started several ranks, all of their machines together.
 
     Called by: every rank.
 
     Args:
         timeout_seconds: how long to wait for the other ranks, at each step.
-        port: a port that is to be free on this machine; asked about where no rank was started.
-        shared_folder: a folder that every host is to see; empty asks about none.
+        port: a port that must be free on this machine; checked only if no rank was started.
+        shared_folder: a folder that every host must see; empty skips the check.
     """
     explanation = explain_process()
     reading = explanation.decided
@@ -52,7 +52,7 @@ def examine(*, timeout_seconds: float, port: int = 0, shared_folder: str = "") -
         job = ExaminedJob(ranks=(replace(facts, across=joint_facts.alone(error)),), shared_folder=shared_folder)
         found = judge(job)
         if reading is None:
-            what = f"nobody knows who started this process: {str(explanation.error).splitlines()[0]}"
+            what = f"cannot tell what started this process: {str(explanation.error).splitlines()[0]}"
             found.insert(0, Finding(check="launcher", level=ERROR, what=what, do="rankwise env"))
         return Examination(job=job, findings=tuple(found), speaks=True)
     return _examine_job(reading, timeout_seconds, shared_folder)
@@ -86,5 +86,5 @@ def _told(check: str, error: Exception) -> Finding:
     if isinstance(error, RankwiseError):
         return Finding(check=check, level=ERROR, what=error.what, do=error.do or "", evidence=error.evidence or "")
     what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    do = "nft list ruleset\nevery host must take connections of the others on every port: Gloo and NCCL choose theirs"
+    do = "nft list ruleset\nevery host must accept connections from the others on all ports: Gloo and NCCL choose them"
     return Finding(check=check, level=ERROR, what=what, do=do)

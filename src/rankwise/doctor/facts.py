@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank knows of its machine, and of the others, as values that travel as JSON.
+"""What one rank knows of its machine and of the others, as values that are sent as JSON.
 
 Pure. Imported by this room's other files.
 """
@@ -16,11 +16,11 @@ from rankwise.world.network import Interface, Route
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a process sees of its machine, alone."""
+    """What a process sees of its machine by itself."""
 
     hostname: str
     versions: dict[str, str]
-    """``python``, ``torch``, ``rankwise``, and of CUDA, ROCm and NCCL where torch has them."""
+    """``python``, ``torch``, ``rankwise``, and CUDA, ROCm and NCCL if torch has them."""
     gpus: tuple[str, ...]
     """Names of the GPUs that torch can use."""
     num_gpu_files: int
@@ -28,61 +28,61 @@ class Machine:
     backends: tuple[str, ...]
     interfaces: tuple[Interface, ...]
     own_name_addresses: tuple[str, ...]
-    """What the machine's own name means here; empty where nobody knows it."""
+    """What the machine's own name resolves to here; empty if it does not resolve."""
     own_addresses: tuple[str, ...]
-    """Where other machines may reach it."""
+    """Addresses at which other machines may reach it."""
     free_port_error: str
-    """Why no port could be bound; empty where one could."""
+    """Why no port could be bound; empty if one could."""
     port: int
-    """A port that is to be free before anything starts; 0 where none is asked about."""
+    """A port that must be free before ranks start; 0 if none is checked."""
     port_error: str
     shared_memory_bytes: int
-    """Size of ``/dev/shm``; 0 where there is none."""
+    """Size of ``/dev/shm``; 0 if there is none."""
     shared_memory_free_bytes: int
     open_files_limit: int
     open_files_hard_limit: int
     processes_limit: int
-    """The lowest of the limits on processes and threads; -1 where there is none."""
+    """The lowest of the limits on processes and threads; -1 if there is none."""
     cores: tuple[int, ...]
-    """Numbers of the cores this process may use."""
+    """Ids of the cores this process may use."""
     num_threads: int
-    """How many threads torch computes with."""
+    """Number of compute threads of torch."""
     device_type: str = EXAMPLE.name
-    """What torch calls a GPU, or other accelerator, of this machine."""
+    """Torch's name for this machine's GPU or other accelerator."""
     device_backend: str = "nccl"
-    """What torch would carry its tensors with, whether this torch has it or not."""
+    """The backend torch would use for its tensors, whether this torch has it or not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Across:
-    """What a rank found out together with the others."""
+    """What a rank determined together with the others."""
 
     routes: dict[str, Route] = field(default_factory=dict)
-    """The way to each other host, by its name; asked by one rank per host."""
+    """The route to each other host, by its name; determined by one rank per host."""
     no_routes: dict[str, str] = field(default_factory=dict)
-    """Why there is no way to a host."""
+    """Why there is no route to a host."""
     store_route: Route | None = None
     clock_ahead_seconds: float | None = None
     """How far this host's clock is ahead of rank 0's; ``None`` on rank 0's host."""
     clock_error_seconds: float = 0.0
-    """By how much that may be off."""
+    """The largest error of that."""
     shared_folder_error: str = ""
-    """Why this host does not see what rank 0 wrote into the shared folder."""
+    """Why this host does not see the file that rank 0 wrote into the shared folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Everything of one rank."""
+    """All facts of one rank."""
 
     rank: int
     world_size: int
     source: str
-    """Who started it."""
+    """What started it."""
     store: str = ""
-    """Host and port of the job's store; empty where there is none."""
+    """Host and port of the job's store; empty if there is none."""
     machine: Machine
     across: Across | None = None
-    """``None`` where the rank is alone."""
+    """``None`` if the rank is alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,13 +96,13 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExaminedJob:
-    """What all that is judged stands on."""
+    """The facts that the checks evaluate."""
 
     ranks: tuple[Facts, ...]
-    """In rank order; without those that never answered."""
+    """In rank order; without ranks that never answered."""
     timings: tuple[Timing, ...] = ()
     shared_folder: str = ""
-    """The folder every host is to see; empty where none is asked about."""
+    """The folder every host must see; empty if none is checked."""
 
     @property
     def hosts(self) -> list[list[Facts]]:
@@ -119,7 +119,7 @@ def machine_to_json(machine: Machine) -> str:
 
 
 def machine_from_json(text: str | bytes) -> Machine:
-    """Return the machine that :func:`machine_to_json` wrote down."""
+    """Return the machine that :func:`machine_to_json` serialized."""
     read: dict[str, Any] = json.loads(text)
     interfaces = tuple(Interface(**(one | {"addresses": tuple(one["addresses"])})) for one in read.pop("interfaces"))
     lists: dict[str, Any] = {name: tuple(value) for name, value in read.items() if isinstance(value, list)}
@@ -127,12 +127,12 @@ def machine_from_json(text: str | bytes) -> Machine:
 
 
 def across_to_json(across: Across) -> str:
-    """Return what a rank found out as text."""
+    """Return what a rank determined as text."""
     return json.dumps(asdict(across))
 
 
 def across_from_json(text: str | bytes) -> Across:
-    """Return what :func:`across_to_json` wrote down."""
+    """Return what :func:`across_to_json` serialized."""
     read: dict[str, Any] = json.loads(text)
     read["routes"] = {hostname: Route(**route) for hostname, route in read["routes"].items()}
     if read["store_route"] is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks find out together: routes between hosts, clocks, a shared folder, the time of an all_reduce.
+"""What ranks determine together: routes between hosts, clocks, a shared folder, the time of an all_reduce.
 
-Talks through the job's store and its collectives; judges nothing. Imported by this room's ``examine``.
+Communicates through the job's store and its collectives; evaluates nothing. Imported by this room's ``examine``.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ NUM_PINGS = 5
 TIMED_BYTES = (4 * 2**10, 2**20, 25 * 2**20)
 NUM_TIMED = {4 * 2**10: 20, 2**20: 5, 25 * 2**20: 3}
 SHARE_OF_TIMEOUT = 4
-"""A size is left out that would take more than this part of the time limit."""
+"""A size that would take more than this fraction of the time limit is skipped."""
 LOOK_SECONDS = 3.0
 LOOK_AGAIN_SECONDS = 0.1
-"""A network's folder may show a new file late."""
+"""A network file system may show a new file late."""
 
 
 def alone(shared_folder_error: str) -> Across:
-    """Return what a rank without others found out."""
+    """Return what a rank without others determines."""
     return Across(shared_folder_error=shared_folder_error)
 
 
 def gather_job(
     session: Session, own: Facts, timeout_seconds: float, shared_folder: str
 ) -> tuple[ExaminedJob, list[Finding]]:
-    """Find out everything together, and return it on rank 0; elsewhere only this rank's.
+    """Gather all facts, and return them on rank 0; elsewhere only this rank's.
 
     Called by: every rank.
 
@@ -65,7 +65,7 @@ def gather_job(
         session: the open session.
         own: what this rank knows of its machine.
         timeout_seconds: how long to wait for the others, at each step.
-        shared_folder: a folder that every host is to see, or empty.
+        shared_folder: a folder that every host must see, or empty.
 
     Raises:
         TimeoutError: a rank did not answer in time.
@@ -96,7 +96,7 @@ def gather_job(
         timings = _timings(world.device, timeout_seconds)
         store.set(f"across/{world.rank}", across_to_json(found))
         if world.rank != 0:
-            # Rank 0 takes its file away only after every host has looked.
+            # Rank 0 removes its file only after every host has looked.
             return ExaminedJob(ranks=(replace(own, across=found),), shared_folder=shared_folder), []
         texts = _collect(store, "across", world.world_size, timeout_seconds)
     ranks = [
@@ -106,12 +106,12 @@ def gather_job(
     findings = []
     if missing:
         what = f"{fold_ranks(missing)} did not answer within {timeout_seconds:.0f} s"
-        findings = [Finding(check="answers", level=ERROR, what=what, do="rankwise stacks; or a longer --timeout")]
+        findings = [Finding(check="answers", level=ERROR, what=what, do="run rankwise stacks, or raise --timeout")]
     return ExaminedJob(ranks=tuple(ranks), timings=tuple(timings), shared_folder=shared_folder), findings
 
 
 def _collect(store: Store, what: str, world_size: int, timeout_seconds: float) -> dict[int, bytes]:
-    """Return what every rank has set, by rank; without those that did not within the limit."""
+    """Return what every rank has set, by rank; without ranks that exceeded the limit."""
     keys = {rank: f"{what}/{rank}" for rank in range(world_size)}
     with contextlib.suppress(TimeoutError):
         store.wait(list(keys.values()), timeout_seconds)
@@ -156,7 +156,7 @@ def _with_clock(
                 store.get(f"clock/{first}/{number}/asked", timeout_seconds)
                 store.set(f"clock/{first}/{number}/told", repr(time.time()))
     elif rank in asking:
-        # The turns of the hosts before this one come first.
+        # The hosts before this one go first.
         patience = timeout_seconds * len(asking)
         answers = [_ask_clock(store, f"clock/{rank}/{number}", patience) for number in range(NUM_PINGS)]
         error, ahead = min(answers)
@@ -165,10 +165,10 @@ def _with_clock(
 
 
 def _ask_clock(store: Store, key: str, timeout_seconds: float) -> tuple[float, float]:
-    """Return by how much one answer may be off, and how far this clock is ahead of rank 0's.
+    """Return the largest error of one answer, and how far this clock is ahead of rank 0's.
 
-    Source: Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989): the answer was given
-    between asking and hearing it.
+    Source: Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989): the answer was sent
+    between the request and its receipt.
     """
     asked = time.time()
     store.set(f"{key}/asked", "")
@@ -178,19 +178,19 @@ def _ask_clock(store: Store, key: str, timeout_seconds: float) -> tuple[float, f
 
 
 def clock_ahead(asked: float, told: float, heard: float) -> tuple[float, float]:
-    """Return the largest error, and how far the asking clock is ahead of the one that told its time."""
+    """Return the largest error, and how far the asking clock is ahead of the answering one."""
     return (heard - asked) / 2, (asked + heard) / 2 - told
 
 
 class _shared_file:  # noqa: N801 - reads as a word in `with _shared_file(...)`
-    """A file that rank 0 writes into the shared folder, there for as long as the block lasts on rank 0."""
+    """A file that rank 0 writes into the shared folder, which exists until rank 0 leaves the block."""
 
     def __init__(self, store: Store, rank: int, folder: str, timeout_seconds: float) -> None:
         self._store, self._rank, self._folder, self._timeout_seconds = store, rank, folder, timeout_seconds
         self._path: Path | None = None
 
     def __enter__(self) -> str:
-        """Return the path as rank 0 knows it; empty where there is no folder to look at."""
+        """Return the path on rank 0; empty if there is no folder to check."""
         if not self._folder:
             return ""
         if self._rank == 0:
@@ -207,7 +207,7 @@ class _shared_file:  # noqa: N801 - reads as a word in `with _shared_file(...)`
 
 
 def _sees(path: str) -> str:
-    """Return why a file that rank 0 wrote is not seen here, or nothing where it is."""
+    """Return why a file that rank 0 wrote is not seen here, or an empty text if it is."""
     deadline = time.monotonic() + LOOK_SECONDS
     while True:
         try:
@@ -215,14 +215,14 @@ def _sees(path: str) -> str:
         except OSError as error:
             why = str(error.strerror)
         else:
-            return "" if text == Path(path).name else "the file there is another"
+            return "" if text == Path(path).name else "the file there is a different one"
         if time.monotonic() > deadline:
             return why
         time.sleep(LOOK_AGAIN_SECONDS)
 
 
 def folder_error(folder: str) -> str:
-    """Return why nothing can be written into a folder, or nothing where it can."""
+    """Return why a folder is not writable, or an empty text if it is."""
     path = Path(folder) / f".rankwise-doctor-{uuid.uuid4().hex}"
     try:
         path.write_text("", encoding="ascii")
@@ -240,13 +240,13 @@ def _timings(device: str, timeout_seconds: float) -> list[Timing]:
     timings: list[Timing] = []
     for num_bytes in TIMED_BYTES:
         tensor = torch.ones(num_bytes // 4, device=device)
-        if timings and timings[-1].num_bytes >= LARGE_BYTES:  # a small tensor's time says nothing of a large one's
+        if timings and timings[-1].num_bytes >= LARGE_BYTES:  # a small tensor's time does not predict a large one's
             expected = timings[-1].seconds * num_bytes / timings[-1].num_bytes
             if expected * (1 + NUM_TIMED[num_bytes]) > timeout_seconds / SHARE_OF_TIMEOUT:
                 break
-        _seconds(lambda tensor=tensor: all_reduce(tensor), device)  # connections and memory are made by the first
+        _seconds(lambda tensor=tensor: all_reduce(tensor), device)  # the first call sets up connections and memory
         took = [_seconds(lambda tensor=tensor: all_reduce(tensor), device) for _ in range(NUM_TIMED[num_bytes])]
-        # The slowest rank's, so that all ranks decide alike about the next size.
+        # The slowest rank's, so that all ranks decide the same about the next size.
         timings.append(Timing(num_bytes=num_bytes, seconds=all_reduce(statistics.median(took), "max")))
     return timings
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts a process can find out about its machine alone.
+"""The facts a process can determine about its machine alone.
 
-Judges nothing and sends nothing. Imported by this room's ``examine``.
+Evaluates nothing and sends nothing. Imported by this room's ``examine``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def machine(port: int = 0) -> Machine:
     """Return what this process sees of its machine.
 
     Args:
-        port: a port that is to be free; 0 asks about none.
+        port: a port that must be free; 0 checks none.
     """
     hostname = socket.gethostname()
     open_files, open_files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -96,7 +96,7 @@ def _shared_memory() -> tuple[int, int]:
 
 def _processes_limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # The kernel does not hold root to it.
+    # The kernel does not apply it to root.
     limits = [] if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else [soft]
     for path in (Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids/pids.max")):
         try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in the user's own code a thread is: one line, or the whole stack.
+"""Where in the user's code a thread is: one line, or the whole stack.
 
-Looks at frames, and never holds on to one: a frame would keep the user's tensors.
+Reads frames and never keeps one: a frame would keep the user's tensors alive.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
     CallSite = tuple[CodeType, int]
-    """A function of the user's, and the line in it."""
+    """A function in the user's code, and the line in it."""
 
 LONGEST_STACK = 16
-"""How many frames of a stack are told."""
+"""How many frames of a stack are reported."""
 INNERMOST = 3
-"""How many of its innermost frames are told whosever they are: what the user's code waits in."""
+"""How many innermost frames are reported whatever code they belong to: the user's code waits in them."""
 LONGEST_NAMES = 10_000
 
 _LIBRARIES = (
@@ -31,21 +31,21 @@ _LIBRARIES = (
     "<__",
     "<eval_with_key>",
 )
-"""How the names of files begin that are not the user's: rankwise's, Python's, and what is compiled from no file."""
+"""Prefixes of file names that are not the user's: rankwise's, Python's, and code compiled from no file."""
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _is_library: dict[str, bool] = {}
 
 
 def user_call_site() -> CallSite | None:
-    """Return the innermost line of the user's own that has led to this call, where there is one.
+    """Return the innermost line of the user's code that led to this call, if there is one.
 
-    Takes about a microsecond: it is asked for with every collective.
+    Takes about a microsecond: it is called for every collective.
     """
     return _of_user(sys._getframe(1))  # noqa: SLF001 - the only way to see one's callers without a traceback
 
 
 def site_of_thread(thread_id: int) -> str:
-    """Return where a thread is, as ``train.py:33 in load``: the innermost line of the user's own."""
+    """Return where a thread is, as ``train.py:33 in load``: the innermost line of the user's code."""
     frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - the only way to see another thread
     if frame is None:
         return "nothing any more"
@@ -53,7 +53,7 @@ def site_of_thread(thread_id: int) -> str:
 
 
 def stack_of_thread(thread_id: int) -> list[str]:
-    """Return the frames of a thread, the innermost last: the user's, and the last few whosever they are."""
+    """Return the frames of a thread, innermost last: the user's, and the last few whatever code they belong to."""
     frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - the only way to see another thread
     found: list[str] = []
     depth = 0
@@ -67,16 +67,16 @@ def stack_of_thread(thread_id: int) -> list[str]:
 
 
 def innermost_of_user(stack: Sequence[str]) -> str:
-    """Return the innermost frame of the user's own of a stack in words, the innermost last; else its innermost.
+    """Return the innermost frame of the user's code in a formatted stack; else its innermost frame.
 
     Args:
-        stack: frames as ``/home/me/train.py:33 in load``, at least one.
+        stack: frames as ``/home/me/train.py:33 in load``, innermost last, at least one.
     """
     return next((frame for frame in reversed(stack) if not _in_library(frame.partition(":")[0])), stack[-1])
 
 
 def words(site: CallSite | None) -> str:
-    """Return a place as ``train.py:33 in load``."""
+    """Return a call site as ``train.py:33 in load``."""
     if site is None:
         return "?"
     code, line = site
@@ -100,7 +100,7 @@ def _of_user(frame: FrameType | None) -> CallSite | None:
 def _in_library(name: str) -> bool:
     found = _is_library.get(name)
     if found is None:
-        if len(_is_library) > LONGEST_NAMES:  # code that is made up as it goes, each piece with a name of its own
+        if len(_is_library) > LONGEST_NAMES:  # code generated at run time, each piece with its own name
             _is_library.clear()
         found = name.startswith(_LIBRARIES) or any(folder in name for folder in _INSTALLED)
         _is_library[name] = found

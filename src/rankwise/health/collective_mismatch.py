@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said when ranks call different things: what differs, who is the odd one, from which line, what to do.
+"""The error for ranks that call different collectives: what differs, which rank is the odd one out, its line, the fix.
 
 Values in, an error out. Used by the backends, which compare before they send, and by the diagnosis of a hang.
 """
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LONGEST_WORDS = 160
-"""Longer words are cut around their first difference."""
+"""Longer descriptions are cut around their first difference."""
 LONGEST_TABLE = 12
-"""How many groups of ranks are told apart."""
+"""How many groups of ranks are listed separately."""
 _KIND = re.compile(r"(\w+)(\[[\d, ]*\])")
 _SAME_ORDER = (
     "call the same collectives in the same order on every rank; "
-    "no branch around them may depend on what only one rank knows"
+    "no branch around them may depend on a value that differs between ranks"
 )
 _BACKWARD = (
-    "run backward equally often on every rank: decide whether to skip a step or to stop by "
+    "run backward the same number of times on every rank: decide whether to skip a step or stop with "
     "rankwise.mean(loss, len(x)), which is the same on every rank"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """What one rank called."""
+    """The collective that one rank called."""
 
     words: str
     site: str = ""
@@ -42,10 +42,10 @@ class CollectiveCall:
 
 
 def calls_differ(calls: Mapping[int, CollectiveCall], world_size: int) -> CollectiveMismatch:
-    """Return the error for ranks that called different things.
+    """Return the error for ranks that called different collectives.
 
     Args:
-        calls: of all ranks that are known.
+        calls: those of all known ranks.
         world_size: number of ranks of the world.
     """
     shown = _shortened({rank: call.words for rank, call in calls.items()})
@@ -54,12 +54,12 @@ def calls_differ(calls: Mapping[int, CollectiveCall], world_size: int) -> Collec
 
 
 def advice(all_words: list[str]) -> str:
-    """Return what to do where ranks wait for the collectives that words say."""
+    """Return the fix for ranks that wait for the collectives described in ``all_words``."""
     return _difference(all_words)[1]
 
 
 def _difference(all_words: list[str]) -> tuple[str, str]:
-    """Return what differs, and what mends it."""
+    """Return what differs, and the fix."""
     names = {_name(words) for words in all_words}
     name = min(names)
     about_gradients = any(name.startswith(("gradients", "buckets", "loss of")) for name in names)
@@ -69,16 +69,16 @@ def _difference(all_words: list[str]) -> tuple[str, str]:
     shapes = len({tuple(kind[1] for kind in _KIND.findall(words)) for words in all_words}) > 1
     others = len({_KIND.sub("", words) for words in all_words}) > 1
     if about_gradients:
-        do = "use the same model, in the same dtype, with the same parameters frozen, on every rank"
+        do = "use the same model on every rank, in the same dtype and with the same parameters frozen"
     elif not others and dtypes:
-        do = "convert to one dtype on every rank first; a Python int and a float differ too"
+        do = "convert to one dtype on every rank first; a Python int and a Python float differ too"
     elif not others and name == "all_gather":
         do = (
             'pass remainder="drop" to rankwise.DataLoader, or use rankwise.all_gather_uneven(), '
-            "which takes values that differ in shape"
+            "which accepts values of different shapes"
         )
     elif not others:
-        do = 'give it the same shapes on every rank; pass remainder="drop" to rankwise.DataLoader where batches differ'
+        do = 'pass the same shapes on every rank; if batches differ, pass remainder="drop" to rankwise.DataLoader'
     else:
         do = "pass the same arguments on every rank"
     what = "arguments" if others else " and ".join(["shapes"] * shapes + ["dtypes"] * dtypes)
@@ -91,7 +91,7 @@ def _name(words: str) -> str:
 
 
 def _where(calls: Mapping[int, CollectiveCall], world_size: int) -> str:
-    """Name the ranks that most others do not agree with."""
+    """Return the ranks that differ from the majority."""
     counts = Counter(call.words for call in calls.values()).most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
         return "reported on every rank"
@@ -114,7 +114,7 @@ def _evidence(calls: Mapping[int, CollectiveCall], shown: Mapping[int, str]) -> 
 
 
 def _shortened(words_of: Mapping[int, str]) -> dict[int, str]:
-    """Cut long words around the first place where any two differ."""
+    """Cut long descriptions around the first position where any two differ."""
     if all(len(words) <= LONGEST_WORDS for words in words_of.values()):
         return dict(words_of)
     columns = zip(*words_of.values(), strict=False)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for a collective: until it is done, until it is clear that it cannot complete, or until its time limit.
+"""Waiting for a collective: until it is done, until it is known that it cannot complete, or until its timeout.
 
-What waits does so in slices, and calls :meth:`CollectiveWait.check` between them. The failure detector has noted what
-other ranks did; here the waiting rank raises it, says which ranks are missing, or finds out why a connection broke.
+Callers wait in slices and call :meth:`CollectiveWait.check` between them. The failure detector has recorded what
+other ranks did; here the waiting rank raises it, names the missing ranks, or determines why a connection broke.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 SLICE_SECONDS = 0.2
 """How long a rank waits for a collective before it checks again whether that can complete."""
 FIRST_CHECK_SECONDS = 1.0
-"""How long a wait lasts before departures of other ranks are compared with it."""
+"""How long a wait lasts before it is compared with departures of other ranks."""
 NOTICE_SECONDS = 30.0
-"""After how long a wait is mentioned, with who is missing."""
+"""After how long a wait is logged, with the missing ranks."""
 VERDICT_SECONDS = 10.0
-"""How long a rank waits for what another finds out: two status polls, and a look at ranks that do not answer."""
+"""How long a rank waits for another's verdict: two status polls, and a probe of ranks that do not answer."""
 
 
 class PeerEnded(RuntimeError):
-    """The process of a rank that is waited for has ended. Raised within a :class:`CollectiveWait`."""
+    """The process of a rank that is waited for has exited. Raised within a :class:`CollectiveWait`."""
 
     def __init__(self, rank: int, process: int) -> None:
-        super().__init__(f"process {process} of rank {rank} has ended")
+        super().__init__(f"process {process} of rank {rank} has exited")
         self.rank = rank
         self.process = process
 
@@ -48,17 +48,17 @@ class PeerEnded(RuntimeError):
 class CollectiveWait:
     """One wait of this rank for a collective.
 
-    Used so::
+    Usage::
 
         with CollectiveWait(detector, ticket) as wait:
             while not is_done(SLICE_SECONDS):
                 wait.check()
 
-    An error of a broken connection inside the block becomes the error of what a peer did.
+    An error of a broken connection inside the block is replaced by the error of the peer that caused it.
 
     Args:
         detector: of this rank.
-        ticket: what is waited for.
+        ticket: of the collective that is waited for.
 
     Raises:
         PeerFailed, PeerMissing, CollectiveMismatch: with the rank; the same on every waiting rank.
@@ -78,7 +78,7 @@ class CollectiveWait:
         return self
 
     def check(self) -> None:
-        """Raise where the wait cannot end, or has taken too long; mention it where it is long."""
+        """Raise if the wait cannot end or has timed out; log it if it is long."""
         detector, ticket = self._detector, self._ticket
         waited = time.monotonic() - self._start
         if waited > FIRST_CHECK_SECONDS or detector.error is not None:
@@ -103,12 +103,12 @@ class CollectiveWait:
             self._detector.note_wait(None)
 
     def _raise_reason(self, error: Exception) -> None:
-        """Raise what a peer did in place of an error that it caused: torch's text would only distract from it."""
+        """Raise the peer's error in place of the one it caused: torch's text would only distract from it."""
         detector = self._detector
         if isinstance(error, PeerEnded):
             raise self._report_ended(error) from None
         if isinstance(error, StoreLost):
-            detector.store.close()  # reporting this rank's failure to it would take as long again
+            detector.store.close()  # reporting this rank's failure to it would take equally long
             raise detector.error or diagnosis.store_lost(detector.world) from None
         if not diagnosis.is_of_a_signal_handler(error):
             raise self._explain(error) from None
@@ -133,7 +133,7 @@ class CollectiveWait:
         warn(diagnosis.notice(ticket.words, waited, found), all_ranks=True)
 
     def _reach_verdict(self, waited: float) -> None:
-        """Have one waiting rank find out who is missing, for all; then raise what it found."""
+        """Have one waiting rank determine the missing ranks for all; then raise its verdict."""
         detector, ticket = self._detector, self._ticket
         world = detector.world
         found: diagnosis.Event = {"kind": "verdict", "rank": world.rank, "what": ticket.words, "waited": waited}
@@ -176,7 +176,7 @@ class CollectiveWait:
         return diagnosis.peer_ended(detector.world, event)
 
     def _explain(self, error: Exception) -> RankwiseError:
-        """Find out which rank a broken connection stands for."""
+        """Determine which rank caused a broken connection."""
         detector, ticket = self._detector, self._ticket
         with detector.changed:
             detector.changed.wait_for(
@@ -187,7 +187,7 @@ class CollectiveWait:
         if failure is not None:
             return failure
         with contextlib.suppress(StoreLost):
-            # In this order: a rank that is lost meanwhile has not answered.
+            # In this order: a rank that is lost in the meantime has not answered.
             lost = detector.lost_ranks()
             answers = detector.poll_status()
             silent = diagnosis.unanswered(answers, sorted(set(range(detector.world_size)).difference(lost)))
@@ -199,10 +199,10 @@ class CollectiveWait:
                 departed=detector.departures,
                 reason=str(error),
             )
-            # Others may wait for this rank only, and would name it instead.
+            # Others may be waiting only for this rank, and would name it instead.
             post(detector.store, event, detector.next_event)
             with detector.changed:
-                # It comes back to this rank too: as its error, or as ranks that the job continues without.
+                # This rank receives it too: as its error, or as ranks that the job continues without.
                 detector.changed.wait_for(
                     lambda: detector.error is not None or (silent and not set(silent) - set(detector.lost_ranks())),
                     EXPLANATION_SECONDS,

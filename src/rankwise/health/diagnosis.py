@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said when a wait cannot end: which rank caused it, and what every rank was doing.
+"""The errors for a wait that cannot end: which rank caused it, and what every rank was doing.
 
 Values in, errors and text out.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 Answers = dict[int, dict[str, Any]]
-"""What each rank that answered a status poll is doing; ``silent`` where it is only seen from outside."""
+"""What each rank that answered a status poll is doing; ``silent`` if it was only probed from outside."""
 
 LONGEST_TABLE = 40
 MOST_STACKS = 8
@@ -38,7 +38,7 @@ LONGEST_WORDS = 2000
 
 
 def of_event(world: World, event: Event) -> RankwiseError:
-    """Return the error that an event of the log is to a rank that hears of it."""
+    """Return the error that an event of the log means for a rank that reads it."""
     match event["kind"]:
         case "failed":
             return peer_failed(
@@ -59,7 +59,7 @@ def of_event(world: World, event: Event) -> RankwiseError:
 def peer_failed(
     world: World, rank: int, *, error_type: str, text: str, hostname: str | None = None, label: str = ""
 ) -> PeerFailed:
-    """Return the error of the ranks that did not fail themselves.
+    """Return the error for ranks that did not fail themselves.
 
     Args:
         world: of this rank.
@@ -67,20 +67,20 @@ def peer_failed(
         error_type: name of its error's class.
         text: of its error.
         hostname: its machine's, where that is known.
-        label: what it failed in, where the ranks continue together afterwards; else they have stopped.
+        label: what it failed in, if the ranks continue together afterwards; else they have stopped.
     """
-    others = "this rank had none" if label else "the other ranks only stopped because of it"
+    others = "this rank had none" if label else "the other ranks stopped only because of it"
     return PeerFailed(
         f"Rank {rank} failed{f' in {label}' if label else ''}: {error_type}.",
         rank=rank,
         where=f"{rank_prefix(rank, world.world_size, hostname)}, reported on {world}",
         evidence=text.rstrip(),
-        do=f"mend the error of rank {rank}; {others}",
+        do=f"fix the error on rank {rank}; {others}",
     )
 
 
 def peer_left(world: World, what: str, number: int, event: Event) -> PeerMissing:
-    """Return the error for a collective whose number a rank that has left never came to."""
+    """Return the error for a collective that a rank which has left never reached."""
     rank = event["rank"]
     code = "" if event["exit_code"] is None else f" with exit code {event['exit_code']}"
     return PeerMissing(
@@ -89,13 +89,13 @@ def peer_left(world: World, what: str, number: int, event: Event) -> PeerMissing
         where=str(world),
         evidence=f"this rank is at collective {number}; rank {rank} left "
         + (f"after collective {event['last']}" if event.get("last") is not None else "before it"),
-        do="let every rank run the same number of steps: iterate over rankwise.DataLoader, and decide whether to skip "
-        "a step or to stop by rankwise.mean(loss, len(x)), which is the same on every rank",
+        do="run the same number of steps on every rank: iterate over rankwise.DataLoader, and decide whether to skip "
+        "a step or stop with rankwise.mean(loss, len(x)), which is the same on every rank",
     )
 
 
 def verdict(world: World, event: Event) -> RankwiseError:
-    """Return the error for a wait that took too long, from what one rank found out for all."""
+    """Return the error for a wait that timed out, from what one rank determined for all."""
     if event.get("calls"):
         calls = {
             rank: CollectiveCall(words, site, hosts.get(str(rank), ""))
@@ -104,18 +104,20 @@ def verdict(world: World, event: Event) -> RankwiseError:
         }
         return calls_differ(calls, world.world_size)
     missing = event["missing"]
-    who = fold_ranks(missing) if missing else "no rank; the network carries nothing"
+    why = (
+        f" waiting for {fold_ranks(missing)}" if missing else ": every rank called it, but the network carries no data"
+    )
     return PeerMissing(
-        f"{event['what']} waited {event['waited']:.1f} s in vain. Missing: {who}.",
+        f"{event['what']} timed out after {event['waited']:.1f} s{why}.",
         ranks=missing,
         where=f"reported on {world}",
         evidence=event["table"] or None,
-        do="let the missing rank reach it too; where the wait is meant, join(timeout_seconds=...) is the limit",
+        do="make sure the missing rank calls it too; if the wait is intended, increase join(timeout_seconds=...)",
     )
 
 
 def findings(answers: Answers, sequence: int, members: Sequence[int]) -> Event:
-    """Return what answers say about a wait: who is missing, whether all wait for different things, and the table.
+    """Return what the answers show about a wait: missing ranks, whether all wait for different collectives, the table.
 
     Args:
         answers: of a status poll that asked about the collective's exchange and ``sequence``.
@@ -134,7 +136,7 @@ def findings(answers: Answers, sequence: int, members: Sequence[int]) -> Event:
 
 
 def notice(what: str, waited: float, found: Event) -> str:
-    """Return what is said of a wait that takes long.
+    """Return the log message for a long wait.
 
     Args:
         what: the collective.
@@ -145,16 +147,16 @@ def notice(what: str, waited: float, found: Event) -> str:
     text = f"{what} has been waiting for {waited:.0f} s, for {who}:\n{found['table']}"
     if found.get("calls"):
         do = advice([words for words, *_ in found["calls"]])
-        text += f"\nall ranks wait, for different collectives; if that does not end: {do}"
+        text += f"\nall ranks are waiting, for different collectives; if this does not end: {do}"
     return text
 
 
 def calls_of(entries: Mapping[int, Sequence[str]], answers: Answers) -> list[list[Any]]:
-    """Return what ranks called as an event carries it: words, place, the ranks, and the hosts of the first few.
+    """Return what ranks called, in an event's form: description, call site, the ranks, and the hosts of the first few.
 
     Args:
-        entries: words and place of each rank.
-        answers: tell the hosts.
+        entries: description and call site of each rank.
+        answers: give the hosts.
     """
     ranks_of: dict[tuple[str, ...], list[int]] = {}
     for rank, entry in sorted(entries.items()):
@@ -166,15 +168,15 @@ def calls_of(entries: Mapping[int, Sequence[str]], answers: Answers) -> list[lis
 
 
 def broken(world: World, what: str, *, gone: list[int], table: str, departed: dict[int, Event], reason: str) -> Event:
-    """Return the event that tells all ranks of a connection that broke without anybody saying why.
+    """Return the event that notifies all ranks of a connection that broke for no reported reason.
 
     Args:
         world: this rank's.
         what: the collective.
-        gone: the ranks that are not there any more.
+        gone: the ranks that no longer exist.
         table: what the others are doing.
-        departed: the last event of each rank that is known to have ended.
-        reason: torch's words, or the kernel's.
+        departed: the last event of each rank that is known to have exited.
+        reason: the message of torch or of the kernel.
     """
     return {
         "kind": "broken",
@@ -188,19 +190,19 @@ def broken(world: World, what: str, *, gone: list[int], table: str, departed: di
 
 
 def connection_broke(world: World, event: Event) -> RankwiseError:
-    """Return the error for a broken connection, from what one rank found out for all."""
+    """Return the error for a broken connection, from what one rank determined for all."""
     gone = event["gone"]
     if event["have_left"]:
         return CollectiveMismatch(
-            f"{event['what']} broke: {fold_ranks(gone)} took part in something else and left.",
+            f"{event['what']} broke: {fold_ranks(gone)} called something else and left.",
             where=str(world),
             evidence=event["reason"],
-            do="call the same collectives and backwards, with the same shapes and dtypes, on every rank",
+            do="call the same collectives and backward passes, with the same shapes and dtypes, on every rank",
         )
     if gone:
-        who = f"{fold_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone without a word"
+        who = f"{fold_ranks(gone)} exited without reporting an error"
     else:
-        who = "a connection was lost, and every rank is still there"
+        who = "a connection was lost, but every rank is still running"
     return PeerMissing(
         f"{event['what']} broke: {who}.",
         ranks=gone,
@@ -211,20 +213,20 @@ def connection_broke(world: World, event: Event) -> RankwiseError:
 
 
 def peer_ended(world: World, event: Event) -> PeerMissing:
-    """Return the error for a rank whose process ended without anybody saying why."""
+    """Return the error for a rank whose process exited for no reported reason."""
     return PeerMissing(
-        f"{event['what']} cannot complete: rank {event['rank']} is gone without a word.",
+        f"{event['what']} cannot complete: rank {event['rank']} exited without reporting an error.",
         ranks=[event["rank"]],
         where=f"reported on {world}",
-        evidence=f"its process, number {event['process']}, has ended",
+        evidence=f"its process {event['process']} has exited",
         do="look at that rank's own output; a rank killed for memory leaves a line in dmesg",
     )
 
 
 def store_lost(world: World) -> PeerMissing:
-    """Return the error for a job whose store has ended, or does not answer."""
+    """Return the error for a job whose store has exited or does not answer."""
     return PeerMissing(
-        "The job's store is gone: its launcher, or rank 0 where that serves it, has ended or cannot be reached.",
+        "The job's store was lost: its launcher, or rank 0 if that serves it, has exited or cannot be reached.",
         ranks=[0],
         where=str(world),
         do="look at the output of rank 0 and of the launcher, and at the network between them and this machine",
@@ -232,25 +234,25 @@ def store_lost(world: World) -> PeerMissing:
 
 
 def world_left() -> NotJoined:
-    """Return the error of who needs ranks of a world that has been left."""
+    """Return the error for a call that needs ranks of a world that has been left."""
     return NotJoined(
         "This needs the other ranks of a world that has been left.",
         do="train a replicated or sharded model before rankwise.leave() or the end of `with rankwise.join():`. "
-        "Afterwards, alone or in another world, build model and optimizer anew, and load their state_dicts",
+        "Afterwards, alone or in another world, build a new model and optimizer, and load their state_dicts",
     )
 
 
 def forked_from(world: World) -> NotJoined:
-    """Return the error of who needs the ranks of a world in a process that was forked from one of them."""
+    """Return the error for a call that needs the ranks of a world in a process forked from one of them."""
     return NotJoined(
-        f"This process was forked from rank {world.rank}, and is not a rank itself.",
+        f"This process was forked from rank {world.rank} and is not a rank itself.",
         where=f"a child of {world}",
-        do="call what needs other ranks in the rank's own process, and let children compute alone",
+        do="call functions that need other ranks in the rank's own process; child processes must work without them",
     )
 
 
 def is_of_a_connection(error: BaseException) -> bool:
-    """Return whether these are torch's words for a rank that cannot be reached."""
+    """Return whether this is torch's error for a rank that cannot be reached."""
     words = str(error)
     return isinstance(error, RuntimeError) and any(
         sign in words
@@ -259,9 +261,9 @@ def is_of_a_connection(error: BaseException) -> bool:
 
 
 def is_of_a_signal_handler(error: BaseException) -> bool:
-    """Return whether a signal's handler raised an error, which may come out of whatever the rank was doing.
+    """Return whether a signal handler raised an error, which may interrupt any code of the rank.
 
-    torch's raises a RuntimeError in a rank whose loader worker was killed.
+    Torch's handler raises a RuntimeError in a rank whose loader worker was killed.
     """
     handlers = {
         getattr(getattr(handler, "__func__", handler), "__code__", None)
@@ -272,17 +274,17 @@ def is_of_a_signal_handler(error: BaseException) -> bool:
 
 
 def missing_ranks(answers: Answers, sequence: int, members: Sequence[int]) -> list[int]:
-    """Return the ranks that have not come to the collective of this number in its exchange."""
+    """Return the ranks that have not reached the collective of this number in its exchange."""
     return [rank for rank in members if rank not in answers or answers[rank].get("count", sequence - 1) < sequence]
 
 
 def unanswered(answers: Answers, ranks: Iterable[int]) -> list[int]:
-    """Return those of ``ranks`` that have not answered themselves, whatever others see of them."""
+    """Return those of ``ranks`` that have not answered themselves, even if others have probed them."""
     return [rank for rank in ranks if "count" not in answers.get(rank, {})]
 
 
 def first_difference(answers: Answers) -> int | None:
-    """Return the number of the first collective, within the exchange asked about, that ranks know otherwise."""
+    """Return the number of the first collective, within the exchange asked about, that differs between ranks."""
     words: dict[str, set[int]] = {}
     for answer in answers.values():
         for sequence, digest in answer.get("digests", {}).items():
@@ -291,7 +293,7 @@ def first_difference(answers: Answers) -> int | None:
 
 
 def table(answers: Answers, world_size: int = 0, *, among: Iterable[int] | None = None) -> str:
-    """Return what every rank was doing: one line per rank, those that do the same on one line.
+    """Return what every rank was doing: ranks that do the same share a line.
 
     Args:
         answers: of a status poll.
@@ -313,19 +315,19 @@ def table(answers: Answers, world_size: int = 0, *, among: Iterable[int] | None 
 
 
 def stacks(answers: Answers, ranks: Iterable[int], *, is_wanted_of_all: bool = False, most: int = MOST_STACKS) -> str:
-    """Return the Python stacks of ``ranks`` as far as they are known, innermost line last; equal ones once.
+    """Return the known Python stacks of ``ranks``, innermost line last; equal ones once.
 
     Args:
         answers: of a status poll.
         ranks: whose stacks.
-        is_wanted_of_all: also of ranks that wait in a collective.
-        most: how many different ones.
+        is_wanted_of_all: include ranks that wait in a collective.
+        most: the largest number of different stacks.
     """
     ranks_of: dict[tuple[str, ...], list[int]] = {}
     for rank in ranks:
         answer = answers.get(rank, {})
         stack = answer.get("stack")
-        # What a rank waits for in a collective is in the table.
+        # The collective that a rank waits in is in the table.
         if stack and (is_wanted_of_all or not answer.get("waiting")):
             ranks_of.setdefault(tuple(stack), []).append(rank)
     lines: list[str] = []
@@ -338,9 +340,9 @@ def stacks(answers: Answers, ranks: Iterable[int], *, is_wanted_of_all: bool = F
 
 
 def _doing(answer: dict[str, Any] | None) -> tuple[str, str, str, str]:
-    """Return step, collective and place of a rank, and what is known where it does not answer."""
+    """Return step, collective and call site of a rank, and what is known if it does not answer."""
     if answer is None:
-        return "-", "no answer", "-", "stopped, dead or cut off"
+        return "-", "no answer", "-", "stopped, dead or unreachable"
     if "silent" in answer:
         return "-", "no answer", "-", answer["silent"]
     what = str(answer["what"])[:LONGEST_LINE]
@@ -359,7 +361,7 @@ def _hosts(answers: Sequence[dict[str, Any]]) -> str:
 
 
 def _seconds(answers: Sequence[dict[str, Any]]) -> str:
-    """Return how long ranks have been at it; since their last collective ended, where they are in none."""
+    """Return how long ranks have been in their collective; if they are in none, how long since the last one ended."""
     found = sorted(answer["seconds"] for answer in answers if "seconds" in answer)
     if not found:
         return "-"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job's event log, kept in its store: failures, departures, stops, status polls and verdicts, in one order.
 
-Writes and names events; ``failure_detector`` reads them. The launcher writes for ranks that no longer can.
+Defines and posts events; ``failure_detector`` reads them. The launcher posts for ranks that no longer can.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from rankwise.store.values import Store
 
 EXPENDABLE_KEY = "rankwise/expendable"
-"""Where the launcher, which does not follow the log, finds the ranks that may go: a list of numbers, as JSON."""
+"""Where the launcher, which does not follow the log, finds the optional ranks: a list of numbers, as JSON."""
 WORLDS_KEY = "rankwise/worlds"
 """Where the launcher finds how many worlds the ranks have joined after their first; among the keys of the first."""
 LOOK_SECONDS = 10.0
-"""How long a key that is there may take to come."""
+"""How long reading an existing key may take."""
 _KEY = "rankwise/events/{}"
 
 
@@ -30,15 +30,15 @@ def key_of(number: int) -> str:
 
 
 def world_prefix(number: int) -> str:
-    """Return what the keys begin with of a world that was joined after ``number`` others, at least one."""
+    """Return the key prefix of a world that was joined after ``number`` others, at least one."""
     return f"join/{number}"
 
 
 class AppendableLog(Protocol):
-    """What an event can be appended to: a store, or the keys themselves in the process that serves them."""
+    """What an event can be appended to: a store, or the keys themselves in the serving process."""
 
     def set_if_absent(self, key: str, value: str) -> bool:
-        """Set ``key`` unless it is there already; return whether it was set."""
+        """Set ``key`` unless it exists; return whether it was set."""
         ...
 
 
@@ -47,7 +47,7 @@ def post(store: AppendableLog, event: dict[str, Any], first: int = 1) -> int:
 
     Args:
         store: any connection to the job's store.
-        event: JSON-able; ``kind`` says what it is.
+        event: serializable as JSON; ``kind`` is its type.
         first: a number below which the log is known to be full.
     """
     text = json.dumps({**event, "token": f"{time.time_ns()}-{id(event)}-{event.get('rank')}"})
@@ -58,13 +58,13 @@ def post(store: AppendableLog, event: dict[str, Any], first: int = 1) -> int:
 
 
 def post_failure(store: Store, *, rank: int, error_type: str, text: str, hostname: str = "") -> None:
-    """Tell every rank that ``rank`` failed. Called by the rank, or by the launcher in its place.
+    """Notify every rank that ``rank`` failed. Called by the rank, or by the launcher in its place.
 
     Args:
         store: any connection to the job's store.
-        rank: who failed.
+        rank: the rank that failed.
         error_type: name of the exception class, or of the signal.
-        text: the traceback, or what is known.
+        text: the traceback, or what is known of the error.
         hostname: where it ran.
     """
     post(store, {"kind": "failed", "rank": rank, "error_type": error_type, "text": text, "hostname": hostname})
@@ -73,14 +73,14 @@ def post_failure(store: Store, *, rank: int, error_type: str, text: str, hostnam
 def post_departure(
     store: Store, *, rank: int, exit_code: int | None = None, last: int | None = None, counts: Sequence[int] = ()
 ) -> None:
-    """Tell every rank that ``rank`` has ended without an error.
+    """Notify every rank that ``rank`` has exited without an error.
 
     Args:
         store: any connection to the job's store.
-        rank: who left.
-        exit_code: of its process, where it has ended.
-        last: number of the last collective it took part in; ``None`` where that is not known.
-        counts: how many collectives of each exchange it took part in, where that is known.
+        rank: the rank that left.
+        exit_code: of its process, if it has exited.
+        last: number of the last collective it took part in; ``None`` if unknown.
+        counts: how many collectives of each exchange it took part in, if known.
     """
     post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last, "counts": list(counts)})
 
@@ -90,23 +90,23 @@ def post_stop(store: Store, *, reason: str, rank: int | None = None) -> None:
 
     Args:
         store: any connection to the job's store.
-        reason: what ranks say about it: ``"SIGUSR2"``.
-        rank: who asks, where it is a rank.
+        reason: what ranks log about it, such as ``"SIGUSR2"``.
+        rank: the rank that asks, if it is a rank.
     """
     post(store, {"kind": "stop_requested", "rank": rank, "reason": reason})
 
 
 def post_expendable(store: Store, ranks: Sequence[int]) -> None:
-    """Declare that the job goes on without these ranks, should they fail. Called by: any rank, or several alike.
+    """Declare that the job continues without these ranks if they fail. Called by: any rank, or several alike.
 
-    From then on the failure of one is not everyone's error: what needs that rank raises it (a collective that it
-    never came to, a recv from it, a save that it did not finish), and nothing else does. What failed before is
-    everyone's error. All of them together cannot be gone on without. A rank that serves the store itself, as rank 0
-    does where no launcher of ours serves it, cannot be gone on without.
+    From then on the failure of one of them is raised only by operations that need it (a collective that it
+    never reached, a recv from it, a save that it did not finish). Earlier failures are
+    every rank's error. The job cannot continue without all of them. A rank that serves the store itself, as rank 0
+    does if no rankwise launcher serves it, is never optional.
 
     Args:
         store: any connection to the job's store.
-        ranks: their numbers; those of an earlier call stay expendable.
+        ranks: their numbers; those of an earlier call remain optional.
     """
     declared = set[int]()
     if store.check(EXPENDABLE_KEY):
@@ -114,6 +114,6 @@ def post_expendable(store: Store, ranks: Sequence[int]) -> None:
     if declared.issuperset(ranks):
         return
     wanted = sorted(declared.union(ranks))
-    # The event first: whoever dies in between ends the job, in the ranks' eyes or in the launcher's.
+    # The event first: a rank that dies in between ends the job, as seen by the ranks or by the launcher.
     post(store, {"kind": "expendable", "rank": None, "ranks": wanted})
     store.set(EXPENDABLE_KEY, json.dumps(wanted))

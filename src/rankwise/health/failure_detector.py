@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread per rank that follows the job's event log, so that nothing hangs in silence.
 
-Ranks write events to the store: a failure, a departure, a status poll, a verdict on who is missing. The thread
-reads them in order, and notes what they mean; a rank that waits for a collective asks for that
-(``collective_timeout``). Never calls what waits, and never touches the process group.
+Ranks write events to the store: a failure, a departure, a status poll, a verdict on missing ranks. The thread
+reads them in order and records their meaning; a rank that waits for a collective checks it
+(``collective_timeout``). Never calls the waiting code, and never touches the process group.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 END_SECONDS = 2.0
-"""How long a rank that ends waits for its thread, and after a failure for the others."""
+"""How long an exiting rank waits for its thread, and after a failure for the others."""
 EXPLANATION_SECONDS = 1.0
-"""How long a rank with a broken connection waits for the reason before it asks."""
+"""How long a rank with a broken connection waits for the reason before it polls."""
 NO_LIMIT_SECONDS = 10.0**8
 
 
@@ -47,7 +47,7 @@ class FailureDetector:
         self.world_size = world.world_size
         self.recorder = FlightRecorder(open_last_collective(last_collective_path(stack_file)))
         self.check: Callable[[str], None] | None = None
-        """Compares the words of a collective on all ranks before it begins, where that was asked for."""
+        """Compares the description of a collective on all ranks before it begins, if enabled."""
         self.error: RankwiseError | None = None
         self.preemption = Preemption(
             rank=world.rank,
@@ -62,7 +62,7 @@ class FailureDetector:
         self.departures: dict[int, dict[str, Any]] = {}
         """The last event of each rank that has left or failed."""
         self.changed = threading.Condition()
-        """Held for every look at what the thread notes; notified of each event."""
+        """Held while reading what the thread records; notified of each event."""
         hold_during_forks(self.changed)
         self._awaited: Ticket | None = None
         self.next_event = 1
@@ -77,12 +77,12 @@ class FailureDetector:
         self._thread.start()
 
     def ticket(self, what: str, exchange_id: int = 0, tensor: torch.Tensor | None = None) -> Ticket:
-        """Note that one more collective begins, and return its ticket.
+        """Record that one more collective begins, and return its ticket.
 
         Args:
-            what: in words; the same on every rank.
+            what: its description; the same on every rank.
             exchange_id: see :class:`rankwise.health.flight_recorder.Ticket`.
-            tensor: what this rank sends, for ranks to compare where ``what`` does not say its shape and dtype.
+            tensor: what this rank sends, for ranks to compare if ``what`` does not include its shape and dtype.
         """
         if self.error is not None:
             raise self.error
@@ -95,7 +95,7 @@ class FailureDetector:
         return self.recorder.begin(what, exchange_id)
 
     def check_by(self, check: Callable[[str], None]) -> None:
-        """Have ``check`` compare the words of each collective on all ranks before it begins."""
+        """Have ``check`` compare the description of each collective on all ranks before it begins."""
         self.check = check
 
     def refuse_all(self, error: RankwiseError) -> None:
@@ -103,10 +103,10 @@ class FailureDetector:
         self.error = error
 
     def reason_of(self, error: BaseException) -> RankwiseError | None:
-        """Return the error of another rank's failure, where ``error`` is only a connection that broke because of it.
+        """Return the error of another rank's failure, if ``error`` is only a connection that broke because of it.
 
         Args:
-            error: what this rank is about to end with; perhaps of a collective that torch waited for itself.
+            error: the error this rank is about to exit with; perhaps of a collective that torch waited for itself.
         """
         if isinstance(error, RankwiseError) or not diagnosis.is_of_a_connection(error):
             return None
@@ -119,7 +119,7 @@ class FailureDetector:
         return rank in self.departures
 
     def loss_of(self, rank: int) -> RankwiseError | None:
-        """Return the error of the failure of ``rank``, where the job continues without it."""
+        """Return the error of the failure of ``rank``, if the job continues without it."""
         return self.error_of(rank) if rank in self.lost_ranks() else None
 
     @property
@@ -128,7 +128,7 @@ class FailureDetector:
         return bool(self.lost_ranks())
 
     def note_wait(self, ticket: Ticket | None) -> None:
-        """Remember which collective this rank waits for now, if any: other ranks may ask."""
+        """Record which collective this rank waits for now, if any: other ranks may ask."""
         self._awaited = ticket
 
     def leave(self, *, wait_for_peers: bool) -> None:
@@ -137,7 +137,7 @@ class FailureDetector:
         Args:
             wait_for_peers: return when every other rank has left or failed too, as the rank that serves the store does.
         """
-        # From here on the store may go before this rank's thread has read its own departure: that is no failure.
+        # From here on the store may exit before this rank's thread has read its own departure: that is not a failure.
         self.departures.setdefault(self.world.rank, {"kind": "left", "rank": self.world.rank})
         with contextlib.suppress(StoreLost):
             status_poll.take_leave(self.store, self.world.rank)
@@ -158,7 +158,7 @@ class FailureDetector:
             self._end(END_SECONDS if wait_for_peers else 0.0)
 
     def _end(self, limit_seconds: float) -> None:
-        """Wait for the others to leave, then have the thread read its own end."""
+        """Wait for the others to leave, then have the thread read this rank's own departure."""
         deadline = time.monotonic() + limit_seconds
         silent_ranks: set[int] = set()
         while (left := deadline - time.monotonic()) > 0 and (others := self._remaining() - silent_ranks):
@@ -169,10 +169,10 @@ class FailureDetector:
                     min(left, END_SECONDS) if are_optional else left,
                 )
             if are_optional and not has_changed:
-                # Perhaps nobody has reported that an optional rank has ended.
+                # The exit of an optional rank may not have been reported.
                 silent_ranks.update(diagnosis.unanswered(self.poll_status(without=silent_ranks), others))
         post(self.store, {"kind": "detector_ended", "rank": self.world.rank}, self.next_event)
-        # A thread inside torch while the interpreter ends would abort the process.
+        # A thread inside torch during interpreter shutdown would abort the process.
         self._thread.join(END_SECONDS)
 
     def _remaining(self) -> set[int]:
@@ -197,7 +197,7 @@ class FailureDetector:
                 self.changed.notify_all()
 
     def _read(self, store: Store, event: dict[str, Any]) -> bool:
-        """Take one event in; return whether it is this rank's own end."""
+        """Process one event; return whether it is this rank's own departure."""
         kind, rank = event["kind"], event["rank"]
         self.preemption.read(store, event, self.next_event)
         if kind == "failed":
@@ -219,7 +219,7 @@ class FailureDetector:
         return False
 
     def _take_loss(self, store: Store, event: dict[str, Any], ranks: Sequence[int]) -> None:
-        """Note that ranks are lost: everyone's error, unless they are optional and another optional one remains."""
+        """Record that ranks are lost: every rank's error, unless they are optional and another optional one remains."""
         others = self._optional.difference(self.lost_ranks(), ranks)
         if ranks and others and self._optional.issuperset(ranks):
             for rank in set(ranks) - {self.world.rank}:
@@ -229,7 +229,7 @@ class FailureDetector:
             self.error = diagnosis.of_event(self.world, event)
 
     def lost_ranks(self) -> list[int]:
-        """Return the ranks that have failed, and that the job continues without."""
+        """Return the failed ranks that the job continues without."""
         departed = list(self.departures.items())
         return [rank for rank, event in departed if rank in self._optional and event["kind"] != "left"]
 
@@ -240,7 +240,7 @@ class FailureDetector:
     # -- who is missing ----------------------------------------------------------------------------
 
     def failure_blocking(self, ticket: Ticket) -> RankwiseError | None:
-        """Return the error of why a collective cannot complete, as far as that is known."""
+        """Return the error for why a collective cannot complete, as far as known."""
         if self.error is not None:
             return self.error
         for rank, event in list(self.departures.items()):
@@ -253,14 +253,14 @@ class FailureDetector:
                 return self.error
             # Without a number it is not known whether the collective needs that rank.
             if rank in self._optional and ticket.sequence:
-                # Not this rank's own error: groups without that rank continue.
+                # Not raised for every collective: groups without that rank continue.
                 return self.error_of(rank)
         return None
 
     def poll_status(
         self, exchange_id: int = 0, sequence: int = 0, *, without: Collection[int] = ()
     ) -> diagnosis.Answers:
-        """Ask every rank what it is doing, and look at those of this host that do not answer."""
+        """Ask every rank what it is doing, and probe those on this host that do not answer."""
         world = self.world
         asked = {"channel": exchange_id, "sequence": sequence, "stacks": "missing"}
         answers = status_poll.call(
@@ -276,7 +276,7 @@ class FailureDetector:
         return {**answers, **{rank: {"host": self.hostname, **what} for rank, what in seen.items()}}
 
     def _is_of_all(self, exchange_id: int) -> bool:
-        """Return whether every rank calls the collectives of an exchange: others cannot be compared on all."""
+        """Return whether every rank calls the collectives of an exchange: others cannot be compared on all ranks."""
         return all(self.recorder.is_member(rank, exchange_id) for rank in range(self.world_size))
 
 

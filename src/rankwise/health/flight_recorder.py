@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last collectives of this rank: what, from which line of the user's, when begun and when ended.
+"""The last collectives of this rank: what was called, from which line of the user's code, its start and its end.
 
-Always on, in memory; read when a wait becomes too long, or somebody asks. The latest one is also kept in a file that
-outlives the process. The file is mapped into memory, so that a note takes about a microsecond and the kernel keeps it
-however the process ends. Written by the rank, read by the launcher.
+Always on, in memory; read when a wait is too long, or on request. The latest one is also kept in a file that
+outlives the process. The file is memory-mapped, so that an entry takes about a microsecond and the kernel keeps it
+however the process exits. Written by the rank, read by the launcher.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 LENGTH = 64
-"""How many collectives are remembered."""
+"""How many collectives are kept."""
 MOST_NOTED = 1024
-"""Of how many different ones the words are kept."""
+"""For how many distinct ones the description is cached."""
 LENGTH_BYTES = 1024
-"""Size of the file of the latest one."""
+"""Size of the file that holds the latest one."""
 _HEADER = struct.Struct("<dI")
-"""When the collective began, in seconds since the epoch; how many bytes of text follow."""
+"""When the collective began, in seconds since the epoch; the number of bytes of text that follow."""
 
 
 _NOWHERE: CallSite = ((lambda: None).__code__, 0)
-"""Stands for the place of a collective that no line of the user's led to."""
+"""Stands for the call site of a collective that was not called from the user's code."""
 
 
 @dataclass(slots=True)
@@ -48,72 +48,72 @@ class Ticket:
     """One collective this rank takes part in."""
 
     number: int
-    """Among all of this rank."""
+    """Its number among all of this rank."""
     what: str
     exchange_id: int = 0
-    """Collectives of one exchange have one order on all ranks; those of two may change places."""
+    """Collectives of one exchange have the same order on all ranks; those of different exchanges may interleave."""
     sequence: int = 0
     """Its number within the exchange, the same on every rank."""
     site: CallSite | None = None
-    """The user's line that led to it."""
+    """The line of the user's code that led to it."""
     since: float = field(default_factory=time.monotonic)
     ended: float | None = None
     purpose: str = ""
-    """What the user has called, where ``what`` does not say it. It may differ between ranks, and is not compared."""
+    """What the user called, if ``what`` does not include it. It may differ between ranks, and is not compared."""
 
     @property
     def words(self) -> str:
-        """What it is called where a person reads it."""
+        """Its description for people."""
         return self.purpose or self.what
 
     def end(self) -> None:
-        """Note that it has ended."""
+        """Record that it has ended."""
         self.ended = time.monotonic()
 
 
 class LastCollective:
-    """The writing end, for as long as the rank lives.
+    """The writer, for as long as the rank runs.
 
     Args:
-        path: the file, which is made.
+        path: the file, which is created.
 
     Raises:
-        OSError: it cannot be made, or its disk is full.
+        OSError: it cannot be created, or its disk is full.
     """
 
     def __init__(self, path: str) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # A page that the disk has no room for would end the process by SIGBUS.
+            # A page that the disk has no room for would kill the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, LENGTH_BYTES)
             self._memory = mmap.mmap(descriptor, LENGTH_BYTES)
         finally:
             os.close(descriptor)
 
     def note(self, words: bytes) -> None:
-        """Keep the collective that begins now."""
+        """Record the collective that begins now."""
         words = words[: LENGTH_BYTES - _HEADER.size]
         self._memory[: _HEADER.size + len(words)] = _HEADER.pack(time.time(), len(words)) + words
 
 
 def open_last_collective(path: str) -> LastCollective | None:
-    """Return the writing end, or ``None`` where there is no path, or no room: a rank trains without, too."""
+    """Return the writer, or ``None`` if there is no path or no space: a rank also trains without it."""
     with contextlib.suppress(OSError):
         return LastCollective(path) if path else None
     return None
 
 
 def last_collective_path(stack_file: str) -> str:
-    """Return where a rank keeps its last collective, from where it writes its stack; empty where it does not."""
+    """Return the path of a rank's last collective, from that of its stack file; empty if it has none."""
     return f"{stack_file}.last" if stack_file else ""
 
 
 def read_last_collective(path: str, when: float) -> str:
-    """Return in words what a rank that has ended had begun last; empty where it noted nothing.
+    """Return a description of the last collective of a rank that has exited; empty if it recorded none.
 
     Args:
         path: of its file.
-        when: it ended, in seconds since the epoch.
+        when: the time it exited, in seconds since the epoch.
     """
     try:
         data = Path(path).read_bytes()
@@ -121,11 +121,11 @@ def read_last_collective(path: str, when: float) -> str:
     except (OSError, struct.error):
         return ""
     words = data[_HEADER.size : _HEADER.size + length].decode("utf-8", "replace")
-    return f"in or after {words}, begun {max(0.0, when - since):.1f} s before its end" if words else ""
+    return f"in or after {words}, started {max(0.0, when - since):.1f} s before it exited" if words else ""
 
 
 class FlightRecorder:
-    """The last collectives of one rank, and how many there were."""
+    """The last collectives of one rank, and their total number."""
 
     def __init__(self, last_collective: LastCollective | None = None) -> None:
         self._last_collective = last_collective
@@ -134,7 +134,7 @@ class FlightRecorder:
         self.last = 0
         """Number of the latest collective."""
         self.step = 0
-        """Optimizer updates whose gradients have been exchanged."""
+        """The number of optimizer updates whose gradients have been exchanged."""
         self._purpose = ""
         self.counts = [0]
         """How many collectives of each exchange this rank has begun."""
@@ -156,7 +156,7 @@ class FlightRecorder:
         return members is None or rank in members
 
     def begin(self, what: str, exchange_id: int = 0) -> Ticket:
-        """Note that a collective begins here."""
+        """Record that a collective begins here."""
         self.last = number = self.last + 1
         self.counts[exchange_id] = sequence = self.counts[exchange_id] + 1
         ticket = Ticket(number, what, exchange_id, sequence, call_site.user_call_site(), purpose=self._purpose)
@@ -166,7 +166,7 @@ class FlightRecorder:
         return ticket
 
     def note_step(self, number: int) -> None:
-        """Note that gradients of optimizer update ``number`` have been exchanged, of one of several models perhaps."""
+        """Record that gradients of optimizer update ``number`` have been exchanged, perhaps one of several models."""
         self.step = max(self.step, number)
 
     @contextlib.contextmanager
@@ -180,7 +180,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def called(self, purpose: str) -> Generator[None]:
-        """Have the collectives inside the block say what the user has called; see :class:`Ticket`."""
+        """Have the collectives inside the block record what the user called; see :class:`Ticket`."""
         outer, self._purpose = self._purpose, purpose
         try:
             yield
@@ -188,9 +188,9 @@ class FlightRecorder:
             self._purpose = outer
 
     def _note_of(self, ticket: Ticket) -> bytes:
-        """Return what is noted of a collective; a training loop calls the same few over and over."""
+        """Return the recorded form of a collective; a training loop calls the same few over and over."""
         code, line = site = ticket.site or _NOWHERE
-        # By the code's identity: its hash goes through all of it. The place keeps the code, and so its identity.
+        # By the code's identity: its hash reads all of it. The call site keeps the code alive, and so its identity.
         key = ticket.words, id(code), line
         known = self._noted.get(key)
         if known is None:
@@ -201,13 +201,13 @@ class FlightRecorder:
         return known[0]
 
     def situation(self, waiting: Ticket | None, thread_id: int, asked: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank is doing, as JSON. Called from another thread than the one that does it.
+        """Return what this rank is doing, as JSON. Called from a thread other than the one that trains.
 
         Args:
             waiting: the collective it waits for.
             thread_id: of the thread that trains.
             asked: ``channel`` and ``sequence`` of the collective that is asked about, or 0; ``stacks``: ``"missing"``
-                for the stack of a rank that has not come to it, ``"all"`` for every rank's.
+                for the stack of a rank that has not reached it, ``"all"`` for every rank's.
         """
         exchange_id, sequence = int(asked.get("channel", 0)), int(asked.get("sequence", 0))
         recent = self.recent.copy()
@@ -236,10 +236,10 @@ class FlightRecorder:
 
 
 def _at(ticket: Ticket, thread_id: int) -> str:
-    # Hooks may run on a thread of torch's, which has no line of the user's: backward stands in the one that trains.
+    # Hooks may run on a torch thread, which has no user code: the training thread is inside backward().
     return call_site.words(ticket.site) if ticket.site is not None else call_site.site_of_thread(thread_id)
 
 
 def with_kind(what: str, tensor: torch.Tensor) -> str:
-    """Add dtype and shape of what a rank sends to words that do not tell them."""
+    """Add dtype and shape of what a rank sends to a description without them."""
     return what if "[" in what else f"{what}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

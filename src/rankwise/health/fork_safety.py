@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forks of processes that have threads: no thread of rankwise is in the middle of anything meanwhile.
+"""Forks of processes that have threads: no rankwise thread is in the middle of an operation during a fork.
 
 A lock that another thread holds at a fork is never released in the child, and from Python 3.12 on such a fork warns.
-Used by what runs threads in a rank, and by what forks: the launcher, and a loader that starts its workers.
+Used by code that runs threads in a rank, and by code that forks: the launcher, and a loader that starts its workers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _follow_forks() -> None:
 
 @contextmanager
 def threads_are_known() -> Generator[None]:
-    """Leave out Python's warning of threads inside the block, which forks.
+    """Suppress Python's warning about threads inside the block, which forks.
 
-    Called where every other thread is known: of a library that prepares itself for forks (BLAS, OpenMP), or of
-    rankwise, which :func:`hold_during_forks` keeps waiting.
+    Called where every other thread is known: of a library that handles forks (BLAS, OpenMP), or of
+    rankwise, which :func:`hold_during_forks` blocks.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"This process .* is multi-threaded, use of fork", DeprecationWarning)

@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from rankwise.store.values import Store
 
 STOPPED_EXIT_CODE = 75
-"""How a rank ends that has stopped early and saved: ``EX_TEMPFAIL`` of sysexits.h, "try again later"."""
+"""Exit code of a rank that has stopped early and saved: ``EX_TEMPFAIL`` of sysexits.h, "try again later"."""
 SLICE_SECONDS = 0.2
-"""How long a rank waits for the others' counts before it looks whether they still run."""
+"""How long a rank waits for the others' counts before it checks whether they still run."""
 
 
 early: list[str] = []
-"""Signals that came before anybody had joined."""
+"""Signals received before the rank joined."""
 
 
 def note_early(number: int, _frame: object) -> None:
-    """Handle a signal in a rank that has not joined yet; ``join()`` heeds it."""
+    """Handle a signal in a rank that has not joined yet; ``join()`` acts on it."""
     early.append(signal.Signals(number).name)
 
 
 class StepSource:
-    """A mark on what a training loop takes its steps from: it asks before each one whether to stop."""
+    """A token for what a training loop takes its steps from: it asks before each step whether to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """What saves the state of a loop, and the loop's one source of steps."""
+    """The function that saves the state of a loop, and the loop's source of steps."""
 
     source: StepSource
     run: Callable[[], object]
@@ -53,10 +53,10 @@ class _Save:
 
 
 class Preemption:
-    """What one rank knows about stopping, from join to leave.
+    """The state of one rank's early stop, from join to leave.
 
-    A boundary is a place between two steps that every rank passes equally often. A rank that has been told to stop
-    says how many it has passed; one more than the most of all is the first that every rank is still to come to.
+    A boundary is a point between two steps that every rank passes the same number of times. A rank asked to stop
+    posts how many it has passed; the maximum plus one is the first that every rank has yet to reach.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class Preemption:
         timeout_seconds: float = 0.0,
         error: Callable[[], RankwiseError | None] = lambda: None,
     ) -> None:
-        """Begin with no step passed.
+        """Start with no boundary passed.
 
         Args:
             rank: number of this rank.
-            world_size: how many have to agree.
+            world_size: how many ranks must agree.
             store: the main thread's connection; none in a world of one.
             timeout_seconds: how long a rank waits for the others' counts.
-            error: returns what ends the job, once something does.
+            error: returns the error that ends the job, if any.
         """
         self.has_stopped = False
         self.signals: tuple[str, ...] = ()
-        """By which this process is asked, where it is; worker processes may get them too."""
+        """The signals that ask this process to stop, if any; worker processes may receive them too."""
         self._rank = rank
         self._world_size = world_size
         self._store = store
@@ -106,8 +106,8 @@ class Preemption:
         """Have the job stop. Sets a flag only, so that a signal handler may call it."""
         self._requested = self._requested or reason
 
-    def heed(self, signals: Sequence[str]) -> None:
-        """Note by which signals this process is asked, and those that came before it joined."""
+    def accept_signals(self, signals: Sequence[str]) -> None:
+        """Record which signals ask this process to stop, and handle those received before it joined."""
         self.signals = tuple(signals)
         for name in early:
             self.ask(name)
@@ -119,25 +119,25 @@ class Preemption:
 
     @property
     def is_asked(self) -> bool:
-        """Whether all ranks know by now that the job was asked to stop."""
+        """Whether all ranks know that the job was asked to stop."""
         return self._reason is not None
 
     @property
     def will_notice(self) -> bool:
-        """Whether the script has shown, so far, that it comes to boundaries."""
+        """Whether the script has so far been seen to pass boundaries."""
         return self._is_asked_by_hand or self._is_passive or bool(self._saves)
 
-    # -- what the rooms above tell -----------------------------------------------------------------
+    # -- what the rooms above set ------------------------------------------------------------------
 
     def save_with(self, name: str, source: StepSource, run: Callable[[], object], *, is_restored: bool) -> None:
-        """Save by ``run`` when the job stops before a step of ``source``.
+        """Save with ``run`` if the job stops before a step of ``source``.
 
         Args:
-            name: of what is saved; a later call with the same name replaces this one.
+            name: of the saved state; a later call with the same name replaces this one.
             source: what the loop iterates.
             run: saves. Called by: every rank.
-            is_restored: whether the job has looked there for what to resume from. One that has not only counts
-                where it is the first of its source.
+            is_restored: whether the job has looked there for a state to resume from. One that has not only counts
+                if it is the first of its source.
         """
         before = self._saves.get(name)
         is_restored = is_restored or (before is not None and before.is_restored)
@@ -154,22 +154,22 @@ class Preemption:
         self._saves.pop(name, None)
 
     def unless(self, is_mid_step: WeakMethod[Callable[[], bool]]) -> None:
-        """Let no boundary count where ``is_mid_step`` returns true, as it does on every rank or on none."""
+        """Count no boundary while ``is_mid_step`` returns true, which it must on every rank or on none."""
         self._mid_step.append(is_mid_step)
 
     def be_passive(self) -> None:
-        """Declare that this rank takes no steps: it passes no boundary, and the others do not count on it.
+        """Declare that this rank takes no steps: it passes no boundary, and the others do not wait for its count.
 
-        Once :attr:`is_asked`, it ends when those who take steps have left.
+        Once :attr:`is_asked`, it exits when the ranks that take steps have left.
         """
         self._is_passive = True
 
     def stop_alone(self) -> None:
-        """Have this rank stop at its own next boundary: where each steps at its own pace, no boundary is everyone's."""
+        """Have this rank stop at its own next boundary: if each rank steps at its own pace, no boundary is shared."""
         self._stops_alone = True
 
     def close(self) -> None:
-        """Let go of all that was saved with, and of the store. Called when the world is left."""
+        """Drop the registered saves and the store. Called when the world is left."""
         self._saves.clear()
         self._mid_step.clear()
         self._store = None
@@ -178,17 +178,17 @@ class Preemption:
     # -- the main thread ---------------------------------------------------------------------------
 
     def before_step(self, source: StepSource) -> None:
-        """Stop here if this is the agreed boundary and something is saved with ``source``.
+        """Stop here if this is the agreed boundary and there is a save for ``source``.
 
         Called by: every rank, before each step and at the end of each epoch.
 
         Raises:
             SystemExit: with ``STOPPED_EXIT_CODE``, after saving.
-            PeerMissing: other ranks did not say how far they are.
+            PeerMissing: other ranks did not post their counts.
         """
         saves = [save.run for save in self._saves.values() if save.source is source]
         if len(saves) < len(self._saves):
-            # Each of several sources has a state of its own: to save one would leave the others behind.
+            # Each of several sources has its own state: saving one would leave the others behind.
             if self._requested is not None and not self._has_said:
                 self._has_said = True
                 warn_nothing_to_save()
@@ -201,16 +201,16 @@ class Preemption:
     def is_here(self) -> bool:
         """Pass a boundary; return whether it is the one to stop at.
 
-        Called by: every rank, between steps. Costs a lock while nobody has asked.
+        Called by: every rank, between steps. Costs one lock until a stop is requested.
 
         Raises:
-            PeerMissing: other ranks did not say how far they are.
+            PeerMissing: other ranks did not post their counts.
         """
         self._is_asked_by_hand = True
         return self._pass()
 
     def _pass(self) -> bool:
-        # A loader read ahead by a thread of the script's own is between no two steps.
+        # A loader read ahead by a thread of the script is not at a boundary.
         if threading.get_ident() != self._thread or self._is_mid_step():
             return False
         if self._requested is not None and self._reason is None:
@@ -225,7 +225,7 @@ class Preemption:
             return self._passed == self._last
 
     def stop(self) -> NoReturn:
-        """End this rank, in the ordinary way of Python. Called by: every rank, once all has been saved."""
+        """Exit this rank as Python ordinarily does. Called by: every rank, once everything is saved."""
         log(f"stopped early because of {self._reason}, and saved; exit code {STOPPED_EXIT_CODE}")
         self.has_stopped = True
         raise SystemExit(STOPPED_EXIT_CODE)
@@ -247,7 +247,7 @@ class Preemption:
             if error is not None:
                 raise error
             if self._has_departures:
-                # It came to its end before it could be asked: the job is as good as done.
+                # It finished before it could be asked: the job is nearly done.
                 return
             if time.monotonic() - started > self._timeout_seconds:
                 raise self._missing()
@@ -257,15 +257,15 @@ class Preemption:
         awaited = set(range(self._world_size)) - self._lost
         ranks = [rank for rank in sorted(awaited) if store is not None and not store.check(_count_of(rank))]
         return PeerMissing(
-            f"Stopping waited {self._timeout_seconds:.0f} s in vain. Missing: {fold_ranks(ranks)}.",
+            f"Stopping timed out after {self._timeout_seconds:.0f} s waiting for {fold_ranks(ranks)}.",
             ranks=ranks,
-            do="look at the missing rank's output",
+            do="check the missing rank's output",
         )
 
     # -- the failure detector's thread ------------------------------------------------------------------------
 
     def read(self, store: Store, event: dict[str, Any], next_event: int) -> None:
-        """Take in an event of the log, if it is about stopping.
+        """Process an event of the log, if it is about stopping.
 
         Args:
             store: the thread's own connection.
@@ -282,7 +282,7 @@ class Preemption:
                 self._changed.notify_all()
 
     def _read_stop(self, store: Store, reason: str, next_event: int) -> None:
-        """Say how many boundaries this rank has passed; the last rank to say so knows where all can stop."""
+        """Post how many boundaries this rank has passed; the last rank to post knows where all can stop."""
         with self._changed:
             if self._reason is not None:
                 return
@@ -294,23 +294,23 @@ class Preemption:
         self._agree_if_counted(store, 1, next_event)
 
     def lose(self, store: Store, rank: int, next_event: int) -> None:
-        """Take in that the job goes on without ``rank``: its count is not waited for. Else as :meth:`read`."""
+        """Record that the job continues without ``rank``: its count is not waited for. Else as :meth:`read`."""
         self._lost.add(rank)
         if self._reason is not None and self._last is None:
             self._agree_if_counted(store, 0, next_event)
 
     def _agree_if_counted(self, store: Store, number: int, next_event: int) -> None:
-        """Say where all can stop, once every rank that is there has said how far it is.
+        """Post where all can stop, once every remaining rank has posted its count.
 
         Args:
             store: the thread's own connection.
-            number: of counts that this rank adds.
+            number: how many counts this rank adds.
             next_event: as for :meth:`read`.
         """
         present = sorted(set(range(self._world_size)) - self._lost)
         if store.add("rankwise/stop/counted", number) < len(present):
             return
-        # A rank that is lost may be among those who counted.
+        # A lost rank may be among those that posted a count.
         if self._lost and not all(store.check(_count_of(rank)) for rank in present):
             return
         if store.add("rankwise/stop/agreed", 1) == 1:
@@ -321,7 +321,7 @@ class Preemption:
 def warn_nothing_to_save() -> None:
     """Warn that the job was asked to stop and cannot."""
     warn(
-        "the job was asked to stop early, and there is nothing to save yet. Give Checkpointer.restore() or save() the "
+        "the job was asked to stop early, but nothing can be saved yet. Pass Checkpointer.restore() or save() the "
         "rankwise.DataLoader of the loop (exactly one), or call Checkpointer.stop_if_asked() between steps"
     )
 

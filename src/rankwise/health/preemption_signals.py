@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that mean "stop soon", for a rank without an agent to hear them: Slurm's before its time limit.
+"""Signals that mean "stop soon", for a rank without an agent to receive them: Slurm's before its time limit.
 
-A handler sets a flag and calls whoever had the signal before. Never ends a rank that has something to save.
+A handler sets a flag and calls the previous handler. Never ends a rank that has something to save.
 Used by ``join``.
 """
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from rankwise.health.preemption import Preemption
 
 INSISTENT = 3
-"""The SIGTERM that ends a process at once: Slurm itself sends two, ahead of SIGKILL."""
+"""The SIGTERM that ends a process at once: Slurm itself sends two before SIGKILL."""
 
 
 def listen(preemption: Preemption, names: Sequence[str]) -> Callable[[], None]:
-    """Have signals ask for a stop; return what puts the old handlers back.
+    """Have signals ask for a stop; return a function that restores the old handlers.
 
-    A signal that is ignored stays ignored. A handler that the script installs later takes the place of this
+    A signal that is ignored remains ignored. A handler that the script installs later replaces this
     one. Does nothing off the main thread, where Python allows no handlers.
 
     Args:
@@ -36,7 +36,7 @@ def listen(preemption: Preemption, names: Sequence[str]) -> Callable[[], None]:
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    preemption.heed(names)
+    preemption.accept_signals(names)
     listeners = [_Listener(preemption, signal.Signals[name]) for name in names]
 
     def restore() -> None:
@@ -54,7 +54,7 @@ class _Listener:
         self._number = number
         self._num_received = 0
         self._before = signal.getsignal(number)
-        # None: installed by other than Python code, which cannot be called from here.
+        # None: not installed by Python code, and cannot be called from here.
         self._is_ours = self._before not in {signal.SIG_IGN, None}
         if self._is_ours:
             signal.signal(number, self._handle)
@@ -69,13 +69,13 @@ class _Listener:
         self._num_received += 1
         is_insistent = not self._preemption.will_notice or self._num_received >= INSISTENT
         if self._number is signal.SIGTERM and self._before is signal.SIG_DFL and is_insistent:
-            # Nothing would come of waiting: the process ends as it would without rankwise.
+            # Waiting would be pointless: the process ends as it would without rankwise.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self._preemption.ask(self._number.name)
         if is_first and not self._preemption.will_notice:
-            # A thread: the main one may be in the middle of printing.
+            # In a thread: the main one may be in the middle of printing.
             threading.Thread(target=warn_nothing_to_save, name="rankwise-stop").start()
         if callable(self._before):
             self._before(number, frame)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be seen from outside of a process that does not answer: whether it has ended, its state, and its stack.
+"""What can be seen from outside of a process that does not answer: whether it has exited, its state, and its stack.
 
-A process that is stopped, or whose Python is held by a call into C, cannot speak for itself. Reads ``/proc``; asks for
-a stack only where the process has said that it gives one. Used by ranks and by the launcher.
+A process that is stopped, or whose GIL is held by a call into C, cannot report itself. Reads ``/proc``; asks for
+a stack only if the process has offered one. Used by ranks and by the launcher.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 
 
 STACK_SIGNAL = signal.SIGRTMIN + 5
-"""On which a rank writes its stack into its file, whatever holds Python's lock."""
+"""The signal on which a rank writes its stack into its file, whatever holds the GIL."""
 DUMP_SECONDS = 1.0
-"""How long a process has to write its stack."""
+"""How long a process may take to write its stack."""
 SETTLED_SECONDS = 0.05
-"""A stack that has not grown for so long is whole."""
+"""A stack that has not grown for this long is complete."""
 LONGEST_STACK_LINES = 24
 _STATES = {
-    "T": "stopped (SIGSTOP or Ctrl-Z; `kill -CONT {pid}` lets it go on)",
+    "T": "stopped (SIGSTOP or Ctrl-Z; `kill -CONT {pid}` resumes it)",
     "t": "stopped by a debugger (process {pid})",
-    "Z": "its process {pid} has ended",
-    "X": "its process {pid} has ended",
+    "Z": "its process {pid} has exited",
+    "X": "its process {pid} has exited",
     "D": "in the kernel, in a call that cannot be interrupted (process {pid}): a disk or network file system",
 }
-HELD = "alive, but Python does not run: a call into C holds its lock"
+HELD = "alive, but Python is not running: a call into C holds the GIL"
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What tells a process from every other one, as one rank tells the others of itself."""
+    """What identifies a process among all others, as a rank publishes it to the others."""
 
     host: str
-    """Names the machine as it runs now, and the container: process numbers count within these."""
+    """Identifies this boot of the machine, and the container: process ids are unique within these."""
     pid: int
     stack_file: str
-    """What it writes its stack into; empty where it does not."""
+    """The file it writes its stack into; empty if it does not."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -66,14 +66,14 @@ def this_process(stack_file: str = "") -> Process:
 def offer_stack(path: str) -> None:
     """Have this process write the stacks of all its threads to ``path`` on ``STACK_SIGNAL``, even inside C.
 
-    The first line of the file is the process's number.
+    The first line of the file is the process id.
 
     Raises:
         OSError: the file cannot be written.
 
     Source: faulthandler.register.
     """
-    # For the rest of the process: faulthandler holds on to the file, and writes into it without Python.
+    # Open for the rest of the process: faulthandler keeps the file, and writes into it without Python.
     file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
     file.write(f"{os.getpid()}\n")
     file.flush()
@@ -81,7 +81,7 @@ def offer_stack(path: str) -> None:
 
 
 def offered_by(path: str) -> int | None:
-    """Return the number of the process that writes its stack to ``path``, where one does."""
+    """Return the id of the process that writes its stack to ``path``, if there is one."""
     try:
         return int(Path(path).read_text(encoding="utf-8", errors="replace").partition("\n")[0])
     except (OSError, ValueError):
@@ -89,11 +89,11 @@ def offered_by(path: str) -> int | None:
 
 
 def state_of(pid: int, runs: str = HELD) -> str:
-    """Return in words what keeps a process from answering.
+    """Return a description of what keeps a process from answering.
 
     Args:
         pid: of the process.
-        runs: what to say where the kernel sees nothing that does.
+        runs: the description if the kernel sees no cause.
 
     Source: proc_pid_stat(5).
     """
@@ -102,17 +102,17 @@ def state_of(pid: int, runs: str = HELD) -> str:
 
 
 def start_time_of(pid: int) -> str:
-    """Return when the kernel started a process, in its ticks; empty where it is not there, or without ``/proc``."""
+    """Return when the kernel started a process, in its ticks; empty if it does not exist, or without ``/proc``."""
     stat = stat_of(pid)
     return "" if stat is None else stat.start_time
 
 
 def is_there(pid: int, start_time: str) -> bool:
-    """Return whether a process has not ended.
+    """Return whether a process has not exited.
 
     Args:
-        pid: its number.
-        start_time: as :func:`start_time_of` returned it; another process of that number has another.
+        pid: its id.
+        start_time: as :func:`start_time_of` returned it; another process with that id has a different one.
     """
     if not start_time:
         try:
@@ -122,7 +122,7 @@ def is_there(pid: int, start_time: str) -> bool:
         except OSError:
             return True
         return True
-    # A process that nobody has waited for yet is still listed.
+    # A process that has not been waited for yet is still listed.
     return start_time_of(pid) == start_time and _letter_of(pid) not in {"Z", "X"}
 
 
@@ -132,7 +132,7 @@ def _letter_of(pid: int) -> str:
 
 
 def stack_of(pid: int, path: str, send: Callable[[int], None] | None = None) -> list[str]:
-    """Return the stack of a process that gives it, innermost frame last; else nothing.
+    """Return the stack of a process that offers it, innermost frame last; else nothing.
 
     Args:
         pid: of the process.
@@ -158,7 +158,7 @@ def stack_of(pid: int, path: str, send: Callable[[int], None] | None = None) -> 
 
 def lines_of_dump(text: str) -> list[str]:
     """Return the main thread's frames of what faulthandler wrote, innermost last, as ``file:line in function``."""
-    # It lists the threads that were started last first; the one that trains was there before all.
+    # It lists the newest threads first; the training thread is the oldest.
     _, _, last = text.rpartition("hread 0x")
     lines = []
     for line in last.splitlines():
@@ -172,7 +172,7 @@ def lines_of_dump(text: str) -> list[str]:
 
 
 def _takes_signal(pid: int) -> bool:
-    """Return whether a process has something of its own to do on the signal: else it would end it."""
+    """Return whether a process handles the signal, which would kill it otherwise."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("SigCgt:"):
@@ -193,7 +193,7 @@ def _wait_until_whole(file: Path, start: int) -> None:
 
 
 class Peers:
-    """Holds on to each process, so that its number cannot come to mean another one. Ranks are those of the host."""
+    """Holds a descriptor of each process, so that a reused id is not mistaken for it. Ranks are those of the host."""
 
     def __init__(self, world_ranks: Sequence[int], processes: Sequence[int]) -> None:
         self._world_ranks = list(world_ranks)
@@ -202,26 +202,26 @@ class Peers:
         for process in processes:
             try:
                 self._handles.append(os.pidfd_open(process))
-            except OSError:  # it has ended already
+            except OSError:  # it has already exited
                 self._handles.append(None)
 
     def subset(self, ranks: Sequence[int]) -> Peers:
-        """Return some of them, to be closed on their own."""
+        """Return some of them, to be closed separately."""
         return Peers([self._world_ranks[rank] for rank in ranks], [self._processes[rank] for rank in ranks])
 
     def __len__(self) -> int:
         return len(self._processes)
 
     def world_rank(self, rank: int) -> int:
-        """Return the number in the world of a rank of this host."""
+        """Return the world rank of a rank of this host."""
         return self._world_ranks[rank]
 
     def process(self, rank: int) -> int:
-        """Return the process number of a rank of this host."""
+        """Return the process id of a rank of this host."""
         return self._processes[rank]
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether the process of ``rank`` has ended."""
+        """Return whether the process of ``rank`` has exited."""
         if not self._handles:
             return False
         handle = self._handles[rank]
@@ -232,7 +232,7 @@ class Peers:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Let go of the processes."""
+        """Close the descriptors."""
         for handle in self._handles:
             if handle is not None:
                 os.close(handle)

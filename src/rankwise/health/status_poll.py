@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking every rank what it is doing, over the store, and looking from outside at those that do not answer.
+"""Asking every rank what it is doing, over the store, and probing those that do not answer from outside.
 
-The thread of the failure detector answers, so that no rank needs to do anything for it. Ranks and the launcher ask.
+The failure detector's thread answers, so the script need not do anything for it. Ranks and the launcher ask.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from rankwise.store.values import Store
 
 ANSWER_SECONDS = 2.0
-"""How long ranks have to answer."""
+"""How long ranks may take to answer."""
 MOST_LOOKED_AT = 8
-"""How many silent ranks are looked at by one."""
+"""How many silent ranks one rank probes."""
 
 
 def call(
@@ -39,10 +39,10 @@ def call(
 
     Args:
         store: a connection of this thread's.
-        rank: who asks; -1 for a launcher.
+        rank: the asking rank; -1 for a launcher.
         world_size: number of ranks.
         asked: see :meth:`rankwise.health.flight_recorder.FlightRecorder.situation`.
-        awaited: ranks whose answers are waited for; by default all.
+        awaited: ranks whose answers to wait for; by default all.
         first: number of an event below which the log is known to be full.
     """
     number = store.add("rankwise/roll_calls", 1)
@@ -59,7 +59,7 @@ def call(
         pending -= set(answers)
         if not essential & pending or time.monotonic() > deadline:
             return answers
-        # The store's own wait would print a line to stderr for each rank that does not answer.
+        # The store's own wait would print a line on stderr for each rank that does not answer.
         time.sleep(0.01)
 
 
@@ -69,12 +69,12 @@ def answer(store: Store, event: dict[str, Any], rank: int, situation: dict[str, 
 
 
 def introduce(store: Store, rank: int, process: Process) -> None:
-    """Tell the others which process this rank is, for when it cannot say so itself."""
+    """Publish which process this rank is, for when it cannot answer itself."""
     store.set(_process_key(rank), json.dumps(process.as_json()))
 
 
 def take_leave(store: Store, rank: int) -> None:
-    """Take back what :func:`introduce` said: this rank answers no more, and there is nothing wrong with it."""
+    """Undo :func:`introduce`: this rank no longer answers, and has not failed."""
     store.delete(_process_key(rank))
 
 
@@ -89,12 +89,12 @@ def process_of(store: Store, rank: int) -> Process | None:
         return None
     try:
         return Process(**json.loads(store.get(_process_key(rank), ANSWER_SECONDS)))
-    except TimeoutError:  # it left this very moment
+    except TimeoutError:  # it left just now
         return None
 
 
 def look_at(store: Store, ranks: Iterable[int]) -> Answers:
-    """Look from outside at those silent ranks that run on this host, and return what is to be seen."""
+    """Probe from outside those silent ranks that run on this host, and return what is found."""
     here = process_probe.this_process()
     found: Answers = {}
     for rank in list(ranks):

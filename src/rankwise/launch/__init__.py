@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting and supervising the ranks of this machine."""
+"""Starts and supervises the ranks of this machine."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's secret: given, drawn, or kept in the user's own file. It is never printed and never sent.
+"""The job's secret: given, generated, or kept in the user's own file. It is never printed and never sent.
 
 Imported by the launcher's start.
 """
@@ -26,11 +26,11 @@ def draw() -> str:
 def shared_by_machines() -> str:
     """Return the secret that this user's launchers on several machines share.
 
-    ``RANKWISE_SECRET`` where it is set; else the file ``~/.config/rankwise/secret``, which is made where it is not
-    there. Machines with one home folder share the file by themselves.
+    ``RANKWISE_SECRET`` if set; else the file ``~/.config/rankwise/secret``, which is created if it does not
+    exist. Machines with a shared home folder share the file automatically.
 
     Raises:
-        ConfigurationError: the variable is set, and empty; the file cannot be read or made, or others can read it.
+        ConfigurationError: the variable is set but empty; the file cannot be read or created, or others can read it.
     """
     given = job_secret(os.environ)
     if given is not None:
@@ -41,11 +41,11 @@ def shared_by_machines() -> str:
         _make(path)
         status = path.stat()
         if status.st_mode & OTHERS or status.st_uid != os.getuid():
-            raise ConfigurationError(f"Others can read or own the secret in {path}.", do=f"chmod 600 {path}")
+            raise ConfigurationError(f"Other users own or can read the secret in {path}.", do=f"chmod 600 {path}")
         text = path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ConfigurationError(
-            f"The secret of your machines cannot be kept in {path}: {error.strerror}.",
+            f"The secret of your machines cannot be stored in {path}: {error.strerror}.",
             do=f"set {VARIABLE} to the same long random text on every machine",
         ) from error
     if not text:
@@ -58,7 +58,7 @@ def _file() -> Path:
 
 
 def _make(path: Path) -> None:
-    """Write a new secret to ``path`` unless there is one; whoever comes second finds it whole."""
+    """Write a new secret to ``path`` unless there is one; a concurrent process finds it complete."""
     if path.exists():
         return
     partial = path.with_name(f"secret.{secrets.token_hex(8)}")
@@ -66,7 +66,7 @@ def _make(path: Path) -> None:
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(draw() + "\n")
     try:
-        # Unlike a rename, a link does not replace what another machine has written meanwhile.
+        # Unlike a rename, a link does not replace a file that another machine has written meanwhile.
         os.link(partial, path)
     except FileExistsError:
         pass

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message between a job's controller and its agents, and between ``rankwise run --hosts`` and its hosts.
 
-The only words on those wires: frozen values, and one place that turns them into JSON and back. Nothing else is
+The whole protocol: frozen values, and one place that converts them to JSON and back. Nothing else is
 accepted; an error names the sender. Opens no connection. Imported by both ends of each.
 """
 
@@ -18,14 +18,14 @@ from rankwise.launch.options import LaunchOptions  # noqa: TC001 - looked up whe
 from rankwise.launch.report.failure import FailedAttempt, Failure  # noqa: TC001 - as above
 
 PURPOSE = "agent"
-"""For which an agent connects to the port that also serves the job's store."""
+"""The purpose of an agent's connection to the port that also serves the job's store."""
 LARGEST_MESSAGE_BYTES = 1 << 24
 LONGEST_QUOTE = 80
 """How much of a malformed message an error shows."""
 
 
 class MessageError(LaunchError):
-    """Somebody sent a message that is none of those in this file."""
+    """A message is not one of those in this file."""
 
 
 # -- from an agent to the controller -----------------------------------------------------------------------
@@ -40,9 +40,9 @@ class Node:
     hostname: str
     num_ranks: int
     node_rank: int | None = None
-    """The number it was given, where it was given one."""
+    """The number it was given, if any."""
     serves: bool = False
-    """Whether it serves the others; it then is the first, where no numbers were given."""
+    """Whether it serves the others; it is then the first if no numbers were given."""
     job: dict[str, str] = field(default_factory=dict[str, str])
     """What must be the same on all machines: the script, the versions."""
 
@@ -77,11 +77,11 @@ class RankDeparted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnds:
-    """How the ranks of one machine ended."""
+    """How the ranks of one machine exited."""
 
     failures: tuple[Failure, ...] = ()
     ends: dict[int, str] = field(default_factory=dict[int, str])
-    """Of each rank, in a few words."""
+    """Of each rank, in short."""
     stderr_tails: dict[int, tuple[str, ...]] = field(default_factory=dict[int, "tuple[str, ...]"])
     """The last lines of the ranks that failed."""
     log_paths: dict[int, str] = field(default_factory=dict[int, str])
@@ -93,7 +93,7 @@ class RankEnds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksEnded:
-    """All ranks of a machine have ended, and all they had started."""
+    """All ranks of a machine have exited, and everything they had started."""
 
     attempt: int
     report: RankEnds
@@ -101,14 +101,14 @@ class RanksEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestStop:
-    """The ranks of the job are to save at their next step and exit."""
+    """The ranks of the job must save at their next step and exit."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeLeaves:
-    """A signal ended this machine's launcher, which has ended its ranks."""
+    """A signal ended this machine's launcher, which has terminated its ranks."""
 
     signal: str
     exit_code: int
@@ -117,17 +117,17 @@ class NodeLeaves:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StacksRequest:
-    """``rankwise stacks`` was asked on one machine: the others are to look at their ranks."""
+    """``rankwise stacks`` was run on one machine: the others must inspect their ranks."""
 
     number: int
-    """Of the question, among those of the asker; the answer repeats it."""
+    """The number of the request on its node; the answer repeats it."""
     asker: str = ""
-    """Node that wants the answer; the controller writes it in."""
+    """Node that receives the answer; filled in by the controller."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StacksAnswer:
-    """What the ranks of one machine do."""
+    """What the ranks of one machine are doing."""
 
     number: int
     asker: str
@@ -143,7 +143,7 @@ class TorchStoreAddress:
 
     address: tuple[str, int]
     is_served: bool
-    """Whether it is there already; otherwise the port is kept free for a script that serves it."""
+    """Whether it is already served; otherwise the port is reserved for a script that serves it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +159,7 @@ class StartAttempt:
     ranks_per_node: tuple[int, ...]
     hostnames: tuple[str, ...] = ()
     torch_store: TorchStoreAddress | None = None
-    """Torch's store, for scripts that look for it; ``None`` where there is none."""
+    """Torch's store, for scripts that use it; ``None`` if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,14 +196,14 @@ class SaveAndStop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShowText:
-    """Show a person whole lines."""
+    """Show complete lines to the user."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportFailure:
-    """Show a person how an attempt failed."""
+    """Show the user how an attempt failed."""
 
     failed: FailedAttempt
 
@@ -222,7 +222,7 @@ class Refuse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Introduce yourself again a little later: a machine in your way may be gone."""
+    """Introduce yourself again a little later: a conflicting machine may be lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +231,7 @@ class EndJob:
 
     exit_code: int
     what: str = ""
-    """What to tell a person; empty where nothing is left to say."""
+    """The text for the user; empty if everything has been reported."""
     evidence: str = ""
     advice: str = ""
 
@@ -246,12 +246,12 @@ class HostHere:
     rankwise: str
     """Its version."""
     address: str
-    """Under which other machines reach it, as far as it knows."""
+    """The address at which other machines reach it, as far as it knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteCommand:
-    """What every rank of every host runs, as it was typed: only the hosts look for it."""
+    """What every rank of every host runs, as typed: only the hosts resolve it."""
 
     target: str
     is_module: bool
@@ -260,25 +260,25 @@ class RemoteCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSpec:
-    """What a host is to run."""
+    """What a host must run."""
 
     folder: str
     """The working directory."""
     command: RemoteCommand
     options: LaunchOptions
-    """Of this host. Their rendezvous is the second host, in whose network the first is to listen, and no port."""
+    """The options of this host. Their rendezvous is the second host, in whose network the first listens; no port."""
     secret: str = field(repr=False)
-    """Of this job: drawn for it, never in a file nor among a process's arguments."""
+    """The job's secret: generated for it, never in a file or in a process's arguments."""
     variables: dict[str, str]
     """Environment variables that are passed on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """From a host: it has all it needs to start. To a host: so have all, and it is to start its launcher."""
+    """From a host: it is ready to start. To a host: all are ready, and it must start its launcher."""
 
     rendezvous: tuple[str, int] | None
-    """Where the job is served; ``None`` from a host that does not serve it, and where there is one host only."""
+    """Where the job is served; ``None`` from a host that does not serve it, and if there is only one host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,7 +306,7 @@ BetweenHosts = HostHere | HostSpec | Ready | SignalHost
 Message = FromAgent | ToAgent | BothWays | BetweenHosts
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
-"""By what each message says that it is."""
+"""The message classes by name."""
 
 
 def refusal(error: RankwiseError) -> Refuse:
@@ -335,21 +335,21 @@ def decode(data: bytes, sender: str) -> Message:
     """Return the message that :func:`encode` was given.
 
     Args:
-        data: what has come.
+        data: the received bytes.
         sender: who sent it, for the error.
 
     Raises:
-        MessageError: it is no message of this file.
+        MessageError: it is not a message of this file.
     """
     try:
         told = json.loads(data)
         if not isinstance(told, dict) or told.get("kind") not in _KINDS:
-            raise ValueError("no such message")  # noqa: TRY301 - shown below
+            raise ValueError("unknown message")  # noqa: TRY301 - shown below
         return _object(_KINDS[told.pop("kind")], told)
     except (ValueError, TypeError, RecursionError) as error:
         shown = data[:LONGEST_QUOTE].decode(errors="replace")
         raise MessageError(
-            f"{sender} sent a message that this rankwise does not know.",
+            f"{sender} sent a message that this version of rankwise does not know.",
             evidence=f"{error}: {shown}{'...' if len(data) > LONGEST_QUOTE else ''}",
             do="install the same version of rankwise on every machine: python -m pip show rankwise",
         ) from None
@@ -361,7 +361,7 @@ def _kinds_of(kind: type[Any]) -> dict[str, Any]:
 
 
 def _object(kind: Any, told: dict[str, Any]) -> Any:  # noqa: ANN401 - any of the classes above
-    """Return a value of a dataclass; a machine of a later version may say more of itself, to be refused for it."""
+    """Return a value of a dataclass; a machine with a later version may send more fields, which are rejected."""
     known = {one.name: one for one in fields(kind)}
     missing = [
         one.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be chosen about a launch, checked before anything starts.
+"""The options of a launch, checked before anything starts.
 
 Values only. Imported by the command line and by the launcher.
 """
@@ -17,20 +17,20 @@ TorchStoreChoice = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
-    """What can be chosen about this machine's part of a launch."""
+    """The options of this machine's part of a launch."""
 
     num_ranks: int | None = None
-    """How many ranks on this machine; ``None`` starts one per GPU, or one where there is no GPU."""
+    """Number of ranks on this machine; ``None`` starts one per GPU, or one if there is no GPU."""
     device: Literal["auto", "cpu"] = "auto"
     """``"cpu"`` hides the GPUs from the ranks."""
     log_dir: str | None = None
-    """A folder that gets ``rank-0.out``, ``rank-0.err`` and so on; made if it is not there."""
+    """A folder for ``rank-0.out``, ``rank-0.err`` and so on; created if it does not exist."""
     max_restarts: int = 0
-    """How often all ranks are started anew after a failure."""
+    """How often all ranks are restarted after a failure."""
     nodes: tuple[int, int] = (1, 1)
     """The fewest and the most machines that the job runs on."""
     node_rank: int | None = None
-    """Number of this machine; ``None`` lets the machines be numbered in the order they come."""
+    """Number of this machine; ``None`` numbers the machines in the order they join."""
     rendezvous: tuple[str, int] | None = None
     """Host and port where the machines meet: an address of one of them, the same on all."""
     told_by_scheduler: bool = False
@@ -38,26 +38,27 @@ class LaunchOptions:
     rendezvous_timeout_seconds: float = RENDEZVOUS_TIMEOUT_SECONDS
     """How long the machines wait for one another at the start."""
     interface: str | None = None
-    """Network interface that carries what the ranks send; ``None`` takes the one that leads to the rendezvous."""
+    """Network interface for traffic between ranks; ``None`` takes the one that leads to the rendezvous."""
     check: bool = False
-    """Whether ranks compare their collectives, gradients included, before they send."""
+    """Whether ranks compare their collectives, including gradients, before they send."""
     guard: bool = False
-    """Whether ranks of a script of torch.distributed compare what their optimizers step."""
+    """Whether the ranks of a torch.distributed script compare what their optimizers step."""
     torch_store: TorchStoreChoice = "auto"
-    """Whether MASTER_ADDR and MASTER_PORT lead to torch's own store; ``"auto"`` says so on one machine only."""
+    """Whether MASTER_ADDR and MASTER_PORT point to torch's own store; ``"auto"``: on one machine only."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing."""
+        """Reject invalid numbers."""
         if self.num_ranks is not None and self.num_ranks < 1:
             raise ConfigurationError(
-                f"{self.num_ranks} ranks cannot be started.",
-                do="pass -n 1 or more, or leave -n out: one rank per GPU, else one",
+                f"The number of ranks must be >= 1, got {self.num_ranks}.",
+                do="pass -n 1 or more, or omit -n: one rank per GPU, else one",
             )
         if self.max_restarts < 0:
-            raise ConfigurationError(f"max_restarts is {self.max_restarts}.", do="pass 0 or more")
+            raise ConfigurationError(f"max_restarts must be >= 0, got {self.max_restarts}.", do="pass 0 or more")
         if self.rendezvous_timeout_seconds <= 0:
             raise ConfigurationError(
-                f"The rendezvous timeout is {self.rendezvous_timeout_seconds:g} s.", do="pass a number above 0"
+                f"The rendezvous timeout must be > 0 s, got {self.rendezvous_timeout_seconds:g}.",
+                do="pass a positive number",
             )
         self._check_nodes()
 
@@ -65,18 +66,19 @@ class LaunchOptions:
         fewest, most = self.nodes
         if not 1 <= fewest <= most:
             raise ConfigurationError(
-                f"nodes is {fewest}:{most}.", do="pass one number, or the fewest and the most: --nodes 1:4"
+                f"nodes must be N, or MIN:MAX with 1 <= MIN <= MAX, got {fewest}:{most}.",
+                do="pass one number, or the fewest and the most: --nodes 1:4",
             )
         if most > 1 and self.rendezvous is None:
             raise ConfigurationError(
-                f"{most} machines were asked for, and nothing says where they meet.",
+                f"{most} machines need a rendezvous.",
                 do="pass --rendezvous HOST:PORT, an address of the first machine, the same on all; "
                 "or --hosts a,b to start all of them from here",
             )
         if self.node_rank is not None and not 0 <= self.node_rank < most:
             raise ConfigurationError(
-                f"node_rank is {self.node_rank}, and the nodes go from 0 to {most - 1}.",
-                do="number the machines from 0, or leave node_rank out: they are numbered as they come",
+                f"node_rank must be from 0 to {most - 1}, got {self.node_rank}.",
+                do="number the machines from 0, or omit node_rank: they are numbered as they join",
             )
 
     @property
@@ -86,5 +88,5 @@ class LaunchOptions:
 
     @property
     def can_restart(self) -> bool:
-        """Whether anything may be started anew."""
+        """Whether a restart is possible."""
         return self.max_restarts > 0 or self.is_elastic

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that a rank leaves in the job's temporary folder for its launcher: their names, and the notes among them.
 
-Imported by the agent, which names them to the ranks and reads them, and by what runs in a rank.
+Imported by the agent, which passes them to the ranks and reads them, and by code that runs in a rank.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from pathlib import Path
 
 
 def error_file(folder: str, attempt: int, rank: int) -> str:
-    """Return where a rank writes how it failed."""
+    """Return the path a rank writes its failure to."""
     return str(Path(folder) / f"attempt-{attempt}-rank-{rank}.json")
 
 
 def torch_error_file(folder: str, attempt: int, rank: int) -> str:
-    """Return where torch elastic's ``@record`` writes the same."""
+    """Return the path torch elastic's ``@record`` writes the same to."""
     return str(Path(folder) / f"torch-attempt-{attempt}-rank-{rank}.json")
 
 
 def stack_file(folder: str, attempt: int, rank: int) -> str:
-    """Return where a rank writes its stack when it is asked for it."""
+    """Return the path a rank writes its stack to on request."""
     return str(Path(folder) / f"stack-attempt-{attempt}-rank-{rank}.txt")
 
 
 def alone_note(error_file: str) -> str:
-    """Return what a rank makes that trains without having joined its peers."""
+    """Return the file that a rank creates if it trains without having joined its peers."""
     return str(Path(error_file).with_suffix(".alone"))
 
 
 def script_end_note(error_file: str) -> str:
-    """Return what a rank makes when its script has run to the end.
+    """Return the file that a rank creates when its script has run to the end.
 
-    What keeps its process from then on is not the script: exit handlers, threads and destructors run after it, without
+    From then on the script no longer keeps the process alive: exit handlers, threads and destructors run, without
     a line of the script in the stack.
     """
     return str(Path(error_file).with_suffix(".over"))
 
 
 def note_script_end(error_file: str) -> None:
-    """Note that the script of this rank is over; a full disk keeps no rank from exiting."""
+    """Record that the script of this rank has ended; a full disk must not keep a rank from exiting."""
     with contextlib.suppress(OSError):
         Path(script_end_note(error_file)).touch()

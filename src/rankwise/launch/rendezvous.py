@@ -26,19 +26,19 @@ class JobAddress:
     address: tuple[str, int]
     secret: str = field(repr=False)
     listener: socket.socket | None = None
-    """Where this machine serves the job; ``None`` where another one does."""
+    """Where this machine serves the job; ``None`` if another one does."""
     interface: str | None = None
     """Network interface that leads to the other machines; ``None`` for a job on one machine."""
     notice: str = ""
-    """What a person should know about it, as a line; empty where all is as expected."""
+    """A line for the user; empty if everything is as expected."""
 
 
 def find(options: LaunchOptions) -> JobAddress:
-    """Return where to meet; serves nothing yet, but holds the port where this machine is to.
+    """Return where to meet; serves nothing yet, but binds the port if this machine will.
 
     Raises:
-        ConfigurationError: the host is unknown, means loopback here and is not this machine's own name, or is not
-            this machine although this is node 0; the port is taken.
+        ConfigurationError: the host is unknown, resolves to loopback but is not this machine's own name, or is not
+            this machine although this is node 0; the port is in use.
     """
     if options.rendezvous is None:
         listener = wire.listen(LOOPBACK, port.ANY)
@@ -64,24 +64,24 @@ def find(options: LaunchOptions) -> JobAddress:
 
 
 def listen_towards(other: str, options: LaunchOptions) -> JobAddress:
-    """Return where this machine serves a job: on a port of the system's choice, in the network of another machine.
+    """Return where this machine serves a job: on a port chosen by the system, in the network of another machine.
 
     Args:
-        other: an address of the other machine; where ``options`` name an interface, it plays no part.
+        other: an address of the other machine; not used if ``options`` give an interface.
         options: of node 0.
 
     Raises:
-        ConfigurationError: there is no such interface, none leads there, or this machine cannot listen there.
+        ConfigurationError: there is no such interface, no route, or this machine cannot listen there.
     """
     if options.interface is None:
         return find(replace(options, rendezvous=(network.route_to(other).local_address, port.ANY)))
     held = _addresses_on(options.interface)
     if not held:
         raise ConfigurationError(
-            f"There is no interface {options.interface} with an address.",
+            f"Interface {options.interface} does not exist or has no address.",
             where=socket.gethostname(),
             evidence="\n".join(network.interface_lines()),
-            do="pass --interface with one of these, or leave it out",
+            do="pass --interface with one of these, or omit it",
         )
     return find(replace(options, rendezvous=(held[0], port.ANY)))
 
@@ -91,9 +91,9 @@ class _SeenFromHere:
     """The rendezvous as this machine sees it."""
 
     address: str
-    """To connect to."""
+    """The address to connect to."""
     listens_on: str | None
-    """Where this machine may be the host, what to listen on."""
+    """The address to listen on, if this machine may be the host."""
     notice: str = ""
 
 
@@ -101,8 +101,8 @@ def _seen_from_here(host: str, options: LaunchOptions) -> _SeenFromHere:
     found = network.resolve(host)
     outside = [address for address in found if not network.is_loopback(address)]
     if not outside:
-        # Debian writes the machine's own name into /etc/hosts as 127.0.1.1; operators of Kubernetes tell the first
-        # pod that it is localhost.
+        # Debian maps the machine's own name to 127.0.1.1 in /etc/hosts; Kubernetes operators tell the first
+        # pod that rank 0 is localhost.
         is_itself = options.node_rank == 0 or (options.node_rank is None and host == socket.gethostname())
         if is_itself and (options.told_by_scheduler or host not in {*found, "localhost"}):
             return _every_interface(host, options)
@@ -115,13 +115,13 @@ def _seen_from_here(host: str, options: LaunchOptions) -> _SeenFromHere:
     if options.node_rank != 0:
         return _SeenFromHere(address=address, listens_on=None)
     if environments.in_kubernetes():
-        # The name may be a service's, in front of this pod.
+        # The name may belong to a service in front of this pod.
         return _every_interface(host, options)
     raise ConfigurationError(
-        f"This is node 0, and the rendezvous {host} is another machine.",
+        f"This is node 0, but the rendezvous {host} is another machine.",
         where=socket.gethostname(),
         evidence=f"{host} is {address}; this machine has {', '.join(network.own_addresses()) or 'no address'}",
-        do="give node 0 to the machine that --rendezvous names, or name an address of this one",
+        do="make the machine in --rendezvous node 0, or pass an address of this one",
     )
 
 
@@ -129,7 +129,7 @@ def _every_interface(host: str, options: LaunchOptions) -> _SeenFromHere:
     address = network.main_address() or LOOPBACK
     if options.interface is not None:
         address = next(iter(_addresses_on(options.interface)), address)
-    notice = f"[rankwise] {host} is no address of this machine that others reach; listening on every interface\n"
+    notice = f"[rankwise] {host} is not an address at which others reach this machine; listening on every interface\n"
     return _SeenFromHere(address=address, listens_on=EVERY_INTERFACE, notice=notice)
 
 
@@ -141,7 +141,7 @@ def known_interface(name: str) -> str:
     """Return the name of an interface.
 
     Raises:
-        ConfigurationError: this machine has none of that name.
+        ConfigurationError: this machine has no interface of that name.
     """
     known = [interface.name for interface in network.interfaces()]
     if name not in known:
@@ -149,13 +149,13 @@ def known_interface(name: str) -> str:
             f"This machine has no network interface {name!r}.",
             where=socket.gethostname(),
             evidence="\n".join(network.interface_lines()),
-            do=f"use one of {', '.join(known)}, or leave --interface out",
+            do=f"use one of {', '.join(known)}, or omit --interface",
         )
     return name
 
 
 def interface_to(address: str) -> str:
-    """Return the interface that holds an address, or that leads there."""
+    """Return the interface that has an address, or that leads to it."""
     for interface in network.interfaces():
         if address in interface.addresses:
             return interface.name

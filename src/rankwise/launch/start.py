@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts this machine's part of a job and returns the exit code: from a command to running ranks.
 
-Imports torch only when called: before that, a mistake in the command costs nothing. Imported by the command line
+Imports torch only when called, so that a mistake in the command is reported immediately. Imported by the command line
 and by ``function``.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
@@ -50,35 +51,35 @@ if TYPE_CHECKING:
 __all__ = ["LaunchOptions", "launch", "num_ranks_here"]
 
 DEVICE_NAME = "RANKWISE_DEVICE"
-"""Tells ranks which device to use; ``environments`` reads it."""
+"""Sets which device ranks use; read by ``environments``."""
 SAVES_ON_TERMINATE = "SLURM_JOB_ID"
-"""Where this is set, SIGTERM is Slurm's word before a preemption or ``scancel``, with time left to save."""
+"""If this is set, SIGTERM is Slurm's notice before a preemption or ``scancel``, with time left to save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OpenedLaunch:
-    """What has been opened for one launch before its first rank starts."""
+    """The resources opened for one launch before its first rank starts."""
 
     folder: str
-    """Temporary, for what ranks write down of their end; the server removes it."""
+    """Temporary, for the files in which ranks record their end; removed by the server."""
     server: ForkServer
     notify_pipe: int
-    """Readable when a rank has written down a failure."""
+    """Readable when a rank has recorded a failure."""
     signals: PendingSignals
 
 
 def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_address: JobAddress | None = None) -> int:
-    """Run ``target`` on the ranks of this machine, with those of other machines where there are some.
+    """Run ``target`` on the ranks of this machine, with those of other machines if there are any.
 
     Args:
         target: what each rank runs, already checked.
-        options: how many, where.
-        reporter: shows a person what is reported.
-        job_address: where the machines meet, where that has been arranged already; ``options`` says the same.
+        options: how many ranks, and where.
+        reporter: shows the reports.
+        job_address: where the machines meet, if already arranged; ``options`` agrees with it.
 
     Returns:
-        0, the first failing rank's exit code (128 and the signal's number for a signal), 75 where the ranks saved
-        and stopped because they were asked to, or 128 and the number of the signal that ended the launcher.
+        0, the first failing rank's exit code (128 plus the signal's number for a signal), 75 if the ranks saved
+        and stopped because they were asked to, or 128 plus the number of the signal that ended the launcher.
 
     Raises:
         ConfigurationError: more ranks than devices, the log folder or the rendezvous cannot be used, another machine
@@ -93,12 +94,14 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
         _make_folder(options.log_dir)
     if options.device == "cpu":
         os.environ.update({DEVICE_NAME: options.device, **HIDES_GPUS})
-    # For the fork below to have it: one import serves the launcher and every rank.
+    # Objects created by imports live as long as the process: collecting garbage among them only takes time.
+    gc.disable()
+    # Before the fork below: one import serves the launcher and every rank.
     importlib.import_module("torch")
 
     folder = tempfile.mkdtemp(prefix="rankwise-")
     notify_read_end, notify_write_end = os.pipe()
-    # A rank ends through here too: what stands around this call is done once for each of them.
+    # A rank also returns through here: code around this call runs once in each of them.
     server = fork_server(
         partial(run_rank, target=target, notify_pipe=notify_write_end),
         folder=folder,
@@ -111,12 +114,12 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
         return _take_part(job, target, options, reporter, job_address)
     finally:
         server.close()
-        # The server's to do, unless it was killed.
+        # Done by the server, unless it was killed.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _open_standard_streams() -> None:
-    """Give the three standard streams their numbers where the caller closed some: other files would get them."""
+    """Open the standard streams that the caller closed: other files would get their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
         pass
     os.close(descriptor)
@@ -127,7 +130,7 @@ def _open_standard_streams() -> None:
 
 
 def num_ranks_here(options: LaunchOptions, num_gpus: int, kind: DeviceKind | None = None) -> int:
-    """Return how many ranks to start on a machine with ``num_gpus`` devices that ranks have one each of.
+    """Return how many ranks to start on a machine with ``num_gpus`` devices, one per rank.
 
     Raises:
         ConfigurationError: there are devices, and more ranks than devices.
@@ -137,7 +140,7 @@ def num_ranks_here(options: LaunchOptions, num_gpus: int, kind: DeviceKind | Non
     if 0 < num_gpus < options.num_ranks:
         title = (kind or EXAMPLE).title
         raise ConfigurationError(
-            f"{options.num_ranks} ranks were asked for on a machine with {num_gpus} {title}{'s' * (num_gpus > 1)}.",
+            f"{options.num_ranks} ranks were requested on a machine with {num_gpus} {title}{'s' * (num_gpus > 1)}.",
             do=f"pass -n {num_gpus}, or --device cpu to run the ranks without {title}s",
         )
     return options.num_ranks
@@ -150,7 +153,7 @@ def _take_part(
     reporter: Reporter,
     job_address: JobAddress | None,
 ) -> int:
-    # While the server already imports what the ranks need.
+    # While the server is importing what the ranks need.
     from rankwise.launch.agent.agent import Agent  # noqa: PLC0415
     from rankwise.launch.agent.controller_link import open_link  # noqa: PLC0415
     from rankwise.launch.agent.ranks import JobSettings, LocalRanks  # noqa: PLC0415
@@ -158,7 +161,7 @@ def _take_part(
     from rankwise.launch.rendezvous import find  # noqa: PLC0415
     from rankwise.world.device import accelerator  # noqa: PLC0415
 
-    # Only now: asking for devices before the fork could leave the ranks unable to use them.
+    # Only now: querying devices before the fork could leave the ranks unable to use them.
     kind = None if options.device == "cpu" else accelerator.found_kind()
     num_ranks = num_ranks_here(options, accelerator.count() if kind and not kind.is_shared else 0, kind)
     job = find(options) if job_address is None else job_address
@@ -223,7 +226,7 @@ def _serve(job: JobAddress, options: LaunchOptions) -> JobServer:
     from rankwise.launch.controller.torch_store import TorchStores  # noqa: PLC0415
 
     if job.listener is None:
-        raise ConfigurationError("Another machine serves this job.")
+        raise ConfigurationError("Another machine already serves this job.")
     host, port = job.address
     coordinator = Coordinator(
         nodes=options.nodes,
@@ -267,7 +270,7 @@ def _hello(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bo
 
 
 def _digest(target: Target) -> str:
-    """Return what stands for the arguments, which may be long or private."""
+    """Return a digest of the arguments, which may be long or private."""
     arguments = getattr(target, "arguments", ())
     return f"{len(arguments)} ({hashlib.sha256(json.dumps(arguments).encode()).hexdigest()[:8]})"
 
@@ -278,7 +281,7 @@ def _python() -> str:
 
 def _decision(options: LaunchOptions, num_ranks: int) -> str:
     if options.num_ranks == 1 and options.nodes[1] == 1:
-        return ""  # Nothing was decided here: what runs is what `python` would run.
+        return ""  # Nothing was decided: the same runs as under `python`.
     threads = threads_per_rank(num_ranks, os.environ.get("OMP_NUM_THREADS"))
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     each = f"{threads} CPU thread" if threads == 1 else f"{threads} CPU threads"
@@ -287,7 +290,7 @@ def _decision(options: LaunchOptions, num_ranks: int) -> str:
 
 def _local_rank_notice(target: Target) -> str:
     option = getattr(target, "local_rank_option", None)
-    return "" if option is None else f"[rankwise] {target} takes {option}: each rank is passed its own\n"
+    return "" if option is None else f"[rankwise] {target} accepts {option}: each rank is passed its own\n"
 
 
 def _make_folder(log_dir: str) -> None:

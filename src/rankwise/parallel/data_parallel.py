@@ -39,8 +39,9 @@ PLAIN = (str, bytes, bool, int, float, complex, type(None), Enum, torch.dtype, t
 M = TypeVar("M", bound="nn.Module")
 
 COST = (
-    "data_parallel copies the model to every device in each step, collects all outputs on {first}, and its threads "
-    "share Python's lock; rankwise.replicate, started by `rankwise run`, does none of that and gives the same gradients"
+    "data_parallel copies the model to every device in each step, collects all outputs on {first}, and "
+    "its threads share Python's lock; rankwise.replicate, started with `rankwise run`, avoids all of "
+    "this and computes the same gradients"
 )
 
 
@@ -79,25 +80,25 @@ def data_parallel(model: M, devices: Sequence[str | torch.device | int] | None =
     _check_is_alone()
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(
-            f"data_parallel() takes a module, and was given a {type(model).__name__}.",
+            f"data_parallel() takes a torch.nn.Module, not a {type(model).__name__}.",
             do="pass the model itself: data_parallel(model, devices=[...])",
         )
     if is_placed(model):
         raise ConfigurationError(
-            "data_parallel() does not go with place(), which this model went through: its weights are in one place "
-            "at a time, and the parts of a batch would take them from each other.",
-            do="leave data_parallel() out; rankwise.replicate(model) trains placed models data parallel",
+            "data_parallel() cannot be combined with place(), which was already applied to this model: its "
+            "weights are on one device at a time, and the parts of a batch would compete for them.",
+            do="omit data_parallel(); rankwise.replicate(model) supports placed models",
         )
     places = _devices(model, devices)
     own = MethodType(type(model).forward, model)  # which a copy of a model has in itself
     if vars(model).get("forward", own) != own:
         raise ConfigurationError(
-            f"The forward of this {type(model).__name__} has been replaced already: by data_parallel(), by "
+            f"The forward of this {type(model).__name__} was already replaced: by data_parallel(), by "
             "torch.compile, or by the script.",
             do="call data_parallel() once, with the model itself; compile it afterwards",
         )
     if len(places) == 1:
-        log(f"data_parallel: there is one device, {places[0]}; the model runs on it as it is")
+        log(f"data_parallel: only one device, {places[0]}; the model runs there unchanged")
         return model
     warn(COST.format(first=places[0]))
     vars(model)["forward"] = _Spread(model, places)
@@ -117,7 +118,7 @@ def _check_is_alone() -> None:
         num_ranks, where, evidence = reading.world_size, None, reading.reason
     if num_ranks > 1:
         raise ConfigurationError(
-            f"data_parallel() is for one process, and this is one of {num_ranks} ranks.",
+            f"data_parallel() requires a single process, but this is one of {num_ranks} ranks.",
             where=where,
             evidence=evidence,
             do="use rankwise.replicate(model) after rankwise.join(): each rank has a device of its own",
@@ -132,21 +133,21 @@ def _devices(model: nn.Module, wanted: Sequence[str | torch.device | int] | None
         return [own, *(torch.device(own.type, number) for number in others if number != own.index)]
     if isinstance(wanted, str | torch.device) or not isinstance(wanted, Iterable):
         raise ConfigurationError(
-            f"data_parallel() takes a list of devices, and was given {wanted!r}.",
-            do=f"pass devices={accelerator.example_list()}, or none to take every {accelerator.shown_kind().title}",
+            f"devices of data_parallel() must be a list, got {wanted!r}.",
+            do=f"pass devices={accelerator.example_list()}, or omit it to use every {accelerator.shown_kind().title}",
         )
     places = [_device(one) for one in wanted]
     if not places or len({place.type for place in places}) > 1:
         raise ConfigurationError(
-            "data_parallel() needs devices of one kind.",
+            "data_parallel() requires devices of one type.",
             evidence=f"devices={[str(place) for place in places]}",
-            do=f"pass devices={accelerator.example_list()}, or none to take every {accelerator.shown_kind().title}",
+            do=f"pass devices={accelerator.example_list()}, or omit it to use every {accelerator.shown_kind().title}",
         )
     for tensor in tensors:
         if tensor.device != places[0]:
             raise ConfigurationError(
-                f"The model is on {tensor.device}, and the first device of data_parallel() is {places[0]}.",
-                do=f"move it before: model.to({str(places[0])!r})",
+                f"The model is on {tensor.device}, but the first device of data_parallel() is {places[0]}.",
+                do=f"move it first: model.to({str(places[0])!r})",
             )
     return places
 
@@ -156,9 +157,9 @@ def _device(name: str | torch.device | int) -> torch.device:
         place = torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise ConfigurationError(
-            f"data_parallel() knows no device {name!r}.",
+            f"data_parallel() got an unknown device {name!r}.",
             evidence=str(error).splitlines()[0],
-            do=f"pass names as torch takes them: devices={accelerator.example_list()}",
+            do=f"pass names of torch devices: devices={accelerator.example_list()}",
         ) from None
     if is_accelerator(place.type):
         kind = kind_named(place.type)
@@ -166,7 +167,7 @@ def _device(name: str | torch.device | int) -> torch.device:
         place = torch.device(place.type, place.index or 0)
         if place.index >= count:
             raise ConfigurationError(
-                f"data_parallel() was given {place}, and this process sees {count} {kind.title}s.",
+                f"data_parallel() was given {place}, but this process has {count} {kind.title}s.",
                 do=f"pass devices= from {place.type}:0 on{kind.visible and f', or set {kind.visible} to more of them'}",
             )
     return place
@@ -185,7 +186,8 @@ class _Spread:
         model = self._model_ref()
         if model is None:
             raise ConfigurationError(
-                "The model of this data_parallel() forward is gone.", do="keep the model, and call it: model(...)"
+                "The model of this data_parallel() forward was deleted.",
+                do="keep a reference to the model, and call it: model(...)",
             )
         return model
 
@@ -257,8 +259,8 @@ def _num_samples(leaves: Sequence[Any], model: nn.Module) -> int:
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return int(leaf.shape[0])
     raise ConfigurationError(
-        f"data_parallel() finds no batch in the call of {type(model).__name__}: no argument is a tensor with rows.",
-        do="pass the samples as a tensor, or in lists, tuples and dicts of tensors",
+        f"data_parallel() found no batch in the arguments of {type(model).__name__}: none is a tensor with rows.",
+        do="pass the samples as a tensor, or as lists, tuples and dicts of tensors",
     )
 
 
@@ -321,7 +323,7 @@ def _joined(parts: tuple[Any, ...], sizes: list[int], devices: Sequence[torch.de
     if not isinstance(first, torch.Tensor):
         if not isinstance(first, PLAIN):
             raise ConfigurationError(
-                f"data_parallel() cannot put together the {type(first).__name__} that {name} returns.",
+                f"data_parallel() cannot concatenate the {type(first).__name__} returned by {name}.",
                 do="return tensors, or lists, tuples and dicts of them; or register the class: "
                 "torch.export.register_dataclass",
             )
@@ -339,19 +341,19 @@ def _joined(parts: tuple[Any, ...], sizes: list[int], devices: Sequence[torch.de
     lengths = [part.shape[0] for part in parts]
     if any(length * sizes[0] != lengths[0] * size for length, size in zip(lengths, sizes, strict=True)):
         raise ConfigurationError(
-            f"An output of {name} does not have the samples in its first dimension.",
+            f"The first dimension of an output of {name} is not the batch.",
             evidence="\n".join(
                 f"{device}: {size} samples, output {list(part.shape)}"
                 for device, size, part in zip(devices, sizes, parts, strict=True)
             ),
-            do="return outputs as [batch, ...]",
+            do="return outputs of shape [batch, ...]",
         )
     return torch.cat([part.to(devices[0]) for part in parts])
 
 
 def _differ(name: str, texts: list[str], devices: Sequence[torch.device]) -> RankwiseError:
     return ConfigurationError(
-        f"Parts of one batch gave different outputs of {name}, which cannot be put together.",
+        f"Outputs of {name} for different parts of a batch cannot be concatenated.",
         evidence="\n".join(f"{device}: {text}" for device, text in zip(devices, texts, strict=True)),
-        do="return tensors as [batch, ...], and nothing else that depends on the samples",
+        do="return tensors of shape [batch, ...], and no other values that depend on the samples",
     )

@@ -76,7 +76,7 @@ def replicate(
     overwrites: clone what is to be kept over a step. ``torch.autograd.grad`` gives this rank's own gradient.
 
     Args:
-        model: on its device already; also a ``torch.compile``d one. Change its layers, dtype or device before.
+        model: on its device already; also one that ``torch.compile`` made. Change its layers, dtype or device before.
         sync_batchnorm: take BatchNorm statistics over the whole global batch, as one rank would. Without it
             each rank normalises by its own samples, and the result depends on the number of ranks.
         weight: called with the arguments of each forward call; returns what the loss is a mean over:
@@ -118,12 +118,13 @@ def replicate(
     if not any(p.requires_grad for p in parameters):
         raise ConfigurationError(
             "The model has no parameter that needs a gradient.",
-            do="replicate the model you train; a frozen one needs no ranks",
+            do="call replicate() on the model that is trained; a frozen model needs none",
         )
     if isinstance(method, Int8 | TopK) and any(own_part(p) is not p for p in parameters):
         raise ConfigurationError(
-            f"The layers that tensor_parallel() copies would not stay copies with compress={compress!r}.",
-            evidence="what travels of a gradient depends on those beside it, which differ between ranks along tp",
+            f"The layers that tensor_parallel() copies would diverge with compress={compress!r}.",
+            evidence="the compressed value of a gradient depends on its neighbours, which differ between ranks "
+            "along tp",
             do='pass compress="powersgd", "bf16" or "fp16"',
         )
     if session.axes is not None:
@@ -172,8 +173,8 @@ def _exchange_of(axes: Axes) -> Exchange | None:
     for axis, strategy in (("dp_shard", "shard"), ("pp", "pipeline")):
         if axes.size(axis) > 1:
             raise ConfigurationError(
-                f"replicate() is not for ranks along {axis}, and the mesh has {axes}.",
-                do=f"call rankwise.{strategy}(model, ...) alone: it averages over dp_replicate too",
+                f"replicate() does not support the axis {axis}; the mesh is {axes}.",
+                do=f"call only rankwise.{strategy}(model, ...): it averages over dp_replicate too",
             )
     from rankwise.parallel.core.device_mesh import exchange_along  # noqa: PLC0415 - torch's mesh is only there with axes
 

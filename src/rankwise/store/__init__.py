@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's key-value store: how ranks tell each other small things outside the collectives.
+"""The job's key-value store: how ranks exchange small values outside the collectives.
 
-A store with a secret is our own and lets in only who holds it; one without is torch's.
+A store with a secret is rankwise's own and accepts only processes that hold it; one without is torch's.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connection to an authenticated store, as the kind of store that torch's process groups take.
 
-Raises torch's own errors, so that torch's code reads them as it does those of its TCPStore; ``Store`` translates both.
+Raises torch's own errors, so that torch handles them as those of its TCPStore; ``Store`` translates both.
 Serves nothing.
 """
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from rankwise.store.server import AuthenticatedServer
 
 ANSWER_SECONDS = 300.0
-"""How long the serving process may take to answer beyond what was asked for: it may be stopped in a debugger."""
+"""How much longer than the requested wait the serving process may take to answer: it may be stopped in a debugger."""
 LEAST_ANSWER_SECONDS = 10.0
-"""How long it may always take: it may only be slow."""
+"""The least time it is always given: it may just be slow."""
 REOPEN_SECONDS = 10.0
-"""How long another connection to a store that was there is tried for."""
+"""How long to retry another connection to a store that was reachable before."""
 LONGEST_SOCKET_SECONDS = 10.0**6
-"""The system takes no limits longer than some weeks."""
+"""The operating system accepts no limits longer than a few weeks."""
 
 
 class StoreConnection(dist.Store):
-    """One connection to an authenticated store. Other threads wait while one is in a call.
+    """One connection to an authenticated store. One thread calls at a time; others wait.
 
-    Torch's C++ finds these methods as long as this object is referenced from Python; whoever hands it to a process
-    group keeps it.
+    Torch's C++ finds these methods as long as this object is referenced from Python; code that passes it to a process
+    group must keep it.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class StoreConnection(dist.Store):
             host: of the server.
             port: of the server.
             secret: of the job.
-            timeout_seconds: how long to try.
-            server: what serves the store, where this process does; kept as long as this connection or a clone of it.
+            timeout_seconds: how long to retry.
+            server: the server, if it is in this process; kept as long as this connection or a clone of it.
         """
         super().__init__()
         self._host, self._port, self._secret = host, port, secret
@@ -75,10 +75,10 @@ class StoreConnection(dist.Store):
         return other
 
     def expect_answers_within(self, seconds: float) -> None:
-        """Count the store as lost where it answers later than this, also through clones made from now on.
+        """Treat the store as lost if it answers later than this; also applies to clones made from now on.
 
         Args:
-            seconds: taken for more where they are fewer than an answer may always take.
+            seconds: raised to the least time that an answer is always given.
         """
         self._answer_seconds = min(max(seconds, LEAST_ANSWER_SECONDS), ANSWER_SECONDS)
 
@@ -92,7 +92,7 @@ class StoreConnection(dist.Store):
         self._lost = self._lost or "the connection was closed"
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        # Who is in a call wakes up, and closes it; its number must not be somebody else's by then.
+        # A thread in a call wakes up and closes the socket; its number must not be reused by then.
         if self._lock.acquire(blocking=False):
             self._socket.close()
             self._lock.release()
@@ -101,12 +101,12 @@ class StoreConnection(dist.Store):
         if not hasattr(self, "_socket"):
             return
         if is_finalizing():
-            # The names of this module that _end() needs may be gone already.
+            # The globals of this module that _end() needs may already be cleared.
             self._socket.close()
         else:
             self._end()
 
-    # -- what torch calls, under the names that Python and C++ look for ------------------------------
+    # -- what torch calls, under the names that Python and C++ look up -------------------------------
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set ``key``."""
@@ -146,7 +146,7 @@ class StoreConnection(dist.Store):
         return int(self._ask([b"num_keys"])[0])
 
     def append(self, key: str, value: bytes | str) -> None:
-        """Put ``value`` behind what ``key`` holds."""
+        """Append ``value`` to what ``key`` holds."""
         self._ask([b"append", key.encode(), _as_bytes(value)])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -159,7 +159,7 @@ class StoreConnection(dist.Store):
         self._ask([b"multi_set", *pairs])
 
     def has_extended_api(self) -> bool:
-        """Return that ``append``, ``multi_get`` and ``multi_set`` are there."""
+        """Return that ``append``, ``multi_get`` and ``multi_set`` are available."""
         return True
 
     # PrefixStore, in C++, looks for these two under C++'s names.
@@ -176,8 +176,8 @@ class StoreConnection(dist.Store):
         request = pack_fields(fields)
         if len(request) > LARGEST_FRAME_BYTES:
             raise ConfigurationError(
-                f"{len(request)} bytes are too much for one call of the job's store.",
-                evidence=f"it takes {LARGEST_FRAME_BYTES} bytes",
+                f"{len(request)} bytes are too many for one call to the job's store.",
+                evidence=f"the limit is {LARGEST_FRAME_BYTES} bytes",
                 do="send large values with all_gather_object() or broadcast(), or through files",
             )
         if self._socket.fileno() < 0 and self._lost is None:
@@ -206,9 +206,9 @@ class StoreConnection(dist.Store):
             if self._is_amid:
                 self._socket.close()
                 self._socket = open_connection(self._host, self._port, self._secret, PURPOSE, REOPEN_SECONDS)
-            # An interrupt leaves an answer still to come, so that what follows needs a new connection.
+            # An interrupt leaves an answer unread, so later calls need a new connection.
             self._is_amid = True
-            # A wait without an end has none here either; that the server's machine is gone, the system tells.
+            # A wait without a limit has none here either; the system reports it if the server's machine is lost.
             self._socket.settimeout(limit_seconds if limit_seconds < LONGEST_SOCKET_SECONDS else None)
             send_frame(self._socket, request)
             answer = receive_frame(self._socket, LARGEST_FRAME_BYTES)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys and values of a job, and the service that lets authenticated connections use them.
 
-All of it runs on one event loop and needs no lock. Waits for a key cost nothing until it is set. The launcher
-serves a store of its own by it.
+Everything runs on one event loop and needs no lock. Waits for a key cost nothing until it is set. The launcher
+serves its own store with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PURPOSE = "store"
 LARGEST_FRAME_BYTES = 256 * 2**20
-"""What one request or answer may take; the store is for small things."""
+"""The largest request or answer; the store is for small values."""
 SECONDS = struct.Struct(">d")
 LARGEST_NUMBER = 2**63 - 1
 LONGEST_WAIT_SECONDS = 10.0**9
@@ -35,7 +35,7 @@ class Reply(IntEnum):
 
 
 class GivenUp(Exception):
-    """A key that is waited for will not be set, because of a rank; says why."""
+    """A key that is waited for will not be set, because of a rank; holds the reason."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(why)
@@ -51,14 +51,14 @@ class Keys:
         self._given_up: dict[str, tuple[int, str]] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        """Set ``key`` and wake who waits for it."""
+        """Set ``key`` and wake those who wait for it."""
         self._values[key] = value
         for waiter in self._waiting.pop(key, ()):
             if not waiter.done():
                 waiter.set_result(None)
 
     def give_up(self, prefix: str, rank: int, why: str) -> None:
-        """End every wait for a key that starts with ``prefix``, now and from now on; keys that are set can be read."""
+        """End every wait for a key that starts with ``prefix``, now and later; keys that are set can still be read."""
         self._given_up.setdefault(prefix, (rank, why))
         for key in [key for key in self._waiting if key.startswith(prefix)]:
             for waiter in self._waiting.pop(key):
@@ -77,22 +77,22 @@ class Keys:
         return expected if held is None else held
 
     def append(self, key: str, value: bytes) -> None:
-        """Set ``key`` to what it holds, nothing at first, with ``value`` behind it."""
+        """Append ``value`` to what ``key`` holds, empty at first."""
         self.set(key, self._values.get(key, b"") + value)
 
     def add(self, key: str, number: int) -> int:
         """Add to the counter ``key``, 0 at first, and return the sum.
 
         Raises:
-            ValueError: the key holds no number, or the sum is too large; the key is as it was.
+            ValueError: the key does not hold a number, or the sum is too large; the key is unchanged.
         """
         held = self._values.get(key, b"0")
         try:
             total = int(held) + number
         except ValueError:
-            raise ValueError(f"{key} holds {held[:40]!r}, which is no number to add to") from None
+            raise ValueError(f"{key} holds {held[:40]!r}, which is not a number") from None
         if abs(total) > LARGEST_NUMBER:
-            raise ValueError(f"{key} would hold {total}, which does not fit 64 bits")
+            raise ValueError(f"{key} would hold {total}, which does not fit in 64 bits")
         self.set(key, str(total).encode())
         return total
 
@@ -121,11 +121,11 @@ class Keys:
         return len(self._values)
 
     async def wait(self, keys: Sequence[str], seconds: float) -> None:
-        """Return when every key is set.
+        """Wait until every key is set.
 
         Raises:
-            TimeoutError: some were not within ``seconds``.
-            GivenUp: some will not be.
+            TimeoutError: some were not set within ``seconds``.
+            GivenUp: some will never be set.
         """
         async with asyncio.timeout(_bounded(seconds)):
             while missing := [key for key in keys if key not in self._values]:
@@ -163,11 +163,11 @@ class Keys:
             except GivenUp as error:
                 answer = [bytes([Reply.GIVEN_UP]), str(error).encode(), str(error.rank).encode()]
             except (ValueError, IndexError, struct.error) as error:
-                # Also bytes that are no text. It is the mistake of this call, and of no other.
+                # Includes bytes that are not text. The mistake is in this call only.
                 answer = [bytes([Reply.BAD_REQUEST]), str(error).encode(errors="replace")]
             await write_frame(writer, pack_fields(answer))
 
-    async def _answer(  # noqa: C901 - a case for each request
+    async def _answer(  # noqa: C901 - one case per request
         self, fields: list[bytes], reader: asyncio.StreamReader
     ) -> list[bytes]:
         word, *rest = fields
@@ -194,7 +194,7 @@ class Keys:
             case b"wait", [seconds, *keys]:
                 await self._get(_texts(keys), SECONDS.unpack(seconds)[0], reader)
             case _:
-                raise ValueError(f"{word[:40]!r} with {len(rest)} arguments is no request of the store")
+                raise ValueError(f"{word[:40]!r} with {len(rest)} arguments is not a store request")
         return []
 
     async def _get(self, keys: list[str], seconds: float, reader: asyncio.StreamReader) -> list[bytes]:
@@ -202,12 +202,12 @@ class Keys:
         if self.check(keys):
             return [self._values[key] for key in keys]
         waiting = asyncio.ensure_future(self.get(keys, seconds))
-        # Who waits says nothing: a byte that comes now, or an end, ends the connection.
+        # A waiting client sends nothing: a byte that arrives now, or an end of file, ends the connection.
         ending = asyncio.ensure_future(reader.read(1))
         try:
             await asyncio.wait({waiting, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
-                raise ConnectionError("the connection ended while it waited")
+                raise ConnectionError("the connection closed while it was waiting")
             return waiting.result()
         finally:
             waiting.cancel()
@@ -216,7 +216,7 @@ class Keys:
 
 
 def _bounded(seconds: float) -> float:
-    """Return a limit that a loop can keep; what is no number is none at all."""
+    """Return a limit that the event loop accepts; NaN means no limit."""
     return min(seconds, LONGEST_WAIT_SECONDS) if seconds > 0 else 0.0
 
 

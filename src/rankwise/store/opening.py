@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serving a store, and connecting to one: our own where there is a secret, torch's where there is none.
+"""Serving a store, and connecting to one: rankwise's own if there is a secret, else torch's.
 
-Torch's has no password: whoever reaches its port may read and change everything. It is used only where an outer
-launcher serves it, or where nobody set a secret.
+Torch's has no password: any process that reaches its port can read and change everything. It is used only if an outer
+launcher serves it, or no secret is set.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from rankwise.store.values import Store, translated
 from rankwise.store.wire import checked_secret, greets, listen
 
 CONNECT_TIMEOUT_SECONDS = 300.0
-"""How long a rank waits for the store to be served: ranks may start minutes apart on a cluster."""
+"""How long a rank waits for the store: ranks may start minutes apart on a cluster."""
 DOUBT_SECONDS = 5.0
-"""After how long without an answer a store of torch's is held to be one of ours."""
+"""After how long without an answer a store thought to be torch's is probed for being rankwise's."""
 OWN_TIMEOUT_SECONDS = 60.0
 """How long the server's own process waits for its thread."""
 
 
 _kept: dict[tuple[str, int], dist.TCPStore] = {}
-"""Stores of torch's that this process serves on a port that it was told, until it ends: torch's cannot be closed."""
+"""Torch stores that this process serves on a given port until it exits: torch's cannot be closed."""
 
 
 def serve(host: str = "127.0.0.1", port: int = 0, *, secret: bytes | None = None) -> tuple[Store, int]:
     """Serve a store on one address and return it with its port.
 
-    It is new, and served until the last Store value of it in this process is gone, or closed. Only torch's on a given
-    port is served until the process ends, and returned again: models of a world that was left may keep it alive.
+    It is new, and served until the last Store of it in this process is deleted or closed. Only torch's on a given
+    port is served until the process exits, and reused: models of a world that was left may keep it alive.
 
     Args:
         host: the address to listen on; only this one, unless it is ``"0.0.0.0"``.
-        port: 0 takes a free one: it is bound first and told afterwards, never picked and then used.
-        secret: what others must hold to be let in; ``None`` serves torch's store, which lets in everybody.
+        port: 0 takes a free one: it is bound first and reported afterwards, never picked first and bound later.
+        secret: what others must hold to connect; ``None`` serves torch's store, which accepts every process.
 
     Raises:
         ConfigurationError: the address or port cannot be bound, or the secret is empty.
@@ -57,7 +57,7 @@ def serve(host: str = "127.0.0.1", port: int = 0, *, secret: bytes | None = None
 
 
 def _serve_own(host: str, port: int, secret: bytes) -> tuple[Store, int]:
-    # Only who serves needs an event loop.
+    # Only the serving process needs an event loop.
     from rankwise.store.keys import PURPOSE, Keys  # noqa: PLC0415
     from rankwise.store.server import AuthenticatedServer  # noqa: PLC0415
 
@@ -70,7 +70,7 @@ def _serve_own(host: str, port: int, secret: bytes) -> tuple[Store, int]:
 def connect(
     host: str, port: int, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS, *, secret: bytes | None = None
 ) -> Store:
-    """Return a connection to a store that another process serves, waiting until it does.
+    """Return a connection to a store that another process serves, waiting until it is served.
 
     Args:
         host: of the serving process.
@@ -80,8 +80,8 @@ def connect(
 
     Raises:
         TimeoutError: nothing served ``host:port`` within ``timeout_seconds``.
-        SecretRefused: it was served with another secret, or with one and there is none here.
-        NotRankwise: something else listens there.
+        SecretRefused: it is served with another secret, or with one while this process has none.
+        NotRankwise: another program listens there.
     """
     if secret is not None:
         return Store(StoreConnection(host, port, secret, timeout_seconds))
@@ -90,7 +90,7 @@ def connect(
         try:
             return Store(_torch_client(host, port, first))
         except RuntimeError:
-            # Torch's client would try its words on our server until the limit.
+            # Torch's client would retry against rankwise's server until the limit.
             if greets(host, port):
                 raise _asks_for_a_secret(host, port) from None
             if timeout_seconds <= first:
@@ -105,7 +105,7 @@ def _torch_client(host: str, port: int, timeout_seconds: float) -> dist.TCPStore
 
 def _asks_for_a_secret(host: str, port: int) -> SecretRefused:
     return SecretRefused(
-        f"The store at {host}:{port} asks for a secret, and this process has none.",
+        f"The store at {host}:{port} requires a secret, and this process has none.",
         do="set the same RANKWISE_SECRET for every process of the job, or for none",
     )
 

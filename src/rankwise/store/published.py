@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store whose port stands in a file: ranks of one machine find rank 0 by the name of their job alone.
+"""A store whose port is in a file: ranks on one machine find rank 0 by the name of their job alone.
 
-The file is this user's own and nobody else can read it, since the store's secret is in it. Knows nothing of jobs; the
-name is given.
+The file belongs to this user, and only this user can read it, since it holds the store's secret. Knows no jobs; the
+name is passed in.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 DRAWN_SECRET_BYTES = 32
 ATTEMPT_SECONDS = 2.0
-"""How long a port is tried: the file may be left from a job of that name that was killed."""
+"""How long a port is tried: the file may be left over from a killed job of the same name."""
 FIRST_PAUSE_SECONDS = 0.01
 LONGEST_PAUSE_SECONDS = 0.1
 
 
 class _Published(NamedTuple):
-    """What the file tells."""
+    """The contents of the file."""
 
     port: int
     secret: str | None
-    """What rank 0 drew, where nobody had set one."""
+    """The secret that rank 0 generated if none was set."""
 
 
 def serve_published(path: Path, secret: bytes | None) -> Store:
-    """Serve a store on the loopback address and tell where in a file.
+    """Serve a store on the loopback address and write its port to a file.
 
     Args:
-        path: the file; what stands there of this user's is replaced.
-        secret: what every rank was given; ``None`` draws one and writes it beside the port.
+        path: the file; an existing file of this user is replaced.
+        secret: the secret every rank was given; ``None`` generates one and writes it beside the port.
 
     Raises:
-        ConfigurationError: the file cannot be written, or belongs to somebody else.
+        ConfigurationError: the file cannot be written, or belongs to another user.
     """
     drawn = secrets.token_hex(DRAWN_SECRET_BYTES) if secret is None else None
     opened, port = serve(LOOPBACK, 0, secret=secret or (drawn or "").encode())
@@ -60,17 +60,17 @@ def serve_published(path: Path, secret: bytes | None) -> Store:
 
 
 def connect_published(path: Path, timeout_seconds: float, secret: bytes | None) -> Store:
-    """Connect to the store that a file tells of, waiting for both.
+    """Connect to the store that a file describes, waiting for both.
 
     Args:
         path: the file that :func:`serve_published` writes.
         timeout_seconds: how long to wait.
-        secret: what every rank was given, or ``None``.
+        secret: the secret every rank was given, or ``None``.
 
     Raises:
-        TimeoutError: there was no such store in time.
-        SecretRefused: this rank has a secret and the serving one another, or the reverse.
-        ConfigurationError: the file belongs to somebody else.
+        TimeoutError: there was no such store within the limit.
+        SecretRefused: this rank and the serving rank hold different secrets.
+        ConfigurationError: the file belongs to another user.
     """
     deadline = time.monotonic() + timeout_seconds
     pause = FIRST_PAUSE_SECONDS
@@ -90,7 +90,7 @@ def connect_published(path: Path, timeout_seconds: float, secret: bytes | None) 
 
 
 def forget_published(path: Path) -> None:
-    """Remove the file. Called by the rank that serves, when the others are there or will not come."""
+    """Remove the file. Called by the serving rank once the others have connected or never will."""
     path.unlink(missing_ok=True)
 
 
@@ -106,7 +106,7 @@ def _secret_of(published: _Published, given: bytes | None) -> bytes:
 
 
 def _write(path: Path, published: _Published) -> None:
-    """Put a file there that was never readable to others, nor there in part."""
+    """Write the file atomically and never readable by other users."""
     descriptor, name = tempfile.mkstemp(prefix=f"{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -119,9 +119,9 @@ def _write(path: Path, published: _Published) -> None:
 
 
 def _read(path: Path) -> _Published | None:
-    """Return what the file tells, ``None`` where there is none yet, or only one that says something else."""
+    """Return the contents of the file; ``None`` if there is none yet, or only one with other contents."""
     try:
-        # Neither a link that leads elsewhere, nor a pipe that would keep us waiting.
+        # Neither a link to elsewhere, nor a pipe that would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
@@ -140,7 +140,7 @@ def _read(path: Path) -> _Published | None:
 
 def _not_ours(path: Path, found: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{path}, where rank 0 tells the others how to reach it, is not this user's own file.",
+        f"{path}, in which rank 0 publishes how to reach it, does not belong to this user.",
         evidence=found,
         do=f"rm {path}, or set TMPDIR to a directory of your own for every rank",
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server for those who hold the job's secret: one thread, one event loop, one service per purpose.
+"""A server for processes that hold the job's secret: one thread, one event loop, one service per purpose.
 
-Knows nothing of what its services do; reads no more than a greeting and a proof of who has not shown the secret.
-Imported by this room's front, and by the launcher.
+Knows nothing of what its services do; reads no more than a greeting and a proof from an unauthenticated client.
+Imported by this room's public files, and by the launcher.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
 Service = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one authenticated connection until it returns; the connection is then closed."""
 SocketService = Callable[["socket.socket"], Awaitable[None]]
-"""The same with the socket itself, which does not block: for much data, that a stream would copy once more."""
+"""The same with the non-blocking socket itself: for large data, which a stream would copy once more."""
 
 MOST_STRANGERS = 64
-"""How many connections may be open that have not shown the secret; the oldest goes for a new one."""
+"""How many unauthenticated connections may be open; a new one replaces the oldest."""
 HANDSHAKE_SECONDS = 5.0
-"""How long a connection has to show the secret."""
+"""How long a connection may take to authenticate."""
 REST_SECONDS = 0.05
-"""How long nothing is accepted after the system had no descriptor left."""
+"""How long nothing is accepted after the system has run out of file descriptors."""
 CLOSE_SECONDS = 5.0
-"""How long services have to end when the server closes."""
+"""How long services may take to end when the server closes."""
 BUFFER_BYTES = 256 * 1024
 
 
 class AuthenticatedServer:
-    """Serves one listening socket from a thread of its own, from :meth:`start` to :meth:`close`.
+    """Serves one listening socket in a separate thread, from :meth:`start` to :meth:`close`.
 
-    The end of the process closes it too, and so does the last reference to it going away. Processes forked from
-    this one have nothing of it.
+    It is also closed when the process exits or its last reference is dropped. Processes forked from
+    this one do not share it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AuthenticatedServer:
         services: Mapping[str, Service],
         socket_services: Mapping[str, SocketService] | None = None,
     ) -> None:
-        """Take over a socket that listens already.
+        """Take over a socket that is already listening.
 
         Args:
             listener: bound to one address; closed with the server.
@@ -83,12 +83,12 @@ class AuthenticatedServer:
             purpose: partial(_as_stream, service=service) for purpose, service in services.items()
         }
         front = _Front(listener, checked_secret(secret), taking | dict(socket_services or {}))
-        # The thread must not refer to this object, or the object would never go.
+        # The thread must not refer to this object, or the object would never be freed.
         self._thread = threading.Thread(target=_run, args=(self.loop, front), name="rankwise-server", daemon=True)
         self._close = weakref.finalize(self, _close, self.loop, front, self._thread, os.getpid())
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         self._thread.start()
 
     def close(self) -> None:
@@ -97,14 +97,14 @@ class AuthenticatedServer:
 
 
 class _Front:
-    """What accepts connections and asks for the secret."""
+    """Accepts connections and authenticates them."""
 
     def __init__(self, listener: socket.socket, secret: bytes, services: dict[str, SocketService]) -> None:
         self.listener = listener
         self._secret = secret
         self._services = services
         self._strangers: dict[asyncio.Task[None], None] = {}
-        """Who has not shown the secret, the oldest first."""
+        """The unauthenticated connections, oldest first."""
         self._known: set[asyncio.Task[None]] = set()
 
     async def accept(self) -> None:
@@ -114,7 +114,7 @@ class _Front:
             try:
                 connection, _ = await loop.sock_accept(self.listener)
             except OSError:
-                # No descriptor is left, or the peer has gone already: whom we know is served on.
+                # No descriptor is left, or the peer has already closed: authenticated clients are still served.
                 await asyncio.sleep(REST_SECONDS)
                 continue
             while len(self._strangers) >= MOST_STRANGERS:
@@ -124,11 +124,11 @@ class _Front:
             task = loop.create_task(self._serve(connection))
             self._strangers[task] = None
             task.add_done_callback(self._forget)
-            # A full queue of connections must not keep those who are known waiting.
+            # A full queue of connections must not delay authenticated clients.
             await asyncio.sleep(0)
 
     def _know(self, task: asyncio.Task[None] | None) -> None:
-        """Count a connection no more among the strangers."""
+        """Stop counting a connection as unauthenticated."""
         if task is not None:
             self._strangers.pop(task, None)
             self._known.add(task)
@@ -146,14 +146,14 @@ class _Front:
                     service = await self._greet(connection)
             if service is not None:
                 self._know(asyncio.current_task())
-                # The client may go at any time; its own side says so where it matters.
+                # The client may disconnect at any time; its own side reports that where it matters.
                 with contextlib.suppress(ConnectionError, TimeoutError):
                     await service(connection)
         finally:
             connection.close()
 
     async def _greet(self, connection: socket.socket) -> SocketService | None:
-        """Return the service of who has shown the secret, ``None`` for others."""
+        """Return the service of a client that has authenticated, ``None`` for others."""
         nonce = new_nonce()
         await _send(connection, hello(nonce))
         client_nonce, purpose = parse_hello(await _receive(connection))
@@ -175,7 +175,7 @@ async def _send(connection: socket.socket, data: bytes) -> None:
 
 
 async def _receive(connection: socket.socket) -> bytes:
-    """Return a frame of the handshake, reading not a byte behind it."""
+    """Return a frame of the handshake without reading past it."""
     return await receive_frame_on_loop(connection, HANDSHAKE_FRAME_BYTES)
 
 
@@ -195,7 +195,7 @@ async def _as_stream(connection: socket.socket, service: Service) -> None:
 
 
 def _run(loop: asyncio.AbstractEventLoop, front: _Front) -> None:
-    """The thread: accept until stopped, then end what is under way."""
+    """The thread: accept until stopped, then end what is in progress."""
     asyncio.set_event_loop(loop)
     accepting = loop.create_task(front.accept())
     try:
@@ -220,7 +220,7 @@ async def _end_all() -> None:
 
 def _close(loop: asyncio.AbstractEventLoop, front: _Front, thread: threading.Thread, process: int) -> None:
     if process != os.getpid():
-        return  # A fork has neither the thread nor the sockets, and shares the loop's wake-up pipe with its parent.
+        return  # A forked child has neither the thread nor the sockets, and shares the loop's wake-up pipe.
     if thread.ident is None:
         front.listener.close()
         loop.close()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store as ranks use it: text keys, bytes values, Python's own errors, whatever carries them.
+"""The store as ranks use it: text keys, bytes values and Python's own errors, whatever the transport.
 
-Opens nothing. A Store value is one connection, to be used by one thread at a time; ``clone()`` gives another thread
+Opens nothing. A Store is one connection, used by one thread at a time; ``clone()`` gives another thread
 its own.
 """
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 
 class StoreLost(ConnectionError):
-    """The process that serves the store is gone, or does not answer."""
+    """The process that serves the store has exited, or does not answer."""
 
 
 class Store:
     """One connection to the job's store. Keys are text, values are bytes, nothing is unpickled."""
 
     def __init__(self, connection: dist.Store, prefix: str = "") -> None:
-        """Use a connection that is open.
+        """Use an open connection.
 
         Args:
-            connection: torch's, or one of our own.
-            prefix: before every key, with a ``/``; kept apart because torch's own prefixes reach no clone of ours.
+            connection: torch's, or rankwise's own.
+            prefix: before every key, with a ``/``; kept here because torch's own prefixes do not reach clones.
         """
         self._connection = connection
         self._prefix = prefix
 
     @property
     def torch_store(self) -> dist.Store:
-        """The same as torch takes it. Keep this object as long as torch may use it."""
+        """The store in the form that torch takes. Keep this object as long as torch may use it."""
         return dist.PrefixStore(self._prefix, self._connection) if self._prefix else self._connection
 
     def clone(self) -> Store:
-        """Return a connection of its own to the same store, for another thread."""
+        """Return a separate connection to the same store, for another thread."""
         with translated("another connection"):
             connection = self._connection.clone()  # pyright: ignore[reportAttributeAccessIssue] - newer than torch's stub
         return Store(connection, self._prefix)
@@ -53,13 +53,13 @@ class Store:
     def close(self) -> None:
         """End the connection, and the store if :func:`rankwise.store.opening.serve` returned it with this connection.
 
-        Torch's connections end when nothing refers to them any more.
+        Torch's connections are closed when nothing refers to them.
         """
         if isinstance(self._connection, StoreConnection):
             self._connection.close()
 
     def expect_answers_within(self, seconds: float) -> None:
-        """Count a store of our own as lost where it answers later than this; torch's is waited for until TCP gives up.
+        """Treat rankwise's own store as lost if it answers later than this; for torch's, only TCP's limit applies.
 
         Args:
             seconds: see :meth:`rankwise.store.client.StoreConnection.expect_answers_within`.
@@ -91,7 +91,7 @@ class Store:
 
         Raises:
             TimeoutError: it was not set within ``timeout_seconds``.
-            StoreLost: the store is gone.
+            StoreLost: the store has exited, or does not answer.
         """
         if isinstance(self._connection, StoreConnection):
             with translated(key):
@@ -101,7 +101,7 @@ class Store:
             return self._connection.get(self._key(key))
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
-        """Return when every key is set. Raises as :meth:`get` does."""
+        """Wait until every key is set. Raises as :meth:`get` does."""
         with translated(", ".join(keys)):
             self._connection.wait([self._key(key) for key in keys], timedelta(seconds=timeout_seconds))
 
@@ -137,7 +137,7 @@ class translated:  # noqa: N801 - reads as a word in `with translated(key):`
         if not isinstance(error, RuntimeError):
             return
         if "timeout" in str(error).lower():
-            message = f"nobody set {self._key} in the job's store in time"
+            message = f"{self._key} was not set in the job's store in time"
             raise TimeoutError(message) from error
-        message = f"the job's store is gone (at {self._key}): {str(error).splitlines()[0]}"
+        message = f"the job's store was lost (at {self._key}): {str(error).splitlines()[0]}"
         raise StoreLost(message) from error

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames over TCP, and the handshake by which two processes show each other that they hold one secret.
+"""Frames over TCP, and the handshake in which two processes prove to each other that they hold the same secret.
 
-Unpickles nothing and never sends the secret. What is sent after the handshake is neither signed nor encrypted.
+Unpickles nothing and never sends the secret. Data after the handshake is neither signed nor encrypted.
 Imported by the other files of this room, and by the launcher for connections of its own.
 """
 
@@ -32,19 +32,21 @@ PROTOCOL = b"rankwise-wire/01"
 NONCE_BYTES = 32
 LONGEST_PURPOSE_BYTES = 64
 HANDSHAKE_FRAME_BYTES = len(PROTOCOL) + NONCE_BYTES + LONGEST_PURPOSE_BYTES
-"""No frame before authentication is longer."""
+"""The longest frame before authentication."""
 NUMBER = struct.Struct(">I")
-"""The length of a frame, before it."""
+"""The header of a frame: its length."""
 LONGEST_FRAME_BYTES = 2**32 - 1
-"""More than this a length cannot say."""
+"""The largest length that the header can hold."""
+JOINED_BYTES = 2**16
+"""Buffers up to this size are sent together: each on its own would be a packet."""
 ATTEMPT_SECONDS = 10.0
-"""How long one attempt to connect lasts: the kernel's own pauses between its attempts grow too long."""
+"""How long one attempt to connect lasts: the kernel's own pauses between attempts grow too long."""
 SILENCE_SECONDS = 30.0
-"""After how long a server that says nothing is none of ours; it may only be slow."""
+"""After how long a server that sends nothing is not taken for rankwise's; it may just be slow."""
 GREETING_SECONDS = 2.0
-"""How long a server of ours may take to greet, where it only matters whether it is one."""
+"""How long a server may take to greet when only probed for being rankwise's."""
 ENDING_SECONDS = 10.0
-"""For how long a server may end each connection without a word: proxies do while what is behind them starts."""
+"""For how long a server may close each connection at once: proxies do while their backend starts."""
 FIRST_PAUSE_SECONDS = 0.01
 LONGEST_PAUSE_SECONDS = 0.5
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
@@ -55,11 +57,11 @@ Role = Literal[b"client", b"server"]
 
 
 class FrameTooLong(ConnectionError):
-    """A frame is announced that is longer than can be right here."""
+    """The announced length of a frame exceeds the limit."""
 
 
 class Answer(IntEnum):
-    """What the server says to a client's proof, in one byte; its own proof follows ``WELCOME``."""
+    """The server's answer to a client's proof, in one byte; its own proof follows ``WELCOME``."""
 
     WELCOME = 0
     REFUSED = 1
@@ -70,13 +72,20 @@ class Answer(IntEnum):
 
 
 def frame(data: bytes) -> bytes:
-    """Return ``data`` with its length before it."""
+    """Return ``data`` prefixed with its length."""
     return NUMBER.pack(len(data)) + data
 
 
 def json_frame(head: Mapping[str, object]) -> bytes:
-    """Return a head of JSON as a frame."""
+    """Return a JSON header as a frame."""
     return frame(json.dumps(head).encode())
+
+
+def as_sent(head: bytes, buffers: Sequence[memoryview]) -> list[bytes | memoryview]:
+    """Return a message as it goes out, one piece after the other: small buffers together with the head."""
+    if sum(buffer.nbytes for buffer in buffers) <= JOINED_BYTES:
+        return [b"".join([head, *buffers])]
+    return [head, *(buffer for buffer in buffers if buffer.nbytes)]
 
 
 def send_frame(sock: socket.socket, data: bytes) -> None:
@@ -88,40 +97,46 @@ def receive_frame(sock: socket.socket, limit: int = LONGEST_FRAME_BYTES) -> byte
     """Return the next frame of at most ``limit`` bytes.
 
     Raises:
-        FrameTooLong: a longer one was announced; the connection is of no more use.
+        FrameTooLong: a longer one was announced; the connection can no longer be used.
         ConnectionError: the connection ended.
         TimeoutError: the socket's own limit passed.
     """
-    return _receive(sock, checked_length(_receive(sock, NUMBER.size), limit))
+    head = bytearray(NUMBER.size)
+    fill(sock, memoryview(head))
+    data = bytearray(checked_length(head, limit))
+    fill(sock, memoryview(data))
+    return bytes(data)
 
 
 def checked_length(head: bytes | bytearray, limit: int) -> int:
-    """Return the length that the head of a frame announces, if it is within ``limit``.
+    """Return the length in the header of a frame, if it is within ``limit``.
 
     Raises:
         FrameTooLong: it is not.
     """
     (length,) = NUMBER.unpack(head)
     if length > limit:
-        raise FrameTooLong(f"a frame of {length} bytes was announced, and {limit} are the limit")
+        raise FrameTooLong(f"a frame of {length} bytes was announced; the limit is {limit} bytes")
     return int(length)
 
 
-def _receive(sock: socket.socket, num_bytes: int) -> bytes:
-    data = sock.recv(num_bytes) if num_bytes else b""
-    if len(data) == num_bytes:
-        return data
-    parts = bytearray(data)
-    while len(parts) < num_bytes:
-        if not data:
+def fill(sock: socket.socket, memory: memoryview) -> None:
+    """Read as many bytes as ``memory`` takes.
+
+    Raises:
+        ConnectionError: the connection ended before.
+        TimeoutError: the socket's own limit passed.
+    """
+    done = 0
+    while done < memory.nbytes:
+        count = sock.recv_into(memory[done:])
+        if not count:
             raise ConnectionError("the other side ended the connection")
-        data = sock.recv(num_bytes - len(parts))
-        parts += data
-    return bytes(parts)
+        done += count
 
 
 async def receive_frame_on_loop(sock: socket.socket, limit: int = LONGEST_FRAME_BYTES) -> bytes:
-    """Return the next frame of at most ``limit`` bytes, and read not a byte behind it. Raises as the plain one does."""
+    """Return the next frame of at most ``limit`` bytes, without reading past it. Raises as the plain one does."""
     head = bytearray(NUMBER.size)
     await fill_on_loop(sock, memoryview(head))
     data = bytearray(checked_length(head, limit))
@@ -130,7 +145,7 @@ async def receive_frame_on_loop(sock: socket.socket, limit: int = LONGEST_FRAME_
 
 
 async def fill_on_loop(sock: socket.socket, memory: memoryview) -> None:
-    """Read as many bytes as ``memory`` takes.
+    """Read as many bytes as ``memory`` holds.
 
     Raises:
         ConnectionError: the connection ended before.
@@ -158,7 +173,7 @@ async def write_frame(writer: StreamWriter, data: bytes) -> None:
 
 
 def pack_fields(fields: Sequence[bytes]) -> bytes:
-    """Return fields as one text, each with its length before it: no two lists give the same."""
+    """Return fields as one byte string, each prefixed with its length: no two lists give the same."""
     return b"".join(map(frame, fields))
 
 
@@ -173,10 +188,10 @@ def unpack_fields(data: bytes) -> list[bytes]:
     while position < len(data):
         start = position + NUMBER.size
         if start > len(data):
-            raise ValueError("a field's length is cut off")
+            raise ValueError("a field's length is truncated")
         position = start + NUMBER.unpack_from(data, position)[0]
         if position > len(data):
-            raise ValueError("a field is cut off")
+            raise ValueError("a field is truncated")
         fields.append(data[start:position])
     return fields
 
@@ -186,14 +201,14 @@ def unpack_fields(data: bytes) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Nonces:
-    """The two numbers of one handshake, never used before."""
+    """The two nonces of one handshake."""
 
     client: bytes
     server: bytes
 
 
 def new_nonce() -> bytes:
-    """Return a number for one handshake."""
+    """Return a nonce for one handshake."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
@@ -206,16 +221,16 @@ def parse_hello(frame: bytes) -> tuple[bytes, str]:
     """Return the nonce and the purpose of a first frame.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a first frame.
     """
     end = len(PROTOCOL) + NONCE_BYTES
     if len(frame) < end or not frame.startswith(PROTOCOL):
-        raise ValueError("this is no greeting of rankwise")
+        raise ValueError("not a rankwise greeting")
     return frame[len(PROTOCOL) : end], frame[end:].decode()
 
 
 def proof(secret: bytes, role: Role, purpose: str, nonces: Nonces) -> bytes:
-    """Return what only who holds ``secret`` can say, in this role, for this purpose, in this handshake.
+    """Return the proof that only a holder of ``secret`` can compute, for this role, purpose and handshake.
 
     Source: HMAC-SHA256 (RFC 2104).
     """
@@ -224,7 +239,7 @@ def proof(secret: bytes, role: Role, purpose: str, nonces: Nonces) -> bytes:
 
 
 def is_proof(given: bytes, secret: bytes, role: Role, purpose: str, nonces: Nonces) -> bool:
-    """Whether ``given`` is that proof, found out in a time that tells nothing."""
+    """Whether ``given`` is that proof, compared in constant time."""
     return hmac.compare_digest(given, proof(secret, role, purpose, nonces))
 
 
@@ -245,15 +260,15 @@ def checked_secret(secret: bytes) -> bytes:
 
 
 class _Dropped(Exception):
-    """The server ended the connection before it answered."""
+    """The server closed the connection before it answered."""
 
     def __init__(self, *, greeted: bool) -> None:
-        super().__init__("the connection was accepted and ended again")
+        super().__init__("the connection was accepted and closed again")
         self.greeted = greeted
 
 
 def open_connection(host: str, port: int, secret: bytes, purpose: str, timeout_seconds: float) -> socket.socket:
-    """Return an authenticated connection, waiting until somebody serves ``host:port``.
+    """Return an authenticated connection, waiting until ``host:port`` is served.
 
     Args:
         host: name or address of the server's machine.
@@ -264,12 +279,12 @@ def open_connection(host: str, port: int, secret: bytes, purpose: str, timeout_s
             server is flooded.
 
     Returns:
-        A blocking socket without a limit of its own, right behind the handshake.
+        A blocking socket without a timeout, positioned right after the handshake.
 
     Raises:
         SecretRefused: the server holds another secret.
-        NotRankwise: what listens there speaks something else.
-        TimeoutError: nothing answered in time; the last error of the system is in it.
+        NotRankwise: what listens there uses another protocol.
+        TimeoutError: nothing answered in time; it includes the system's last error.
     """
     checked_secret(secret)
     deadline = time.monotonic() + timeout_seconds
@@ -284,7 +299,7 @@ def open_connection(host: str, port: int, secret: bytes, purpose: str, timeout_s
             now = time.monotonic()
             ending_since = None if dropped.greeted else ending_since or now
             if ending_since is not None and now - ending_since > ENDING_SECONDS:
-                raise _not_rankwise(host, port, "it ends every connection without a word") from None
+                raise _not_rankwise(host, port, "it closes every connection without sending anything") from None
         except OSError as error:
             last = error
             ending_since = None
@@ -310,7 +325,7 @@ def _connected(host: str, port: int, secret: bytes, purpose: str, limit_seconds:
 
 
 def greets(host: str, port: int) -> bool:
-    """Return whether what listens at ``host:port`` speaks first, and as rankwise does."""
+    """Return whether what listens at ``host:port`` sends a rankwise greeting first."""
     try:
         with socket.create_connection((host, port), GREETING_SECONDS) as sock:
             parse_hello(receive_frame(sock, HANDSHAKE_FRAME_BYTES))
@@ -325,28 +340,28 @@ def _exchange_hellos(sock: socket.socket, nonce: bytes, purpose: str, address: t
         send_frame(sock, hello(nonce, purpose))
         return parse_hello(receive_frame(sock, HANDSHAKE_FRAME_BYTES))[0]
     except (FrameTooLong, ValueError):
-        raise _not_rankwise(*address, "its first words are not rankwise's of this version") from None
+        raise _not_rankwise(*address, "its greeting is not that of this version of rankwise") from None
     except TimeoutError:
         if (sock.gettimeout() or 0.0) < SILENCE_SECONDS:
             raise
-        raise _not_rankwise(*address, f"it said nothing for {SILENCE_SECONDS:.0f} s") from None
+        raise _not_rankwise(*address, f"it sent nothing for {SILENCE_SECONDS:.0f} s") from None
     except ConnectionError:
         raise _Dropped(greeted=False) from None
 
 
 def _prove(sock: socket.socket, secret: bytes, purpose: str, nonces: Nonces, address: tuple[str, int]) -> None:
-    """Show the server that we hold the secret, and have it show the same."""
+    """Prove to the server that this process holds the secret, and check its proof."""
     try:
         send_frame(sock, proof(secret, b"client", purpose, nonces))
         frame = receive_frame(sock, HANDSHAKE_FRAME_BYTES)
     except FrameTooLong:
-        raise _not_rankwise(*address, "its answer is not rankwise's") from None
+        raise _not_rankwise(*address, "its answer is not a rankwise answer") from None
     except ConnectionError:
         raise _Dropped(greeted=True) from None
     host, port = address
     if frame[:1] == bytes([Answer.UNKNOWN_PURPOSE]):
         raise NotRankwise(
-            f"The server at {host}:{port} is of rankwise, and does not serve {purpose!r}.",
+            f"The server at {host}:{port} is a rankwise server, but does not serve {purpose!r}.",
             do="give the address of the job's own server",
         )
     if frame[:1] != bytes([Answer.WELCOME]) or not is_proof(frame[1:], secret, b"server", purpose, nonces):
@@ -359,9 +374,9 @@ def _prove(sock: socket.socket, secret: bytes, purpose: str, nonces: Nonces, add
 
 def _not_rankwise(host: str, port: int, why: str) -> NotRankwise:
     return NotRankwise(
-        f"What listens at {host}:{port} does not speak rankwise's protocol: {why}.",
+        f"The program that listens at {host}:{port} does not use rankwise's protocol: {why}.",
         do="set RANKWISE_SECRET for every process or for none, with one version of rankwise; "
-        f"else give another port. What listens: ss -ltnp 'sport = :{port}' on {host}",
+        f"otherwise use another port. To see what listens: ss -ltnp 'sport = :{port}' on {host}",
     )
 
 
@@ -383,14 +398,14 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigurationError(
             f"The job's store cannot be served on {host}:{port}: {error.strerror}.",
-            do="give another port (MASTER_PORT or init_method), or end the process that holds this one: "
+            do="use another port (MASTER_PORT or init_method), or end the process that uses this one: "
             f"ss -ltnp 'sport = :{port}'",
         ) from error
     return listener
 
 
 def prepare(sock: socket.socket) -> None:
-    """Have a connection send at once, notice a peer's machine that is gone, and not live on in forked children."""
+    """Have a connection send at once, notice the loss of a peer's machine, and not stay open in forked children."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE:
@@ -405,8 +420,8 @@ _of_this_process: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 def close_in_children(sock: socket.socket) -> None:
     """Have processes forked from this one close their copy of ``sock``.
 
-    A loader's worker that outlives its rank would otherwise keep the rank's connections open, and nobody would
-    notice that the rank is gone.
+    A loader's worker that outlives its rank would otherwise keep the rank's connections open, and its exit would
+    go unnoticed.
     """
     _of_this_process.add(sock)
     _follow_forks()
@@ -419,7 +434,7 @@ def _follow_forks() -> None:
 
 def _close_all() -> None:
     for sock in list(_of_this_process):
-        # An event loop's copy of the object must not close the number again when something else has it.
+        # An event loop's copy of the object must not close the file descriptor again once it is reused.
         descriptor = sock.detach()
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as values: in files, as other libraries' arrays, compared between replicas."""
+"""Tensors as values: in files that are complete or absent, as other libraries' arrays, compared between replicas."""

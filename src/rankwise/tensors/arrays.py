@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of other libraries and plain numbers as tensors, and tensors back as what they were.
+"""Arrays of other libraries and plain numbers as tensors, and tensors converted back.
 
-NumPy arrays and scalars, Python numbers, and whatever exchanges memory by ``__dlpack__``: JAX, CuPy, TensorFlow.
-Nobody's library is imported here: who passes an array of it has done so.
+NumPy arrays and scalars, Python numbers, and every array with ``__dlpack__``: JAX, CuPy, TensorFlow.
+No such library is imported here: a caller that passes its array has imported it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rankwise.errors import ConfigurationError
 
 
 def tensor_of(leaf: object, name: str, other: str) -> torch.Tensor:
-    """Return a leaf as a tensor on the device it lies on; a tensor as it is.
+    """Return a leaf as a tensor on its own device; a tensor unchanged.
 
     Args:
         leaf: tensor, array or number.
-        name: of the call that it was given to, for the error.
+        name: of the call that it was passed to, for the error.
         other: the call that takes other objects.
 
     Raises:
-        ConfigurationError: it is none of these, or nothing that can be sent as it lies in memory.
+        ConfigurationError: it is none of these, or its memory cannot be sent as it is.
     """
     if isinstance(leaf, torch.Tensor):
         return _with_memory(leaf, name)
@@ -40,13 +40,13 @@ def tensor_of(leaf: object, name: str, other: str) -> torch.Tensor:
     if hasattr(leaf, "__dlpack__"):
         return _from_dlpack(leaf, name)
     raise ConfigurationError(
-        f"{name} takes tensors, arrays and numbers, not {type(leaf).__name__}.",
+        f"{name} takes tensors, arrays and numbers, got {type(leaf).__name__}.",
         do=f"use {other} for other objects",
     )
 
 
 def back(leaf: object, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - the leaf's own type
-    """Return ``tensor``, which nobody else holds, as the kind of thing ``leaf`` is."""
+    """Return ``tensor``, which has no other owner, as an object of the type of ``leaf``."""
     if isinstance(leaf, torch.Tensor):
         return tensor
     if isinstance(leaf, np.generic):
@@ -60,8 +60,8 @@ def back(leaf: object, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - the leaf'
 
 def _with_memory(leaf: torch.Tensor, name: str) -> torch.Tensor:
     for is_other, kind, do in (
-        (leaf.is_meta, "on the meta device", "give it values first: there is nothing to send"),
-        (hasattr(leaf, "full_tensor"), "of which each rank holds a part", "pass tensor.to_local() or full_tensor()"),
+        (leaf.is_meta, "on the meta device", "give it values first: it has nothing to send"),
+        (hasattr(leaf, "full_tensor"), "that each rank holds a part of", "pass tensor.to_local() or full_tensor()"),
         (leaf.layout != torch.strided, f"of layout {leaf.layout}", "pass tensor.to_dense(), or its parts"),
         (leaf.is_quantized, "that is quantized", "pass tensor.int_repr() or dequantize()"),
     ):
@@ -79,22 +79,22 @@ def _from_int(leaf: int, name: str) -> torch.Tensor:
 def _from_numpy(leaf: np.ndarray[Any, Any] | np.generic, name: str) -> torch.Tensor:
     if isinstance(leaf, np.ma.MaskedArray):
         raise ConfigurationError(
-            f"{name} cannot take a masked array: what is masked would count.",
-            do="pass array.filled(0), and where it counts as an array of its own: ~numpy.ma.getmaskarray(array)",
+            f"{name} cannot take a masked array: its masked elements would be included.",
+            do="pass array.filled(0), and the mask as a separate array: ~numpy.ma.getmaskarray(array)",
         )
     try:
         return torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("=")))
     except TypeError as error:
         raise ConfigurationError(
             f"{name} cannot take a NumPy array of {leaf.dtype}: torch has no such dtype.",
-            do="convert it first, texts to bytes: np.frombuffer(text.encode(), np.uint8)",
+            do="convert it first, strings to bytes: np.frombuffer(text.encode(), np.uint8)",
         ) from error
 
 
 def _from_dlpack(leaf: object, name: str) -> torch.Tensor:
     _reader_of(leaf)
     try:
-        # A copy: what lies there may not be written to, and what is sent must not change meanwhile.
+        # A copy: the memory may be read-only, and must not change while it is sent.
         return torch.from_dlpack(leaf).clone()
     except AttributeError as error:
         raise _without_memory(leaf, name, "jit, grad and vmap", str(error)) from error
@@ -109,9 +109,9 @@ def _from_dlpack(leaf: object, name: str) -> torch.Tensor:
 
 def _without_memory(leaf: object, name: str, inside_of: str, evidence: str = "") -> ConfigurationError:
     return ConfigurationError(
-        f"{name} cannot take a {type(leaf).__qualname__}: it stands for an array, and has no memory.",
+        f"{name} cannot take a {type(leaf).__qualname__}: it stands for an array and has no memory.",
         evidence=evidence or None,
-        do=f"call {name} on what comes out of {inside_of}, not inside",
+        do=f"call {name} on the result of {inside_of}, not inside it",
     )
 
 
@@ -126,7 +126,7 @@ def _reader_of(leaf: object) -> Any:  # noqa: ANN401 - another library's functio
     reader = getattr(sys.modules.get(package), "from_dlpack", None)
     if reader is None:
         raise ConfigurationError(
-            f"{package} has no from_dlpack() by which an array could come back as {type(leaf).__name__}.",
+            f"{package} has no from_dlpack() that could return the result as {type(leaf).__name__}.",
             do="pass it as a NumPy array",
         )
     return reader
@@ -137,13 +137,13 @@ def _package_of(leaf: object) -> str:
 
 
 def _of_tensorflow(leaf: Any, name: str) -> object:  # noqa: ANN401 - TensorFlow's tensor or variable
-    """Return the tensor that a variable holds, and a tensor as it is."""
+    """Return the tensor that a variable holds, or a tensor unchanged."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None and dtype.name in {"string", "variant", "resource"}:
-        # Asked for the memory of such a tensor, TensorFlow ends the process.
+        # TensorFlow ends the process when the memory of such a tensor is requested.
         raise ConfigurationError(
             f"{name} cannot take a TensorFlow tensor of {dtype.name}: it has no memory that torch can read.",
-            do="pass its values as numbers; texts as bytes: tf.io.decode_raw(text, tf.uint8)",
+            do="pass its values as numbers; strings as bytes: tf.io.decode_raw(text, tf.uint8)",
         )
     value = leaf.value() if isinstance(leaf, sys.modules["tensorflow"].Variable) else leaf
     if isinstance(value, sys.modules["tensorflow"].Tensor) and not hasattr(value, "__dlpack__"):

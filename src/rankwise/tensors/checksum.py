@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of what replicas have in common: the bits of tensors, and the hyperparameters of optimizers.
+"""Checksums of what replicas share: the bits of tensors, and the hyperparameters of optimizers.
 
-Of tensors: a few operations for many small ones, one pass over memory. Used by the guards of replicas, for all tensors
-of a model at once, and for each once they differ. Sends nothing.
+For tensors: a few operations for many small ones, one pass over memory. Used by the guards of replicas, for all
+tensors of a model at once, and for each once they differ. Sends nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WORD_BYTES = 8
 NUM_COLUMNS = 251
-"""Words are summed per column, and columns are weighted. A prime: rows of a table that change places change columns."""
+"""Words are summed per column, and columns are weighted. A prime: swapped rows of a table then change columns."""
 SMALL_BYTES = 2**16
 """Up to this size a tensor is copied together with others: a call per tensor would take longer."""
 PIECE_BYTES = 2**22
@@ -32,11 +32,11 @@ PIECE_BYTES = 2**22
 SHORT_BITS = 0xFFFFF
 """Few enough that sums of squares are exact in float64 for thousands of ranks."""
 NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Keys of a parameter group that say nothing about what a step computes."""
+"""Keys of a parameter group that do not affect what a step computes."""
 
 
 class ChecksumOfAll:
-    """One checksum of many tensors, taken again and again while their values change."""
+    """One checksum of many tensors, taken repeatedly while their values change."""
 
     def __init__(self) -> None:
         self._places: list[tuple[int, torch.Size, torch.dtype]] = []
@@ -51,7 +51,7 @@ class ChecksumOfAll:
         """
         places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
         if places != self._places or not all(tensor.is_contiguous() for tensor in tensors):
-            # The flat views of the time before show other memory now.
+            # The previous flat views refer to other memory now.
             self._pieces = _pieces([tensor.detach().reshape(-1) for tensor in tensors])
             self._places = places
         return combined(
@@ -81,7 +81,7 @@ def are_equal(num_ranks: int, sum_of_values: float, sum_of_squares: float) -> bo
 
 
 def _pieces(flats: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return tensors in lists, each of which may be one tensor: of one dtype and device, up to a size."""
+    """Return tensors in lists, each of one dtype and device and up to a size; a list may be a single tensor."""
     closed: list[list[torch.Tensor]] = []
     open_of: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for flat in flats:
@@ -105,7 +105,7 @@ def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
     weights = _weights(flat.device)
     num_rows = words.numel() // NUM_COLUMNS
     last = words[num_rows * NUM_COLUMNS :]
-    # Not torch.dot(), which accelerators do not have for integers.
+    # Not torch.dot(), which accelerators do not support for integers.
     total = (last * weights[: last.numel()]).sum()
     if num_rows:
         # Sums of integers are the same in any order, and wrap around.
@@ -117,7 +117,7 @@ def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    # Odd: none of them loses a bit of what it multiplies.
+    # Odd: multiplying by an odd number loses no bit.
     numbers = [(0x9E3779B97F4A7C15 * (2 * column + 1)) % 2**63 | 1 for column in range(NUM_COLUMNS)]
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
@@ -143,7 +143,7 @@ def settings_checksum(optimizer: Optimizer) -> int:
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a parameter group, as JSON can carry them."""
+    """Return the hyperparameters of a parameter group in JSON-able form."""
     return {key: _plain(value, waits=True) for key, value in group.items() if key not in NOT_COMPARED}
 
 
@@ -157,18 +157,18 @@ def is_same_setting(one: object, other: object) -> bool:
 def _bytes_of(values: list[Any]) -> bytes:
     """Return values as bytes that are the same in every process."""
     try:
-        # Of the second version: later ones depend on who else holds a value.
+        # Version 2: later ones depend on other references to a value.
         return marshal.dumps(values, 2)
     except ValueError:  # a tensor among them
         return marshal.dumps([_plain(value, waits=False) for value in values], 2)
 
 
 def _plain(value: object, *, waits: bool) -> Any:  # noqa: ANN401 - of any kind
-    """Return what JSON can carry of a hyperparameter.
+    """Return a hyperparameter in JSON-able form.
 
     Args:
         value: of a parameter group.
-        waits: read a tensor on an accelerator, which takes until the device has come to it.
+        waits: read a tensor on an accelerator, which waits for the device.
     """
     if isinstance(value, torch.Tensor):
         is_read = value.numel() == 1 and not value.is_meta and (waits or value.device.type == "cpu")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain safetensors files, by the names of the tensors in them: one file, or a folder of several.
 
-Reads one tensor or one region at a time, and nothing else of a file; writes nothing. Imported by whatever takes
-weights from files that others wrote.
+Reads one tensor or one region at a time, and nothing else of a file; writes nothing. Imported by the code that
+reads weights from files written by other tools.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ CODES: dict[torch.dtype, str] = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-"""What the format calls each dtype."""
+"""The format's name of each dtype."""
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a file says about one of its tensors."""
+    """A file's entry for one of its tensors."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class TensorFiles:
     """Open files and the tensors in them. A context manager.
 
     Args:
-        path: what was asked for, for errors.
+        path: the path that was passed, for errors.
         opened: the open files.
         file_of: which file each tensor is read from.
     """
@@ -108,7 +108,7 @@ class TensorFiles:
         return self._mapped(name)[slices].clone()
 
     def read_into(self, name: str, destination: torch.Tensor) -> None:
-        """Copy a tensor to where it shall be, converted to that dtype. Takes no memory in between.
+        """Copy a tensor into ``destination``, converted to its dtype. Takes no memory in between.
 
         Args:
             name: of the tensor.
@@ -135,17 +135,17 @@ class TensorFiles:
         )
 
     def _mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor that is the file's own pages: only what is touched is read."""
+        """Return a tensor backed by the file's own pages: only what is accessed is read."""
         entry = self.entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{self.path} holds no tensor {name!r}.", do="ask for one of .entries")
+            raise CheckpointError(f"{self.path} has no tensor {name!r}.", do="ask for one of .entries")
         if not self._opened:
             raise CheckpointError(f"{self.path} is closed.", do="read inside the `with` block")
         with _damage_reported(entry.file):
             return self._opened[entry.file].get_tensor(name)
 
     def close(self) -> None:
-        """Close the files. What has been read stays."""
+        """Close the files. Tensors that were read stay valid."""
         for opened in self._opened.values():
             opened.__exit__(None, None, None)
         self._opened.clear()
@@ -162,22 +162,22 @@ class TensorFiles:
 def open_tensor_files(path: str | os.PathLike[str]) -> TensorFiles:
     """Open one safetensors file, or all files of a folder, as one set of named tensors.
 
-    In a folder, ``model.safetensors.index.json`` (or the only index there is) says which file holds which tensor.
-    Without an index all files of the folder count, and no two may hold the same name.
+    In a folder, ``model.safetensors.index.json`` (or the only index there) maps each tensor to its file.
+    Without an index all files of the folder are used, and no two may contain the same name.
 
     Args:
         path: a ``.safetensors`` file, a ``.safetensors.index.json`` file, or a folder with either.
 
     Raises:
-        ConfigurationError: nothing there, or no files of this format.
-        CheckpointError: a file is damaged, missing from what the index names, or two hold the same name.
+        ConfigurationError: the path does not exist, or has no files of this format.
+        CheckpointError: a file is damaged, lacks what the index names, or two contain the same name.
 
     Source: safetensors.safe_open; the index as transformers and diffusers write it.
     """
     place = Path(path)
     if not place.exists():
         raise ConfigurationError(
-            f"There is nothing at {place}.", do="name a .safetensors file, or a folder that holds some"
+            f"{place} does not exist.", do="pass a .safetensors file, or a folder that contains some"
         )
     if place.is_file() and not place.name.endswith(".json"):
         return _opened(place, {place: None})
@@ -188,8 +188,8 @@ def open_tensor_files(path: str | os.PathLike[str]) -> TensorFiles:
     if not found:
         names = sorted(entry.name for entry in place.iterdir())
         raise ConfigurationError(
-            f"{place} holds no {SUFFIX} file.",
-            evidence="it holds " + (", ".join(names[:10]) + (", ..." if len(names) > 10 else "") or "nothing"),  # noqa: PLR2004 - enough to know the folder by
+            f"{place} contains no {SUFFIX} file.",
+            evidence="it contains " + (", ".join(names[:10]) + (", ..." if len(names) > 10 else "") or "nothing"),  # noqa: PLR2004 - enough to recognize the folder
             do="convert other formats first: safetensors.torch.save_file(torch.load(old, weights_only=True), new)",
         )
     return _opened(place, dict.fromkeys(found))
@@ -224,14 +224,14 @@ def _files_of_index(index: Path) -> dict[Path, set[str] | None]:
                 names.add(name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{index} is no index of safetensors files: {error!r}",
-            do="fetch it again, or remove it: the files of the folder are then taken without it",
+            f"{index} is not an index of safetensors files: {error!r}",
+            do="download it again, or remove it: the files of the folder are then read without it",
         ) from error
     return wanted
 
 
 def _opened(path: Path, wanted: Mapping[Path, set[str] | None]) -> TensorFiles:
-    """Open files and collect the names in them; ``None`` wants all of a file."""
+    """Open files and collect the names in them; ``None`` selects all of a file."""
     opened: dict[Path, Any] = {}
     file_of: dict[str, Path] = {}
     with ExitStack() as until_complete:
@@ -242,12 +242,12 @@ def _opened(path: Path, wanted: Mapping[Path, set[str] | None]) -> TensorFiles:
                 raise CheckpointError(
                     f"{file} lacks {len(names - there)} tensors that the index says it holds.",
                     evidence=_some(sorted(names - there)),
-                    do="fetch the files again, all of one version",
+                    do="download the files again, all of the same version",
                 )
             for name in sorted(there if names is None else names):
                 if name in file_of:
                     raise CheckpointError(
-                        f"Two files hold {name!r}.",
+                        f"Two files contain {name!r}.",
                         evidence=f"{file_of[name]}\n{file}",
                         do=f"keep one of them in {path}, or pass the path of the file to use",
                     )
@@ -268,7 +268,7 @@ def _info_of(name: str, file: Path, opened: Any) -> TensorInfo:  # noqa: ANN401 
     dtype = _DTYPES.get(code)
     if dtype is None:
         raise CheckpointError(
-            f"{file} holds {name!r} in a format that this PyTorch has no dtype for: {code}.",
+            f"{file} holds {name!r} in a format for which this PyTorch has no dtype: {code}.",
             do="save the weights in float32, bfloat16 or float16",
         )
     return TensorInfo(dtype, tuple(int(size) for size in kind.get_shape()), file)
@@ -284,5 +284,5 @@ def _damage_reported(file: Path) -> Generator[None]:
         yield
     except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file} cannot be read: {error}", do="fetch or save it again; other formats than safetensors are not read"
+            f"{file} cannot be read: {error}", do="download or save it again; only the safetensors format is read"
         ) from error

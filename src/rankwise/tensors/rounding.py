@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far values may be apart and still be the same but for rounding: processors of other kinds round differently.
+"""How far values may differ and still be the same up to rounding: different kinds of processors round differently.
 
 Used by the guards of replicas, which compare values where checksums of bits differ.
 """
@@ -11,17 +11,17 @@ from functools import cache
 import torch
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "complex128": 1e-8, "complex64": 1e-4}
-"""Up to which part of its largest element two ranks' values of a tensor may differ by rounding, after many steps."""
+"""How much two ranks' values may differ by rounding after many steps, relative to the tensor's largest element."""
 NARROW_TOLERANCE = 2e-2
-"""The same of floating-point numbers of 16 bits and fewer."""
+"""The same for floating-point numbers of 16 bits or fewer."""
 FLOOR = 1e-3
-"""Part of a model's largest element that a tensor's counts as at least: near zero, earlier rounding remains."""
+"""Lower bound of a tensor's largest element, relative to the model's: near zero, earlier rounding remains."""
 NUM_COLUMNS = 251
 CHUNK_ELEMENTS = NUM_COLUMNS * 2**14
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return which part of its largest element a value of ``dtype`` may be apart; 0 for integers."""
+    """Return how much a value of ``dtype`` may differ, relative to its largest element; 0 for integers."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return TOLERANCE.get(str(dtype).removeprefix("torch."), NARROW_TOLERANCE)
@@ -31,7 +31,7 @@ def tolerance(dtype: torch.dtype) -> float:
 def summary_of(tensor: torch.Tensor) -> tuple[float, float]:
     """Return two numbers by which ranks compare a tensor without sending it: a projection, and its norm.
 
-    Values that are apart at random by a part of the norm have projections that are apart by about that part of it.
+    Values that differ at random by a fraction of the norm have projections that differ by about that fraction.
     """
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = plain.detach().reshape(-1)
@@ -56,5 +56,5 @@ def is_rounding(one: tuple[float, float], other: tuple[float, float], part: floa
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    # Of both signs, and no two alike: the sum of a bias below softmax never changes, and its projection does.
+    # Of both signs, and all different: the sum of a bias before softmax never changes, but its projection does.
     return torch.cos(torch.arange(1, NUM_COLUMNS + 1, dtype=torch.float64)).to(device)

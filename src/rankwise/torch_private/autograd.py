@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
     Edge = tuple[Node, int]
-    """A node, and which of its outputs."""
+    """A node, and the number of its output."""
 
 NO_GRAPH = -1
-"""The number of the backward where none is running."""
+"""The number of the backward if none is running."""
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 """Return the number of the backward that is running on this thread, or ``NO_GRAPH``."""
@@ -26,7 +26,7 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 run_after_backward: Callable[[Callable[[], None]], None] = (
     getattr(torch.autograd.graph, "queue_callback", None) or torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined] # noqa: SLF001
 )
-"""Run a function when the running backward has finished; what is queued last runs last."""
+"""Run a function when the running backward has finished; functions run in the order they were queued."""
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Return how many times a tensor was changed in place."""
@@ -49,12 +49,12 @@ def innermost_saved_tensors_hooks() -> Hooks | None:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether autograd follows a tensor as a view of another one."""
+    """Return whether autograd tracks a tensor as a view of another one."""
     return tensor._is_view()  # noqa: SLF001
 
 
 def metadata_of(node: Node) -> dict[str, Any]:
-    """Return what was noted on a node, to be changed. Public in torch, which declares it as a function."""
+    """Return a node's mutable metadata. Public in torch, which declares it as a function."""
     return cast("dict[str, Any]", node.metadata)
 
 
@@ -71,11 +71,11 @@ _READERS: dict[str, _Reader] = {
 
 
 _lacking: set[tuple[type, str]] = set()
-"""Kinds of nodes of C++, and names under which they save nothing: to ask again would cost an exception."""
+"""Kinds of nodes of C++, and names under which they save nothing: another lookup would cost an exception."""
 
 
 def saved(node: Node, name: str) -> Any:  # noqa: ANN401 - each node saves something else
-    """Return what a node saved in its forward under a name; ``None`` where it saved no such thing."""
+    """Return what a node saved in its forward under a name; ``None`` if it saved nothing."""
     key = type(node), name
     if key in _lacking:
         return None
@@ -88,9 +88,9 @@ def saved(node: Node, name: str) -> Any:  # noqa: ANN401 - each node saves somet
 
 
 def shape_of(edge: Edge) -> tuple[int, ...]:
-    """Return the shape of what flows into a node: of the value that it computed in its forward.
+    """Return the shape of the gradient of a node: that of the value computed in its forward.
 
-    Unlike a saved tensor it is there without calling any hook of saved tensors.
+    Unlike a saved tensor it is available without calling any hook of saved tensors.
     """
     node, output = edge
     shapes: Any = node._input_metadata  # type: ignore[attr-defined] # noqa: SLF001
@@ -103,7 +103,7 @@ OF_BLOCK = f"{_FUNCTION}Backward"
 
 
 def is_of_strategy(node: Node) -> bool:
-    """Return whether a node is of a function by which rankwise spreads a model: one rank computes the same."""
+    """Return whether a node belongs to a function of a rankwise strategy: one rank computes the same."""
     function = getattr(node, "_forward_cls", None)
     return function is not None and function.__module__.startswith("rankwise.parallel.")
 

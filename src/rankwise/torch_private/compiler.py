@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that torch.compile leaves alone, at no cost where nothing is compiled."""
+"""Functions that torch.compile skips, at no cost if nothing is compiled."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OWN_RANDOMNESS_OFF = "torch._inductor.config.fallback_random"
-"""The setting that has compiled code draw by torch's random operations, as users are told."""
+"""The setting that makes compiled code use torch's random operations, as named in messages."""
 
 
 def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
-    """Return ``fn`` as the compiler leaves it alone: it runs as it is, between two compiled graphs.
+    """Return ``fn`` so that the compiler skips it: it runs uncompiled, between two compiled graphs.
 
     torch.compiler.disable imports the compiler (1.5 s) at once, and the private form does at its first call. Here it
-    is called only where the compiler has been imported: nothing is compiled before.
+    is called only once the compiler has been imported: nothing is compiled before.
     """
     disabled = torch._disable_dynamo(fn)  # noqa: SLF001
 
@@ -36,9 +36,9 @@ def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def uncompiled_hook(fn: Callable[P, None]) -> Callable[P, None]:
-    """Return ``fn``, which torch calls at every step, as the compiler leaves it alone.
+    """Return ``fn``, which torch calls at every step, so that the compiler skips it.
 
-    Costs less than :func:`uncompiled` where nothing is compiled, which takes several times as long as to count a step.
+    If nothing is compiled it costs less than :func:`uncompiled`, which takes several times as long as counting a step.
     """
     disabled = uncompiled(fn)
 
@@ -50,12 +50,12 @@ def uncompiled_hook(fn: Callable[P, None]) -> Callable[P, None]:
 
 
 def import_compiler() -> None:
-    """Import the compiler, which torch's optimizers import when they are first used."""
+    """Import the compiler, which torch's optimizers import at their first use."""
     importlib.import_module("torch._dynamo")
 
 
 def module_within(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module that ``torch.compile(module)`` has wrapped, or ``None`` where it has not."""
+    """Return the module that ``torch.compile(module)`` has wrapped, or ``None`` if there is none."""
     return dict(module.named_children()).get("_orig_mod")
 
 

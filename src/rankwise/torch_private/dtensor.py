@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inside of DTensors. Imports torch's DTensor, which takes long, only where there is one."""
+"""The inside of DTensors. Imports torch's DTensor, which takes long, only if there is one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor that may be split over ranks, as tensor_parallel splits it."""
-    # Checking for the class would mean importing it, and to_local() takes part in autograd.
+    # Checking for the class would mean importing it, and to_local() is differentiable.
     part = getattr(tensor, "_local_tensor", tensor)
     return part if isinstance(part, torch.Tensor) else tensor
 
@@ -41,7 +41,7 @@ def placed_as_shaped(template: Any, part: torch.Tensor, shape: tuple[int, ...]) 
     Args:
         template: a DTensor.
         part: what this rank holds; on any device.
-        shape: whole; where it is not that of the template, the result is replicated.
+        shape: whole; if it is not that of the template, the result is replicated.
     """
     from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - there already, where a template is
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: PLC0415 - as above
@@ -66,5 +66,5 @@ def shard_orders(tensor: Any) -> Iterator[tuple[int, list[int]]]:  # noqa: ANN40
 
 
 def split_factor(placement: Placement) -> int:
-    """Return how many pieces there were before a placement split them: 1 but for strided ones."""
+    """Return how many pieces there were before a placement split them: 1 except for strided ones."""
     return getattr(placement, "split_factor", 1)

@@ -44,7 +44,7 @@ def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
 
 
 def call_before_reduction(group: FSDPParamGroup, action: Callable[[FSDPParamGroup], None]) -> None:
-    """Have ``action`` run each time backward has left the block of a group, before its gradients are reduced."""
+    """Run ``action`` each time backward has left the block of a group, before its gradients are reduced."""
     reduce = group.post_backward
 
     def post_backward(*unused: object) -> None:
@@ -60,12 +60,12 @@ def params_of(group: FSDPParamGroup) -> list[FSDPParam]:
 
 
 def sharded_of(one: FSDPParam) -> nn.Parameter:
-    """Return what this rank holds of a parameter, as the optimizer knows it."""
+    """Return this rank's shard of a parameter, as the optimizer sees it."""
     return one.sharded_param
 
 
 def whole_of(one: FSDPParam) -> nn.Parameter | None:
-    """Return the whole parameter, which autograd gives gradients; ``None`` before the first forward."""
+    """Return the unsharded parameter, which receives gradients from autograd; ``None`` before the first forward."""
     return getattr(one, "_unsharded_param", None)
 
 
@@ -82,10 +82,10 @@ def forget_gradient(one: FSDPParam) -> None:
 
 
 def reduce_instead(one: FSDPParam, gradient: torch.Tensor) -> None:
-    """Have torch reduce ``gradient`` in place of what the last backward left.
+    """Make torch reduce ``gradient`` instead of the last backward's gradient.
 
-    From torch 2.15 on the whole parameter's ``grad`` takes any dtype; before, a wider one than the parameter's has
-    a place of its own.
+    From torch 2.15 on the whole parameter's ``grad`` takes any dtype; before, a wider dtype than the parameter's is
+    stored separately.
     """
     if isinstance(inspect.getattr_static(type(one), "unsharded_accumulated_grad", None), property):
         one._unsharded_param.grad = gradient  # noqa: SLF001

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process groups that torch keeps in this process.
 
-Among them groups that only their own ranks know of, and groups that outlive their world: what is under way in them may
+Including groups that only their own ranks know, and groups that outlive their world: their pending operations may
 never end.
 """
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _COUNTS_CALLS = "group_count" in dist.distributed_c10d._hash_ranks_to_str.__code__.co_names  # noqa: SLF001
 """Whether torch names such a group after how often this rank has opened one (from 2.14 on), or how many it is in."""
 _FIRST_NUMBER = 1 << 20
-"""Above what torch itself counts to: the names of a script's own groups stay others."""
+"""Larger than torch's own counter gets: the names do not collide with a script's own groups."""
 
 
 class _Process:
-    """What this process has opened, and has left open."""
+    """The groups that this process has opened, and those it has leaked."""
 
     next_number = 0
     have_leaked = False
@@ -38,12 +38,12 @@ def open_groups() -> list[object]:
 
 
 def next_number() -> int:
-    """Return the least number that the name of this rank's next group among some ranks may have."""
+    """Return the smallest valid number for the name of this rank's next group among some ranks."""
     return _process.next_number if _COUNTS_CALLS else len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
 
 
 def open_among(ranks: Sequence[int], own: int, number: int) -> object:
-    """Open a group of some ranks, which no other rank hears of.
+    """Open a group of some ranks, unknown to all other ranks.
 
     Called by: every rank of ``ranks``.
 
@@ -53,8 +53,8 @@ def open_among(ranks: Sequence[int], own: int, number: int) -> object:
         number: goes into the name of the group; the largest :func:`next_number` of its ranks.
 
     Returns:
-        torch's group. How many groups torch counts for the whole world is afterwards as before: ranks that open
-        unequal numbers of such groups can still open one together.
+        torch's group. torch's count of groups of the whole world is unchanged: ranks that open
+        different numbers of such groups can still open one together.
     """
     world = dist.distributed_c10d._world  # noqa: SLF001
     if not _COUNTS_CALLS:
@@ -73,8 +73,8 @@ def open_among(ranks: Sequence[int], own: int, number: int) -> object:
 def leak_groups() -> None:
     """Keep torch's groups from being destroyed, now or when the interpreter ends.
 
-    After a failure collectives may still be under way; destroying their group would wait for ranks that
-    never join it, or abort the process.
+    After a failure collectives may still be pending; destroying their group would wait for ranks that
+    never join them, or abort the process.
     """
     for group in open_groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 Kernel = Callable[..., Any]
-"""What computes an operation on one kind of device."""
+"""The implementation of an operation on one kind of device."""
 
 dispatch_key: Callable[[str], str] = torch._C._dispatch_key_for_device  # noqa: SLF001
-"""Return torch's word for the kernels of a type of device."""
+"""Return torch's dispatch key for a type of device."""
 
 
 def kernel_of(operation: str, key: str) -> Kernel | None:
-    """Return the kernel of an operation of aten; ``None`` where it has none of its own for that key.
+    """Return the kernel of an operation of aten; ``None`` if it has none for that key.
 
     Args:
         operation: with its overload: ``"bernoulli_.float"``.
@@ -54,30 +54,30 @@ def kernel_of(operation: str, key: str) -> Kernel | None:
 
 
 class Replacements:
-    """Kernels that stand in the place of torch's, until they are put back."""
+    """Kernels that replace torch's, until these are restored."""
 
     def __init__(self) -> None:
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
 
     def replace(self, operation: str, key: str, kernel: Kernel) -> None:
-        """Compute an operation by another function."""
+        """Compute an operation with another function."""
         if self.library is None:
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it overrides a kernel, which is what is meant
+            warnings.simplefilter("ignore")  # about overriding a kernel, which is intended
             self.library.impl(operation, kernel, key)
 
     def put_back(self) -> None:
-        """Have torch's own kernels again."""
+        """Restore torch's own kernels."""
         if self.library is not None:
             self.library._destroy()  # noqa: SLF001 - without it, when it is collected
             self.library = None
 
 
 pop_function_mode = torch._C._pop_torch_function_stack  # noqa: SLF001
-"""Take the innermost TorchFunctionMode out of the way, without leaving it."""
+"""Pop the innermost TorchFunctionMode, without exiting it."""
 push_function_mode = torch._C._push_on_torch_function_stack  # noqa: SLF001
-"""Put a TorchFunctionMode back."""
+"""Push a TorchFunctionMode back."""
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Have a loader with persistent workers start new ones."""
+    """Make a loader with persistent workers start new ones."""
     loader._iterator = None  # noqa: SLF001
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a module, what its call runs, layers with private parts, and the marks of an optimizer's step."""
+"""The tables of a module, its call, layers with private parts, and the marks on an optimizer's step."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def aliases(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def wrap_call(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """Have a call of ``module`` run ``wrapper``, where nothing else does; copies and pickles are without it."""
+    """Make a call of ``module`` run ``wrapper``, unless it has a wrapper; copies and pickles do not have it."""
     if module._compiled_call_impl is None:  # noqa: SLF001
         module._compiled_call_impl = wrapper  # noqa: SLF001
 
 
 def unwrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
-    """Call ``module`` with its hooks, past what :func:`wrap_call` has set."""
+    """Call ``module`` with its hooks, without the wrapper of :func:`wrap_call`."""
     return module._call_impl(*args, **kwargs)  # noqa: SLF001
 
 
@@ -64,21 +64,21 @@ class AnySizeBatchNorm(BatchNorm):
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
         if input.dim() < 2:  # noqa: PLR2004 - batch and channels
-            raise ValueError(f"expected an input of at least 2 dimensions, not {input.dim()}")
+            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
 
 
 def check_input_dim(layer: BatchNorm, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
-    """Raise unless a BatchNorm layer takes inputs of as many dimensions."""
+    """Raise unless a BatchNorm layer accepts the input's number of dimensions."""
     layer._check_input_dim(input)  # noqa: SLF001
 
 
 def forget_flat_weights(layer: nn.RNNBase) -> None:
-    """Drop the weak references to weights, which keep torch from giving a parameter other content."""
+    """Drop the weak references to weights, which prevent torch from replacing a parameter's data."""
     layer._flat_weight_refs = []  # noqa: SLF001
 
 
 def update_flat_weights(layer: nn.RNNBase) -> None:
-    """Have a recurrent layer list the weights that it runs with again."""
+    """Make a recurrent layer collect its current weights again."""
     layer._init_flat_weights()  # noqa: SLF001
 
 
@@ -91,7 +91,7 @@ def runs_torch_feed_forward(layer: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def metadata_of(state: dict[Any, Any]) -> object:
-    """Return the versions of modules that ``state_dict()`` keeps beside the tensors, or ``None``."""
+    """Return the module versions that ``state_dict()`` stores with the tensors, or ``None``."""
     return getattr(state, "_metadata", None)
 
 
@@ -103,7 +103,7 @@ def set_metadata(state: dict[Any, Any], metadata: object) -> None:
 def mark_step(optimizer: torch.optim.Optimizer, step: Any) -> None:  # noqa: ANN401 - a function
     """Give ``step``, which replaces the optimizer's, the marks that schedulers look for."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        # A scheduler was built before and has marked the step that it saw.
+        # A scheduler was built before and has marked the step it found.
         step._wrapped_by_lr_sched = True  # noqa: SLF001
-    # Schedulers also check that the optimizer has stepped before them, which is not for each rank to know.
+    # Schedulers also check that the optimizer has stepped before them, which not every rank knows.
     optimizer._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001

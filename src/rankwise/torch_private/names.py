@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of torch's private names: what each is for, and since which tested version of torch it exists.
+"""The table of torch's private names: the purpose of each, and the tested version of torch that introduced it.
 
 Data alone. ``tests/unit/test_torch_private.py`` exercises each name; ``tests/unit/test_private_names.py`` holds the
 table to what this room uses, and the other rooms to using none of it.
@@ -15,7 +15,7 @@ class PrivateName:
     """A private name of torch, or a member of something private."""
 
     name: str
-    """Dotted, as one would reach it."""
+    """The dotted path to it."""
     purpose: str
     since: str
     """The first tested version that has it; ``<=2.12``: the oldest tested one."""
@@ -37,16 +37,16 @@ NAMES = tuple(
             "run a function after backward; torch.autograd.graph.queue_callback from 2.15 on",
             _OLDEST,
         ),
-        ("torch.Tensor._version", "notice changes in place", _OLDEST),
-        ("torch.Tensor._is_view", "whether autograd follows a tensor as a view", _OLDEST),
+        ("torch.Tensor._version", "detect in-place changes", _OLDEST),
+        ("torch.Tensor._is_view", "whether autograd tracks a tensor as a view", _OLDEST),
         ("torch._C._autograd._push_saved_tensors_default_hooks", "enter hooks without a with statement", _OLDEST),
         ("torch._C._autograd._pop_saved_tensors_default_hooks", "leave them", _OLDEST),
-        ("torch._C._autograd._top_saved_tensors_default_hooks", "pass on to the hooks around one's own", _OLDEST),
+        ("torch._C._autograd._top_saved_tensors_default_hooks", "call the hooks around one's own", _OLDEST),
         # compiler
         ("torch._disable_dynamo", "torch.compiler.disable without importing the compiler", _OLDEST),
-        ("torch._dynamo", "whether the compiler is imported; importing it before ranks are forked", _OLDEST),
+        ("torch._dynamo", "whether the compiler is imported; import it before ranks are forked", _OLDEST),
         ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "the module that torch.compile wrapped", _OLDEST),
-        ("torch._inductor.config.fallback_random", "named to users: random numbers of compiled code", _OLDEST),
+        ("torch._inductor.config.fallback_random", "named in messages: random numbers in compiled code", _OLDEST),
         # foreach
         ("torch._foreach_copy_", "copy many tensors in one call", _OLDEST),
         ("torch._foreach_zero_", "fill many tensors with zeros in one call", _OLDEST),
@@ -54,12 +54,12 @@ NAMES = tuple(
         ("torch._foreach_sub_", "subtract many tensors in one call", _OLDEST),
         ("torch._foreach_mul_", "multiply many tensors in one call", _OLDEST),
         ("torch._foreach_div_", "divide many tensors in one call", _OLDEST),
-        ("torch.autograd.graph.Node._input_metadata", "shapes of what a node of the graph computed", _OLDEST),
+        ("torch.autograd.graph.Node._input_metadata", "shapes of the outputs of a node of the graph", _OLDEST),
         ("torch.autograd.Function._forward_cls", "whether the backward of a node is written in Python", _OLDEST),
         ("torch.autograd.graph.Node._saved_reduction", "whether a loss function takes a mean or a sum", _OLDEST),
-        ("torch.autograd.graph.Node._saved_total_weight", "what a cross entropy is a mean over", _OLDEST),
+        ("torch.autograd.graph.Node._saved_total_weight", "what a cross entropy averages over", _OLDEST),
         ("torch.autograd.graph.Node._saved_dim", "the dims that an operation acts along", _OLDEST),
-        ("torch.autograd.graph.Node._saved_self_sym_sizes", "the shape of what is reduced", _OLDEST),
+        ("torch.autograd.graph.Node._saved_self_sym_sizes", "the shape of the reduced tensor", _OLDEST),
         ("torch.autograd.graph.Node._saved_other", "the factor or divisor of a term of a loss", _OLDEST),
         ("torch.autograd.graph.Node._saved_self", "the factor, where it comes first", _OLDEST),
         ("torch.autograd.graph.Node._saved_condition", "the mask of torch.where", _OLDEST),
@@ -77,7 +77,7 @@ NAMES = tuple(
         ("torch._C._dispatch_key_for_device", "whose kernels those of a type of device are", _OLDEST),
         ("torch._C.DispatchKeySet", "call a kernel for a kind of device", _OLDEST),
         ("torch._C.DispatchKey", "the same", _OLDEST),
-        ("torch.library.Library._destroy", "put torch's own kernels back at once", _OLDEST),
+        ("torch.library.Library._destroy", "restore torch's own kernels at once", _OLDEST),
         ("torch.utils._python_dispatch.TorchDispatchMode", "see each operator that runs", _OLDEST),
         ("torch._ops.OpOverload", "the type of an operator", _OLDEST),
         ("torch._C._pop_torch_function_stack", "pause a TorchFunctionMode", _OLDEST),
@@ -85,7 +85,7 @@ NAMES = tuple(
         ("torch._C._len_torch_function_stack", "whether a TorchFunctionMode is the innermost", _OLDEST),
         ("torch._C._get_function_stack_at", "whether a TorchFunctionMode is the innermost", _OLDEST),
         # loader
-        ("torch.utils.data.DataLoader._iterator", "have persistent workers start again", _OLDEST),
+        ("torch.utils.data.DataLoader._iterator", "restart persistent workers", _OLDEST),
         (
             "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
             "end workers and wait for them",
@@ -96,27 +96,27 @@ NAMES = tuple(
         # modules
         ("torch.nn.Module._parameters", "swap a module's own parameters; read them fast", _OLDEST),
         ("torch.nn.Module._buffers", "swap a module's own buffers; read them fast", _OLDEST),
-        ("torch.nn.Module._modules", "notice that layers were inserted or deleted", _OLDEST),
+        ("torch.nn.Module._modules", "detect inserted or deleted layers", _OLDEST),
         ("torch.nn.Module._replicate_for_data_parallel", "copy a module without copying its parameters", _OLDEST),
-        ("torch.nn.Module._compiled_call_impl", "wrap the call of one module; copies are without it", _OLDEST),
-        ("torch.nn.Module._call_impl", "call a module past that wrapper", _OLDEST),
+        ("torch.nn.Module._compiled_call_impl", "wrap the call of one module; copies do not have it", _OLDEST),
+        ("torch.nn.Module._call_impl", "call a module without that wrapper", _OLDEST),
         ("torch.nn.Module.state_dict._metadata", "keep the versions of modules in a checkpoint", _OLDEST),
-        ("torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX", "know a module's extra state by its key", _OLDEST),
+        ("torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX", "recognize a module's extra state by its key", _OLDEST),
         (
             "torch.nn.modules.batchnorm._BatchNorm",
-            "know BatchNorm layers; the public ones leave out lazy layers and other libraries' own",
+            "recognize BatchNorm layers; the public ones leave out lazy layers and other libraries' own",
             _OLDEST,
         ),
         ("torch.nn.modules.batchnorm._BatchNorm._check_input_dim", "check a BatchNorm layer's input", _OLDEST),
         ("torch.nn.RNNBase._flat_weight_refs", "drop weak references to weights that are replaced", _OLDEST),
-        ("torch.nn.RNNBase._init_flat_weights", "have a recurrent layer use its new weights", _OLDEST),
+        ("torch.nn.RNNBase._init_flat_weights", "make a recurrent layer use its new weights", _OLDEST),
         ("torch.nn.TransformerEncoderLayer._ff_block", "whether the feed-forward part is torch's own", _OLDEST),
         ("torch.optim.Optimizer._opt_called", "schedulers check that the optimizer has stepped", _OLDEST),
         ("torch.optim.Optimizer.step._wrapped_by_lr_sched", "schedulers mark the step that they watch", _OLDEST),
         # rendezvous
         ("torch.distributed.rendezvous._rendezvous_handlers", "serve env:// from the job's store", _OLDEST),
         # saving
-        ("torch.serialization._open_zipfile_writer_file", "learn which files torch.save opens", _OLDEST),
+        ("torch.serialization._open_zipfile_writer_file", "detect which files torch.save opens", _OLDEST),
         # tensors
         ("torch.UntypedStorage._cdata", "identify memory that has no data pointer", _OLDEST),
         ("torch.storage.TypedStorage._untyped_storage", "the bytes of a typed storage, without a warning", _OLDEST),
@@ -124,7 +124,7 @@ NAMES = tuple(
         ("torch.Tensor._indices", "indices of a sparse tensor that is not coalesced", _OLDEST),
         ("torch.Tensor._values", "values of a sparse tensor that is not coalesced", _OLDEST),
         ("torch.Tensor._is_zerotensor", "whether a tensor stands for zeros and has no memory", _OLDEST),
-        ("torch.Tensor._is_param", "have another class of tensor pass for a parameter", _OLDEST),
+        ("torch.Tensor._is_param", "make another class of tensor pass for a parameter", _OLDEST),
         ("torch._has_compatible_shallow_copy_type", "whether .data may be assigned", _OLDEST),
         # tree; its logger has the name of the module
         ("torch.utils._pytree", "keep its logger quiet", _OLDEST),
@@ -139,13 +139,13 @@ NAMES = tuple(
         ("torch.distributed.tensor.DTensor._spec", "build a DTensor like another one", _OLDEST),
         (f"{_SPEC}.DTensorSpec", "build a DTensor of a shape and placements", _OLDEST),
         (f"{_SPEC}.DTensorSpec.shard_order", "the order in which mesh dimensions split a tensor", _OLDEST),
-        (f"{_SPEC}.DTensorSpec.use_strided_shard_as_shard_order", "whether placements tell that order", _OLDEST),
-        (f"{_SPEC}.ShardOrderEntry.tensor_dim", "the dimension that an order is of", _OLDEST),
+        (f"{_SPEC}.DTensorSpec.use_strided_shard_as_shard_order", "whether placements determine that order", _OLDEST),
+        (f"{_SPEC}.ShardOrderEntry.tensor_dim", "the dimension that an order belongs to", _OLDEST),
         (f"{_SPEC}.ShardOrderEntry.mesh_dims", "the order", _OLDEST),
         (f"{_SPEC}.TensorMeta", "the whole shape and dtype in a DTensorSpec", _OLDEST),
         ("torch.distributed.tensor.placement_types._StridedShard.split_factor", "pieces before a split", _OLDEST),
         # pipelining
-        (f"{_SCHEDULES}._Action", "what a rank does at one place of a schedule", _OLDEST),
+        (f"{_SCHEDULES}._Action", "the action of a rank at one position of a schedule", _OLDEST),
         (f"{_SCHEDULES}._Action.computation_type", "its kind", _OLDEST),
         (f"{_SCHEDULES}._Action.stage_index", "its stage", _OLDEST),
         (f"{_SCHEDULES}._Action.microbatch_index", "its micro-batch", _OLDEST),
@@ -156,7 +156,7 @@ NAMES = tuple(
         # fake
         (f"{_FAKE}.FakeTensorMode", "run a model without computing", _OLDEST),
         (f"{_FAKE}.FakeTensorMode.from_tensor", "a tensor without data like another one", _OLDEST),
-        (f"{_FAKE}.FakeTensor", "know a tensor without data", _OLDEST),
+        (f"{_FAKE}.FakeTensor", "recognize a tensor without data", _OLDEST),
         (f"{_FAKE}.DataDependentOutputException", "forward asks for a value", _OLDEST),
         (f"{_FAKE}.DynamicOutputShapeException", "forward makes a shape from values", _OLDEST),
         (f"{_FAKE}.UnsupportedOperatorException", "an operator that cannot run without data", _OLDEST),
@@ -166,21 +166,21 @@ NAMES = tuple(
         (f"{_FSDP}._fsdp_param_group.FSDPParamGroup", "parameters that are gathered together", _OLDEST),
         (f"{_FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params", "the parameters of a group", _OLDEST),
         (f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward", "act before gradients are reduced", _OLDEST),
-        (f"{_FSDP}._fsdp_param.FSDPParam", "a parameter in its sharded and whole form", _OLDEST),
+        (f"{_FSDP}._fsdp_param.FSDPParam", "a parameter in its sharded and unsharded form", _OLDEST),
         (f"{_FSDP}._fsdp_param.FSDPParam.sharded_param", "its sharded form", _OLDEST),
-        (f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param", "its whole form and that one's gradient", _OLDEST),
+        (f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param", "its unsharded form and the gradient of that", _OLDEST),
         (
             f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad",
-            "what is reduced; from 2.15 on a read-only view of the whole form's gradient",
+            "what is reduced; from 2.15 on a read-only view of the unsharded form's gradient",
             _OLDEST,
         ),
         (f"{_FSDP}._fsdp_param.FSDPParam.reduce_dtype", "the dtype that gradients are reduced in", _OLDEST),
         (
             f"{_FSDP}._fsdp_param_group.RegisterPostBackwardFunction",
-            "know the node that follows a block's backward, and changes nothing, by its name",
+            "recognize the node that follows a block's backward and changes nothing, by its name",
             _OLDEST,
         ),
-        (f"{_FSDP}._fsdp_api.AllGather", "the protocol of one's own gathering", _OLDEST),
-        (f"{_FSDP}._fsdp_api.ReduceScatter", "the protocol of one's own reduction", _OLDEST),
+        (f"{_FSDP}._fsdp_api.AllGather", "the protocol of a custom all-gather", _OLDEST),
+        (f"{_FSDP}._fsdp_api.ReduceScatter", "the protocol of a custom reduce-scatter", _OLDEST),
     )
 )

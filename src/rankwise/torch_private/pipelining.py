@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 BACKWARD_OF_INPUTS = "stage_backward_input() of torch.distributed.pipelining as of that release"
-"""What a backward in two parts needs: before torch 2.13 it fails where a stage hands on what it does not use."""
+"""A backward in two parts needs this: before torch 2.13 it fails if a stage passes on a value it does not use."""
 
 
 def forward_action(stage: int, micro_batch: int) -> Any:  # noqa: ANN401 - torch's _Action
@@ -37,7 +37,7 @@ def read_action(action: Any) -> tuple[str, int, int]:  # noqa: ANN401 - torch's 
 def with_sends(
     order: dict[int, list[Any]], *, stage_to_rank: Callable[[int], int], num_stages: int
 ) -> dict[int, list[Any]]:
-    """Return what each rank computes with sends and receives where they are safe."""
+    """Return each rank's actions with sends and receives inserted where they are safe."""
     from torch.distributed.pipelining.schedules import _add_send_recv  # noqa: PLC0415 - takes long
 
     return _add_send_recv(order, stage_to_rank=stage_to_rank, num_stages=num_stages)
@@ -56,7 +56,7 @@ def backward_of_inputs(
 
 
 def backward_of_weights(weights: Iterator[nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    """Add to the gradients of weights what :func:`backward_of_inputs` has left."""
+    """Add the remaining gradients of weights after :func:`backward_of_inputs`."""
     from torch.distributed.pipelining._backward import stage_backward_weight  # noqa: PLC0415 - takes long
 
     stage_backward_weight(weights, groups)

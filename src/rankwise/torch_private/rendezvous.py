@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def replace_handler(scheme: str, handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Have torch call ``handler`` for a URL scheme that it has a handler for; return the one it had.
+    """Replace torch's handler of a URL scheme by ``handler``; return the previous one.
 
     Source: torch.distributed.rendezvous, whose ``register_rendezvous_handler`` takes new schemes only.
     """

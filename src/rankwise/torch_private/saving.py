@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files torch.save opens: by its own writer in C++, which Python does not see."""
+"""Which files torch.save opens: through its own C++ writer, which Python does not see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def on_save(notify: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``notify`` called with the path of each file that torch.save opens by name; return what ends that."""
+    """Call ``notify`` with the path of each file that torch.save opens by name; return a function that stops this."""
     writer = torch.serialization._open_zipfile_writer_file  # noqa: SLF001
     opens = writer.__init__
 

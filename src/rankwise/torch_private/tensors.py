@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of tensors, and kinds of tensors that torch tells of by private names alone."""
+"""The memory of tensors, and kinds of tensors that only private names of torch identify."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor stands for zeros without having memory."""
+    """Return whether a tensor represents zeros without having memory."""
     return tensor._is_zerotensor()  # noqa: SLF001
 
 
@@ -42,5 +42,5 @@ def can_take_data(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
-    """Have ``isinstance(tensor, nn.Parameter)`` hold for a tensor of another class."""
+    """Make ``isinstance(tensor, nn.Parameter)`` true for a tensor of another class."""
     tensor._is_param = True  # type: ignore[attr-defined] # noqa: SLF001

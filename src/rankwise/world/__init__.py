@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process is: its rank and ranks, the machine, its devices, who started it. Opens nothing."""
+"""What this process is: its rank, its machine and devices, and what started it. Opens nothing."""

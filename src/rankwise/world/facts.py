@@ -10,32 +10,32 @@ from rankwise.errors import rank_prefix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """Who this process is. Opened by :func:`rankwise.join`; never changes afterwards."""
+    """The identity of this process. Created by :func:`rankwise.join`; never changes afterwards."""
 
     rank: int
     """Number of this process, from 0 to ``world_size - 1``."""
     world_size: int
-    """How many processes (ranks) work together, on all machines."""
+    """Number of processes (ranks) of the job, on all machines."""
     local_rank: int
-    """Number of this process among those of its machine."""
+    """Number of this process among those on its machine."""
     local_world_size: int
-    """How many ranks this machine has."""
+    """Number of ranks on this machine."""
     node_rank: int
     """Number of this machine among the machines of the job."""
     num_nodes: int
-    """How many machines the job has."""
+    """Number of machines of the job."""
     device: str
-    """The device of this rank, as ``tensor.to()`` takes it: ``"cuda:1"`` or ``"cpu"``."""
+    """The device of this rank, in the form ``tensor.to()`` accepts: ``"cuda:1"`` or ``"cpu"``."""
     backend: str
-    """What carries tensors between ranks: ``"nccl"``, ``"gloo"``, or ``"none"`` in a world of one."""
+    """The backend that sends tensors between ranks: ``"nccl"``, ``"gloo"``, or ``"none"`` in a world of one."""
     hostname: str
     """Name of this machine."""
     source: str
-    """Who started this process, by name: ``"rankwise"``, ``"torchrun"``, ``"slurm"``, ... or ``"nobody"``."""
+    """What started this process, by name: ``"rankwise"``, ``"torchrun"``, ``"slurm"``, ... or ``"nobody"``."""
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is the rank that speaks and writes for all."""
+        """Whether this is the rank that logs and writes for all."""
         return self.rank == 0
 
     def __str__(self) -> str:

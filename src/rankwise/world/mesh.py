@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 NAMES = ("islands", "pp", "dp_replicate", "dp_shard", "tp")
-"""Outermost first: ranks that differ in the last one only are neighbours, and talk to each other most."""
+"""Outermost first: ranks that differ only in the last one are neighbors, and communicate most."""
 DATA_AXES = ("islands", "dp_replicate", "dp_shard")
-"""Ranks that differ in one of these see different samples; all others see the same."""
+"""Ranks that differ along one of these see different samples; all others see the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:
-    """How many ranks lie along each axis. Their product is the world size."""
+    """The number of ranks along each axis. Their product is the world size."""
 
     islands: int = 1
-    """Groups of ranks that train on their own, and are averaged seldom; each has its part of the batch."""
+    """Worker groups that train independently and are averaged rarely; each has its part of the batch."""
     pp: int = 1
     """Stages of a pipeline: each rank holds some of the layers."""
     dp_replicate: int = 1
     """Copies of the model, each with its part of the batch."""
     dp_shard: int = 1
-    """Parts of the parameters; each rank also has its part of the batch."""
+    """Shards of the parameters; each rank also has its part of the batch."""
     tp: int = 1
-    """Parts of each layer."""
+    """Shards of each layer."""
 
     def __str__(self) -> str:
         sizes = [f"{name}={size}" for name, size in asdict(self).items() if size > 1]
@@ -40,25 +40,25 @@ class Axes:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(self._sizes())
 
     @property
     def data_world_size(self) -> int:
-        """How many parts a global batch is split into."""
+        """The number of parts a global batch is split into."""
         return self.islands * self.data_ranks_per_island
 
     @property
     def data_ranks_per_island(self) -> int:
-        """How many parts of a global batch go to each island."""
+        """The number of parts of a global batch for each worker group."""
         return self.dp_replicate * self.dp_shard
 
     def size(self, name: str) -> int:
-        """Return how many ranks lie along an axis."""
+        """Return the number of ranks along an axis."""
         return self._sizes()[NAMES.index(name)]
 
     def coordinate(self, rank: int, name: str) -> int:
-        """Return where a rank is along an axis."""
+        """Return the coordinate of a rank along an axis."""
         return self._coordinates(rank)[NAMES.index(name)]
 
     def data_rank(self, rank: int) -> int:
@@ -69,7 +69,7 @@ class Axes:
         return part
 
     def groups_along(self, *names: str) -> list[list[int]]:
-        """Return the ranks in groups that differ along these axes only, in rank order."""
+        """Return the ranks in groups that differ only along these axes, in rank order."""
         fixed = [index for index, name in enumerate(NAMES) if name not in names]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -97,29 +97,29 @@ def axes_of(world_size: int, sizes: Mapping[str, int]) -> Axes:
 
     Args:
         world_size: their product.
-        sizes: by name; one may be -1 for what is left, and those left out are 1.
+        sizes: by name; one may be -1 to be inferred, and omitted ones are 1.
 
     Raises:
-        ConfigurationError: their product is another number; the nearest sizes that fit are named.
+        ConfigurationError: their product is another number; the error names the nearest sizes that fit.
     """
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise ConfigurationError(
-                f"The axis {name} cannot have the size {size!r}.",
-                do="pass a whole number of ranks, at least 1, or -1 for as many as are left",
+                f"The size of axis {name} must be an int >= 1, or -1, got {size!r}.",
+                do="pass a number of ranks, or -1 to infer it from the world size",
             )
     known = math.prod(size for size in sizes.values() if size != -1)
     open_names = [name for name, size in sizes.items() if size == -1]
     if len(open_names) > 1:
         raise ConfigurationError(
-            f"Both {' and '.join(open_names)} are -1: only one axis can take what is left.",
-            do=f"say how many ranks lie along {open_names[0]}",
+            f"Both {' and '.join(open_names)} are -1: only one axis can be inferred.",
+            do=f"pass the number of ranks along {open_names[0]}",
         )
     fits = world_size % known == 0 if open_names else known == world_size
     if not fits:
         raise ConfigurationError(
             f"{_words(sizes)} does not fit {world_size} {'rank' if world_size == 1 else 'ranks'}.",
-            evidence=f"the product of the sizes is {known}{' times what is left' if open_names else ''}",
+            evidence=f"the product of the sizes is {known}{', without the inferred one' if open_names else ''}",
             do=f"pass {_words(nearest(world_size, sizes))}, or start {_fitting_world_size(world_size, known)} ranks",
         )
     return Axes(**{name: world_size // known if size == -1 else size for name, size in sizes.items()})

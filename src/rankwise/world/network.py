@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about this machine's network, as values: its interfaces, what a name means here, which way leads to a host.
+"""Facts about this machine's network, as values: its interfaces, what a name resolves to here, the route to a host.
 
 Sends nothing, opens no connection, reads no environment variable and imports no torch.
 Linux only.
@@ -26,9 +26,9 @@ IFF_UP = 0x1
 IFF_LOOPBACK = 0x8
 IFF_RUNNING = 0x40
 SOMEWHERE = "203.0.113.1"
-"""An address that no machine has (RFC 5737): the way to it is the way to everywhere not nearer."""
+"""An address that no machine has (RFC 5737): the route to it is the default route."""
 ANY_PORT = 9
-"""A route does not depend on the port, but a socket wants one."""
+"""A route does not depend on the port, but a socket needs one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +39,17 @@ class Interface:
     addresses: tuple[str, ...]
     """IPv4 first, then IPv6, without scope."""
     is_up: bool
-    """Whether it is switched on and has a carrier."""
+    """Whether it is up and has a carrier."""
     is_loopback: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """The way from this machine to an address, as the kernel would take it."""
+    """The route from this machine to an address, as the kernel chooses it."""
 
     interface: str
     local_address: str
-    """The address of this machine that the other one sees."""
+    """The local address, which the other machine sees."""
     remote_address: str
 
 
@@ -65,9 +65,9 @@ class _InterfaceAddress(ctypes.Structure):
 
 
 def interfaces() -> list[Interface]:
-    """Return the interfaces of this machine, by the names that Gloo and NCCL know them by.
+    """Return the interfaces of this machine, by the names that Gloo and NCCL use.
 
-    Source: getifaddrs(3), which Gloo and NCCL look their interfaces up with.
+    Source: getifaddrs(3), which Gloo and NCCL also use.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.c_void_p()
@@ -101,7 +101,7 @@ def interfaces() -> list[Interface]:
 
 
 def _address_at(place: int | None) -> str | None:
-    """Return the address in a ``struct sockaddr``, or ``None`` where it is neither IPv4 nor IPv6."""
+    """Return the address in a ``struct sockaddr``, or ``None`` if it is neither IPv4 nor IPv6."""
     if not place:
         return None
     (family,) = struct.unpack("=H", ctypes.string_at(place, 2))
@@ -113,7 +113,7 @@ def _address_at(place: int | None) -> str | None:
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses other machines may reach this one at: IPv4 first, no loopback, no IPv6 link-local."""
+    """Return the addresses at which other machines may reach this one: IPv4 first, no loopback, no IPv6 link-local."""
     found = [address for one in interfaces() if one.is_up and not one.is_loopback for address in one.addresses]
     return sorted(
         (address for address in found if not (_is_ipv6(address) and _parsed(address).is_link_local)), key=_is_ipv6
@@ -121,22 +121,22 @@ def own_addresses() -> list[str]:
 
 
 def is_own(address: str) -> bool:
-    """Return whether an address is one of this machine, loopback included."""
+    """Return whether an address belongs to this machine, loopback included."""
     wanted = _parsed(address)
     return wanted.is_loopback or any(wanted == _parsed(held) for one in interfaces() for held in one.addresses)
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address means the machine it is used on, whichever that is: 127.0.0.0/8 or ::1."""
+    """Return whether an address always refers to the machine it is used on: 127.0.0.0/8 or ::1."""
     return _parsed(address).is_loopback
 
 
 def main_address() -> str | None:
-    """Return the address most other machines see this one at, or ``None`` on a machine without a network."""
+    """Return the address at which most other machines see this one, or ``None`` on a machine without a network."""
     own = own_addresses()
     try:
         local = route_to(SOMEWHERE).local_address
-    except ConfigurationError:  # a network that leads nowhere else
+    except ConfigurationError:  # a network without a default route
         return own[0] if own else None
     return local if local in own else (own[0] if own else None)
 
@@ -145,19 +145,19 @@ def resolve(host: str) -> list[str]:
     """Return the addresses of a host in the order the system prefers, IPv4 before IPv6.
 
     Args:
-        host: a name, or an address, which stands for itself.
+        host: a name, or an address, which resolves to itself.
 
     Raises:
-        ConfigurationError: nobody knows the name.
+        ConfigurationError: the name cannot be resolved.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigurationError(
-            f"This machine knows no host {host!r}.",
+            f"This machine cannot resolve the host name {host!r}.",
             where=socket.gethostname(),
-            evidence=f"looked up: {reason}",
+            evidence=f"lookup: {reason}",
             do=f"getent hosts {host}\nuse the host's address in place of its name, or add it to {HOSTS_FILE}",
         ) from error
     addresses = dict.fromkeys(str(place[0]) for *_, place in found)
@@ -165,14 +165,14 @@ def resolve(host: str) -> list[str]:
 
 
 def route_to(host: str, port: int = ANY_PORT) -> Route:
-    """Return the way to a host, as routing has it; the machine's own name plays no part.
+    """Return the route to a host; the machine's own hostname is not used.
 
     Args:
         host: a name or an address.
-        port: does not change the way, and stands in the error.
+        port: shown in the error; does not affect the route.
 
     Raises:
-        ConfigurationError: nobody knows the name, or no way leads there.
+        ConfigurationError: the name cannot be resolved, or there is no route.
 
     Source: connect(2) of a datagram socket sends nothing, and has the kernel choose the local address.
     """
@@ -189,7 +189,7 @@ def route_to(host: str, port: int = ANY_PORT) -> Route:
             continue
         return Route(interface=_holder(local), local_address=local, remote_address=remote)
     raise ConfigurationError(
-        f"No network of this machine leads to {host}{'' if port == ANY_PORT else f', port {port}'}.",
+        f"This machine has no route to {host}{'' if port == ANY_PORT else f', port {port}'}.",
         where=socket.gethostname(),
         evidence="\n".join([*refusals, *interface_lines()]),
         do=f"ip route get {addresses[0]}\nuse an address of {host} that this machine has a route to",
@@ -197,15 +197,15 @@ def route_to(host: str, port: int = ANY_PORT) -> Route:
 
 
 def loopback_name(host: str, addresses: Sequence[str]) -> ConfigurationError:
-    """Return the error about a host that means loopback here, where other machines must reach it."""
+    """Return the error for a host that resolves to loopback here, although other machines must reach it."""
     lines = hosts_file_lines(host)
-    evidence = [f"{host} is {', '.join(addresses)} here", *(f"{HOSTS_FILE} says: {line}" for line in lines)]
+    evidence = [f"{host} is {', '.join(addresses)} here", *(f"{HOSTS_FILE} has: {line}" for line in lines)]
     own = own_addresses()
     return ConfigurationError(
-        f"{host} means this machine itself, and other machines have to reach it.",
+        f"{host} resolves to this machine itself, but other machines must reach it.",
         where=socket.gethostname(),
         evidence="\n".join(evidence),
-        do=f"name an address of the machine that is meant; this one has {', '.join(own) or 'none but loopback'}",
+        do=f"give an address of the intended machine; this one has {', '.join(own) or 'only loopback'}",
     )
 
 
@@ -213,7 +213,7 @@ def hosts_file_lines(host: str, text: str | None = None) -> list[str]:
     """Return the lines of ``/etc/hosts`` that give a host a loopback address.
 
     Args:
-        host: the name looked for.
+        host: the name to look for.
         text: the file's content; by default this machine's.
     """
     if text is None:
@@ -230,7 +230,7 @@ def hosts_file_lines(host: str, text: str | None = None) -> list[str]:
 
 
 def interface_lines() -> list[str]:
-    """Return one line for each interface, for a person."""
+    """Return one line for each interface, for people."""
     return [
         f"{one.name}: {', '.join(one.addresses) or 'no address'}{'' if one.is_up else ' (down)'}"
         for one in interfaces()
@@ -238,17 +238,17 @@ def interface_lines() -> list[str]:
 
 
 def _holder(address: str) -> str:
-    """Return the name of the interface that holds an own address."""
+    """Return the name of the interface with an address of this machine."""
     wanted = _parsed(address)
     known = interfaces()
     for one in known:
         if any(_parsed(held) == wanted for held in one.addresses):
             return one.name
     for one in known:
-        if one.is_loopback and wanted.is_loopback:  # all of 127.0.0.0/8, though it holds 127.0.0.1 only
+        if one.is_loopback and wanted.is_loopback:  # all of 127.0.0.0/8, though it lists 127.0.0.1 only
             return one.name
     raise ConfigurationError(
-        f"This machine sends from {address}, and none of its interfaces holds that address.",
+        f"This machine sends from {address}, but none of its interfaces has that address.",
         where=socket.gethostname(),
         evidence="\n".join(interface_lines()),
         do=f"ip -brief address; ip route get {address}",
@@ -260,7 +260,7 @@ def _is_ipv6(address: str) -> bool:
 
 
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return an address without its scope; IPv4 in IPv6's clothes as IPv4."""
+    """Return an address without its scope; an IPv4-mapped IPv6 address as IPv4."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return mapped or parsed

@@ -11,29 +11,29 @@ if TYPE_CHECKING:
 
 
 class ProcessStat(NamedTuple):
-    """What the kernel says of a process. Source: proc_pid_stat(5)."""
+    """What the kernel reports of a process. Source: proc_pid_stat(5)."""
 
     pid: int
     name: str
-    """Of its program, the first 15 bytes."""
+    """The first 15 bytes of its program's name."""
     state: str
-    """One letter: ``R`` runs, ``T`` was stopped, ``Z`` has ended and nobody has waited for it."""
+    """One letter: ``R`` runs, ``T`` was stopped, ``Z`` has exited and has not been waited for."""
     parent: int
     group: int
-    """Its process group."""
+    """Its process group id."""
     cpu_ticks: int
-    """Used by it, and by those of its children that have ended and been waited for."""
+    """CPU time of the process and of its children that have exited and been waited for."""
     start_time: str
-    """When it was started, in ticks since the machine was. With ``pid`` never used twice until it starts again."""
+    """When it was started, in ticks since boot. Together with ``pid``, unique until the next boot."""
 
 
 def stat_of(pid: int) -> ProcessStat | None:
-    """Return what the kernel says of a process; ``None`` where it is not there, or without ``/proc``."""
+    """Return what the kernel reports of a process; ``None`` if it does not exist, or without ``/proc``."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The name stands in parentheses and may itself hold spaces and parentheses.
+    # The name is in parentheses and may itself contain spaces and parentheses.
     before, _, after = text.rpartition(")")
     fields = after.split()
     if not fields:
@@ -50,7 +50,7 @@ def stat_of(pid: int) -> ProcessStat | None:
 
 
 def all_stats() -> Iterator[ProcessStat]:
-    """Yield what the kernel says of every process that this one may see."""
+    """Yield what the kernel reports of every process that this one may see."""
     for entry in Path("/proc").glob("[0-9]*"):
         stat = stat_of(int(entry.name))
         if stat is not None:
@@ -58,7 +58,7 @@ def all_stats() -> Iterator[ProcessStat]:
 
 
 def machine_name() -> str:
-    """Return what names the machine as it runs now, and the container: process numbers count within these.
+    """Return an identifier of this boot of the machine and of the container: process ids are unique within these.
 
     Raises:
         OSError: there is no ``/proc``.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which versions of torch rankwise works on: read without importing torch, and judged when rankwise is imported.
+"""Which versions of torch rankwise supports: read without importing torch, checked when rankwise is imported.
 
-Holds the one list of tested versions. Imported by the package itself and by what checks a version before it is used.
+Holds the one list of tested versions. Imported by the package itself and by code that checks a version before use.
 """
 
 from __future__ import annotations
@@ -16,56 +16,56 @@ from rankwise.errors import TorchTooOld, UntestedTorch
 from rankwise.version import VERSION
 
 OLDEST = (2, 12)
-"""The first release with what rankwise needs throughout. Older ones are refused."""
+"""The first release with everything that rankwise always needs. Older ones are rejected."""
 TESTED = ((2, 13), (2, 14), (2, 15))
-"""Releases on which CI runs the tests. On others the strategies check their gradients before they are used."""
+"""Releases on which CI runs the tests. On others the strategies check their gradients before use."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.dev)?")
 
 
 def requirement() -> str:
-    """Return what pip is to install: ``torch>=2.12,<2.16``."""
+    """Return the requirement for pip: ``torch>=2.12,<2.16``."""
     major, minor = TESTED[-1]
     return f"torch>={_dotted(OLDEST)},<{major}.{minor + 1}"
 
 
 def installed() -> str | None:
-    """Return the version of torch in this environment, as ``2.15.0+cu132``; ``None`` where that cannot be read."""
+    """Return the version of torch in this environment, as ``2.15.0+cu132``; ``None`` if it cannot be read."""
     version = getattr(sys.modules.get("torch"), "__version__", None)
     if version is not None:
         return str(version)
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    # torch writes it there when it is built; its metadata takes ten times as long to read.
+    # Written there when torch is built; the package metadata takes ten times as long to read.
     try:
         source = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
-        return None  # A build of another kind; importing it says what is wrong, or nothing is.
+        return None  # Another kind of build; importing it shows the problem, if there is one.
     found = re.search(r"^__version__ = ['\"](.+)['\"]", source, re.MULTILINE)
     return None if found is None else found[1]
 
 
 def is_at_least(release: tuple[int, int]) -> bool:
-    """Return whether the torch in this environment is of ``release``, as ``(2, 13)``, or newer."""
+    """Return whether the torch in this environment is ``release``, as ``(2, 13)``, or newer."""
     version = installed()
     return version is not None and release_of(version) >= release
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Return ``(2, 15)`` of ``2.15.0+cu132``.
+    """Return ``(2, 15)`` for ``2.15.0+cu132``.
 
     Raises:
-        ValueError: it is no version.
+        ValueError: it is not a version.
     """
     return _parsed(version)[0]
 
 
 def is_tested(version: str | None = None) -> bool:
-    """Return whether CI ran on this release of torch. A build from before the release does not count as it.
+    """Return whether CI tests this release of torch. A pre-release build does not count.
 
     Args:
-        version: by default the one installed.
+        version: by default the installed one.
     """
     version = installed() if version is None else version
     if version is None:
@@ -75,40 +75,40 @@ def is_tested(version: str | None = None) -> bool:
 
 
 def check() -> None:
-    """Refuse a torch that is too old, and warn of one that is newer than any tested one.
+    """Reject a torch that is too old, and warn about one that is newer than any tested one.
 
     Raises:
-        TorchTooOld: calls that rankwise needs are missing.
+        TorchTooOld: functions that rankwise needs are missing.
     """
     version = installed()
     if version is None:
-        return  # Importing torch says so best.
+        return  # Importing torch gives the better error.
     release, is_early = _parsed(version)
     if release < OLDEST:
         raise TorchTooOld(
-            f"rankwise {VERSION} needs torch {_dotted(OLDEST)} or newer, and this is torch {version}.",
+            f"rankwise {VERSION} needs torch {_dotted(OLDEST)} or newer, but torch {version} is installed.",
             do=f"pip install '{requirement()}'",
         )
     if release > TESTED[-1] or (is_early and release == TESTED[-1]):
         warnings.warn(
             f"torch {version} is newer than the newest version that rankwise {VERSION} was tested on "
-            f"({_dotted(TESTED[-1])}): shard, pipeline, tensor_parallel and place check their gradients before they "
-            f"are first used. For a tested one: pip install '{requirement()}'",
+            f"({_dotted(TESTED[-1])}): shard, pipeline, tensor_parallel and place check their gradients before "
+            f"first use. For a tested version: pip install '{requirement()}'",
             UntestedTorch,
             stacklevel=3,
         )
 
 
 def lacks(call: str, since: tuple[int, int], who: str) -> TorchTooOld:
-    """Return the error for a call that this version of torch does not have.
+    """Return the error for a function that this version of torch does not have.
 
     Args:
-        call: torch's.
-        since: the release that brought it.
-        who: needs it, in words that begin a sentence: ``"A sharded model whose backward broke off"``.
+        call: torch's function.
+        since: the release that introduced it.
+        who: what needs it, as the start of a sentence: ``"A sharded model whose backward broke off"``.
     """
     return TorchTooOld(
-        f"{who} needs {call}, which torch {installed()} does not have and torch {_dotted(since)} does.",
+        f"{who} needs {call}, which torch {installed()} does not have; it was added in torch {_dotted(since)}.",
         do=f"pip install 'torch>={_dotted(since)},{requirement().rpartition(',')[2]}'",
     )
 
@@ -116,7 +116,7 @@ def lacks(call: str, since: tuple[int, int], who: str) -> TorchTooOld:
 def _parsed(version: str) -> tuple[tuple[int, int], bool]:
     found = _VERSION.match(version)
     if found is None:
-        raise ValueError(f"{version!r} is not a version of torch")
+        raise ValueError(f"{version!r} is not a torch version")
     return (int(found[1]), int(found[2])), found[3] is not None
 
 

@@ -28,17 +28,17 @@ EXCHANGES = ("auto", "shared_memory", "gloo")
 
 
 def check_exchange(wanted: str) -> None:
-    """Raise unless there is an exchange of this name.
+    """Raise unless an exchange of this name exists.
 
     Raises:
-        ConfigurationError: names those there are.
+        ConfigurationError: it does not; the error lists those that exist.
     """
     if wanted not in EXCHANGES:
-        raise ConfigurationError(f"There is no exchange {wanted!r}.", do="use one of " + ", ".join(EXCHANGES))
+        raise ConfigurationError(f"exchange={wanted!r} is invalid.", do="use one of " + ", ".join(EXCHANGES))
 
 
 def open_exchange(wanted: str, group: TorchGroup, world: World, *, checks: bool = False) -> tuple[Exchange, str]:
-    """Open the exchange of a world, and say in a few words which one it is.
+    """Open the exchange of a world, and return a short description of it.
 
     Called by: every rank.
 
@@ -49,16 +49,16 @@ def open_exchange(wanted: str, group: TorchGroup, world: World, *, checks: bool 
         checks: whether every collective is to be compared on all ranks before it begins.
 
     Returns:
-        The exchange, and the words; empty where there was nothing to choose.
+        The exchange and its description; empty if there was nothing to choose.
 
     Raises:
-        ConfigurationError: ranks want different ones, or shared memory is wanted and cannot be had; or only some are
-            to compare.
+        ConfigurationError: ranks want different ones, or shared memory is wanted but not available; or ``checks``
+            differs between ranks.
     """
     exchange, words = _open(wanted, group, world, checks=checks)
     if not goes_through_host(world.device, world.backend):
         return exchange, words
-    through = f"tensors on {type_of(world.device)} go through the memory of the host"
+    through = f"tensors on {type_of(world.device)} are copied through host memory"
     return ThroughHost(exchange), f"{words}; {through}" if words else through
 
 
@@ -69,14 +69,14 @@ def _open(wanted: str, group: TorchGroup, world: World, *, checks: bool) -> tupl
     facts = [json.loads(text) for text in texts]
     if len({fact[0] for fact in facts}) > 1:
         raise ConfigurationError(
-            "Ranks were given different exchanges.",
+            "exchange= differs between ranks.",
             where=f"reported on {world}",
             evidence=fold_values({rank: f"exchange={fact[0]!r}" for rank, fact in enumerate(facts)}),
             do="pass the same exchange= to rankwise.join() on every rank",
         )
     if len({fact[4] for fact in facts}) > 1:
         raise ConfigurationError(
-            "Some ranks are to compare what they call, and some are not.",
+            "RANKWISE_CHECK is set on some ranks only.",
             where=f"reported on {world}",
             evidence=fold_values(
                 {rank: f"RANKWISE_CHECK is {'' if fact[4] else 'not '}set" for rank, fact in enumerate(facts)}
@@ -106,9 +106,9 @@ def _open(wanted: str, group: TorchGroup, world: World, *, checks: bool) -> tupl
 
 
 def home_of(world: World) -> str:
-    """Return what tells the processes that can share memory from others; ``!`` begins why it can with none."""
+    """Return a key that processes share if they can share memory; after ``!``, why this one can share with none."""
     if not has_futex():
-        return f"!{platform.machine()} on {platform.system()} does not order stores as shared memory needs it"
+        return f"!{platform.machine()} on {platform.system()} does not order stores as shared memory requires"
     return f"{world.hostname} {machine_name()}"
 
 
@@ -135,9 +135,9 @@ def _without(
 ) -> tuple[Exchange, str]:
     if wanted == "shared_memory":
         raise ConfigurationError(
-            "The ranks cannot exchange through shared memory.",
+            "The ranks cannot use shared memory.",
             where=f"reported on {world}",
             evidence=reason,
-            do='use exchange="auto", which takes what there is',
+            do='use exchange="auto", which picks what is available',
         )
     return group, f"Gloo; not shared memory: {reason}" if is_news else ""

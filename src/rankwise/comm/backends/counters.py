@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far each rank of a host has come: a counter per rank in shared memory, and sleeping until one moves.
+"""The progress of each rank of a host: a counter per rank in shared memory, and sleeping until one moves.
 
-Built on Linux's futex(2), called through the C library: Python offers no call for it. The kernel looks at the word and
-falls asleep in one step, so no wake-up is lost.
+Built on Linux's futex(2), called through the C library: Python offers no call for it. The kernel checks the word and
+puts the caller to sleep in one step, so no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _syscall.argtypes = (
 
 
 def has_futex() -> bool:
-    """Return whether this machine has it, and orders stores as shared memory here needs them.
+    """Return whether this machine has futex, and orders stores as the shared memory here requires.
 
     x86-64 shows the stores of one core to every other in the order in which they were made. Others need
     fences, which Python cannot place.
@@ -77,21 +77,21 @@ class Counters:
         return LINE_BYTES * num_ranks
 
     def post(self, value: int) -> None:
-        """Move this rank's counter and wake those who sleep on it."""
+        """Advance this rank's counter and wake the ranks that sleep on it."""
         self._words[self._own] = value
         wake(self._own_address)
 
     def reach(self, value: int) -> bool:
-        """Return whether every other rank has come to ``value``."""
+        """Return whether every other rank has reached ``value``."""
         words = self._words
         return all(words[place] >= value for _, place in self._others)
 
     def last(self, value: int) -> int | None:
-        """Return a rank of this host that has not come to ``value``."""
+        """Return a rank of this host that has not reached ``value``."""
         return next((other for other, place in self._others if self._words[place] < value), None)
 
     def sleep_until(self, value: int, seconds: float) -> None:
-        """Sleep until one of those that have not come to ``value`` moves, for at most ``seconds``."""
+        """Sleep until a rank that has not reached ``value`` advances, for at most ``seconds``."""
         for other, place in self._others:
             held = self._words[place]
             if held < value:

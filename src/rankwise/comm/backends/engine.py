@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this rank has under way in shared memory, moved on whenever it waits for any of it.
+"""The pending operations of this rank in shared memory, advanced whenever it waits for any of them.
 
-Nobody moves tensors in the background here: an operation is a generator that yields what it waits for. While a
-rank waits for one, it moves all on, so that ranks may wait for them in different orders.
+No thread moves tensors in the background: an operation is a generator that yields what it waits for. While a
+rank waits for one, it advances all, so that ranks may wait for them in different orders.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 SPIN_SECONDS = 50e-6
 YIELD_SECONDS = 150e-6
 LOOK_SECONDS = 0.1
-"""How long a rank sleeps before it looks whether the one it waits for is alive."""
+"""How long a rank sleeps before it checks whether the one it waits for is alive."""
 OTHERS_SECONDS = 0.001
-"""The same, where it has other operations to move on meanwhile."""
+"""The same, if it has other operations to advance meanwhile."""
 
 
 class Awaited(Protocol):
-    """What an operation waits for."""
+    """A condition that an operation waits for."""
 
     def is_met(self) -> bool:
-        """Return whether it has come."""
+        """Return whether it is met."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until it may have come, for at most ``seconds``."""
+        """Sleep until it may be met, for at most ``seconds``."""
         ...
 
     def rank(self) -> int | None:
@@ -48,7 +48,7 @@ class Awaited(Protocol):
 
 
 class Until:
-    """Waits until every rank of this host has come to a value."""
+    """Waits until every rank of this host has reached a value."""
 
     __slots__ = ("_counters", "_value")
 
@@ -57,20 +57,20 @@ class Until:
         self._value = value
 
     def is_met(self) -> bool:
-        """Return whether all have."""
+        """Return whether all have reached it."""
         return self._counters.reach(self._value)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until one of the last ones moves."""
+        """Sleep until one of the last ranks advances."""
         self._counters.sleep_until(self._value, seconds)
 
     def rank(self) -> int | None:
-        """Return one of the last ones."""
+        """Return one of the last ranks."""
         return self._counters.last(self._value)
 
 
 class Operation:
-    """Something under way."""
+    """A pending operation."""
 
     __slots__ = ("awaited", "is_done", "steps")
 
@@ -80,7 +80,7 @@ class Operation:
         self.is_done = False
 
     def advance(self) -> None:
-        """Go on as far as it goes without waiting."""
+        """Advance as far as possible without waiting."""
         while self.awaited is None or self.awaited.is_met():
             self.awaited = next(self.steps, None)
             if self.awaited is None:
@@ -96,23 +96,23 @@ class Engine:
         self.detector = detector
         self._active: list[Operation] = [] if moves_with is None else moves_with._active  # noqa: SLF001 - its own kind
         self._moving = threading.RLock() if moves_with is None else moves_with._moving  # noqa: SLF001 - its own kind
-        # A rank that spins takes the core of one that works, where there are more ranks than cores.
+        # If there are more ranks than cores, a rank that spins takes the core of one that works.
         crowded = len(peers) > len(os.sched_getaffinity(0))
         self._spin_seconds = 0.0 if crowded else SPIN_SECONDS
 
     def subset(self, ranks: Sequence[int]) -> Engine:
-        """Return an engine for operations of some ranks of this host, that moves on whatever this one moves on."""
+        """Return an engine for operations of some ranks of this host, which also advances this engine's operations."""
         return Engine(self.detector, self.peers.subset(ranks), moves_with=self)
 
     def start(self, steps: Generator[Awaited]) -> Operation:
-        """Begin an operation, and go on with it as far as it goes without waiting."""
+        """Begin an operation, and advance it as far as possible without waiting."""
         operation = Operation(steps)
         self._active.append(operation)
         self.advance()
         return operation
 
     def advance(self) -> None:
-        """Move everything on that can move."""
+        """Advance every operation that can advance."""
         with self._moving:
             for operation in tuple(self._active):
                 try:
@@ -127,11 +127,11 @@ class Engine:
                     self._active.remove(operation)
 
     def _forbid_more(self) -> None:
-        # Half a step is done, and the others count on the whole of it.
+        # Half a step is done, but the others rely on all of it.
         self.detector.refuse_all(
             RankwiseError(
-                "This rank was interrupted in the middle of an exchange, and cannot take part in another.",
-                do="end the process; the other ranks are told",
+                "This rank was interrupted in the middle of a collective and cannot join another.",
+                do="end the process; the other ranks are notified",
             )
         )
 
@@ -175,6 +175,6 @@ class Engine:
         rank = awaited.rank()
         if rank is None or not self.peers.has_ended(rank):
             return
-        # Its last word may have come between the two looks.
+        # Its last update may have arrived between the two checks.
         if not awaited.is_met():
             raise PeerEnded(self.peers.world_rank(rank), self.peers.process(rank))

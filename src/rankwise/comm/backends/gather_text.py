@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small texts that ranks tell each other: what each has, or what each has called."""
+"""Short texts that ranks exchange: what each has, or what each has called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHAT_EACH_CALLED = "what each rank called"
 
 
 class SupportsAllGather(Protocol):
-    """What carries small tensors between the ranks."""
+    """Sends small tensors between the ranks."""
 
     rank: int
 
@@ -49,7 +49,7 @@ def unpacked(rows: torch.Tensor) -> list[str]:
 
 
 def row_of(data: bytes, size_bytes: int) -> torch.Tensor:
-    """Return bytes as [size_bytes], filled up with zeros."""
+    """Return bytes as [size_bytes], padded with zeros."""
     return torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8)
 
 
@@ -69,7 +69,7 @@ def calls_differ(
         gather: returns the tensors of ``ranks``, [len(ranks), ...], all of one shape.
         words: what this rank called.
         hostname: of this rank.
-        ranks: who compared what they called.
+        ranks: those that compared their calls.
         world_size: number of ranks of the world.
     """
     text = "\0".join((hostname, call_site.words(call_site.user_call_site()), words))

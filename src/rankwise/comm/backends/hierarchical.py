@@ -2,7 +2,7 @@
 """Collectives of ranks on several hosts: within each host first, through its memory, then across hosts.
 
 Each of the first ranks of a host owns one slice. It reduces the slice within its host, and then with the owners of the
-same slice on the other hosts, over a group of torch's; every rank copies all slices.
+same slice on the other hosts, over a torch group; every rank copies all slices.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 MOMENT_SECONDS = 100e-6
-"""A wait of torch's own, with a limit, ends in an exception that costs more."""
+"""torch's own wait with a timeout ends in an exception, which costs more."""
 
 
 class _Elsewhere:
-    """Waits for what no rank of this host posts: there is no word of memory to sleep on."""
+    """Waits for something that no rank of this host posts: there is no word of memory to sleep on."""
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for a moment; everything else that is under way is moved on after it."""
+        """Sleep for a moment; all other pending operations are advanced afterwards."""
         time.sleep(min(seconds, MOMENT_SECONDS))
 
     def rank(self) -> int | None:
@@ -43,7 +43,7 @@ class _Elsewhere:
 
 
 class _PendingWork(_Elsewhere):
-    """Waits for a collective of torch's."""
+    """Waits for a torch collective."""
 
     def __init__(self, work: dist.Work | None) -> None:
         if work is None:
@@ -52,10 +52,10 @@ class _PendingWork(_Elsewhere):
         self._work = work
 
     def is_met(self) -> bool:
-        """Return whether the result is there."""
+        """Return whether the result is ready."""
         if not self._work.is_completed():
             return False
-        self._work.wait()  # raises what broke it
+        self._work.wait()  # raises its error
         return True
 
 
@@ -114,7 +114,7 @@ class CrossHostGroup:
 
 
 class TwoLevelChannel(SharedChannel):
-    """One bucket's way through the memory of each host, and between hosts."""
+    """A channel for one bucket through the memory of each host, and between hosts."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class TwoLevelChannel(SharedChannel):
         return share / self._world_size
 
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
-        """Publish the body, and go on as far as it goes without waiting."""
+        """Publish the body, and advance as far as possible without waiting."""
         self._turn = self._cross_host.take_turn()
         super().start(share, weight, absent)
 

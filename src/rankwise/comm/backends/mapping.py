@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that processes of one host share: without a name, so that nothing of it can be left behind.
+"""Memory that processes of one host share: without a name, so that nothing can be left behind.
 
 One process creates it (memfd_create) and sends the others its process number and descriptor; they open it under /proc.
 It exists as long as one of them does. It is opened in every rank of a host, or in none of the world.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 LINE_BYTES = 64
-"""A cache line: what two processes write must not share one."""
+"""A cache line: data written by two processes must not share one."""
 WORD_BYTES = 8
 PAGE_BYTES = mmap.PAGESIZE
 _TOKEN_BYTES = 16
@@ -32,7 +32,7 @@ _WHAT = "opening shared memory"
 
 
 class Mapping:
-    """One piece of shared memory. Its first page holds a token that tells it from any other."""
+    """One piece of shared memory. Its first page holds a token that distinguishes it from any other."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self._descriptor: int | None = descriptor
@@ -63,13 +63,13 @@ class Mapping:
             num_bytes: as given to :meth:`create`.
 
         Raises:
-            OSError: the other process cannot be seen from here, or what is there is another's.
+            OSError: the other process is not visible from here, or the file found belongs to another one.
         """
         process, number, token = ticket.split(":")
         descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         if os.pread(descriptor, _TOKEN_BYTES, 0).hex() != token:
             os.close(descriptor)
-            message = f"/proc/{process}/fd/{number} is another process's"
+            message = f"/proc/{process}/fd/{number} belongs to another process"
             raise OSError(message)
         return cls(descriptor, num_bytes)
 
@@ -79,7 +79,7 @@ class Mapping:
         return f"{os.getpid()}:{self._descriptor}:{self._memory[:_TOKEN_BYTES].hex()}"
 
     def reserve(self, start: int, num_bytes: int) -> None:
-        """Take real memory for a part of it: by the process that will write there, so that it is near.
+        """Allocate physical memory for a part of it: by the process that will write there, for locality.
 
         Raises:
             OSError: there is not enough. Without this, the first write would end the process.
@@ -122,7 +122,7 @@ def open_together(
     Args:
         exchange: carries the tickets.
         num_bytes: its size; the same on every rank of a host.
-        own_parts: starts and lengths of what this rank writes much of.
+        own_parts: starts and lengths of the parts that mostly this rank writes.
         first: the rank that creates it on this host.
 
     Returns:

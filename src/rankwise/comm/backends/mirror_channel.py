@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A channel whose body is of another dtype, or on another device, than what travels."""
+"""A channel whose body has another dtype, or is on another device, than what is sent."""
 
 from __future__ import annotations
 

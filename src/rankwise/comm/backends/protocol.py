@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every exchange offers: the collectives that rankwise is built on, and channels for gradients."""
+"""The interface of every exchange: the collectives that rankwise is built on, and channels for gradients."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rankwise.health.failure_detector import FailureDetector
 
 NOTE_BYTES = 256
-"""What a rank can tell the others in the same collective in which they agree on a call."""
+"""Size of the note that a rank can send in the collective in which ranks agree on a call."""
 
 
 @dataclass(frozen=True)
 class ChannelSize:
-    """What travels on a channel."""
+    """What is sent on a channel."""
 
     num_elements: int
     num_flags: int
@@ -28,7 +28,7 @@ class ChannelSize:
 
 
 def describe_channels(sizes: Sequence[ChannelSize], what: str) -> list[str]:
-    """Return what travels on each channel, as ``gradients of Net, bucket 0: float32[1234]``."""
+    """Return what is sent on each channel, as ``gradients of Net, bucket 0: float32[1234]``."""
     return [
         f"{what}, bucket {number}: {str(size.dtype).removeprefix('torch.')}[{size.num_elements}]"
         for number, size in enumerate(sizes)
@@ -36,42 +36,42 @@ def describe_channels(sizes: Sequence[ChannelSize], what: str) -> list[str]:
 
 
 class BucketChannel(Protocol):
-    """A way for one bucket of gradients, used again in every step: sums with weights, divided once.
+    """A channel for one bucket of gradients, reused in every step: weighted sums, divided once.
 
     A step is: :meth:`claim`, write :attr:`body`, :meth:`start`, :meth:`finish`; the same steps on every rank.
     """
 
     body: torch.Tensor
-    """[num_elements], what this rank contributes. To be written between ``claim`` and ``start``."""
+    """[num_elements], this rank's contribution. Written between ``claim`` and ``start``."""
     result: torch.Tensor
-    """[num_elements], the mean. It stays from ``finish`` to the next ``claim``."""
+    """[num_elements], the mean. Valid from ``finish`` to the next ``claim``."""
 
     def can_claim(self) -> bool:
         """Return whether ``claim`` and ``start`` would return at once."""
         ...
 
     def claim(self) -> None:
-        """Wait until ``body`` may be written. Other ranks must be on their way to the end of the same step."""
+        """Wait until ``body`` may be written. Other ranks must be completing the same step."""
         ...
 
     def factor(self, share: float) -> float:
-        """Return what the gradients are to be multiplied with on their way into ``body``."""
+        """Return the factor to multiply the gradients by when they are copied into ``body``."""
         ...
 
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Send ``body``.
 
         Args:
-            share: what the gradients counted; with 0 nothing of the body gets into the result, not even a NaN.
+            share: the weight of the gradients; with 0 nothing of the body enters the result, not even a NaN.
             weight: this rank's part of what the sum over all ranks is divided by.
             absent: numbers of the flags that this rank does not set.
         """
         ...
 
     def finish(self) -> None:
-        """Wait until ``result`` is there.
+        """Wait until ``result`` is ready.
 
-        It is sum_r share_r g_r / sum_r weight_r, and zero where the weights sum to zero; the same bits on every
+        It is sum_r share_r g_r / sum_r weight_r, and zero if the weights sum to zero; the same bits on every
         rank.
         """
         ...
@@ -93,16 +93,16 @@ class Exchange(Protocol):
     detector: FailureDetector
 
     def agree(self, what: str) -> None:
-        """Hold the next collective to belong to the call that ``what`` says, on every rank.
+        """Check that the next collective belongs to the call ``what`` on every rank.
 
         Raises:
             CollectiveMismatch: it does not; from here, or from that collective. Nothing was sent, and the ranks can
-                go on.
+                continue.
         """
         ...
 
     def gather_notes(self, note: bytes, what: str) -> list[bytes]:
-        """Return the notes of all ranks in rank order, each filled up to ``NOTE_BYTES`` with zeros: one collective.
+        """Return the notes of all ranks in rank order, each padded to ``NOTE_BYTES`` with zeros: one collective.
 
         Args:
             note: at most ``NOTE_BYTES``.
@@ -111,7 +111,7 @@ class Exchange(Protocol):
         ...
 
     def barrier(self, what: str) -> None:
-        """Return when every rank has come. Raises as :meth:`agree` does."""
+        """Return when every rank has reached it. Raises as :meth:`agree` does."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
@@ -127,24 +127,24 @@ class Exchange(Protocol):
         ...
 
     def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
-        """Return what every rank has for this one, in rank order.
+        """Return what every rank sends to this one, in rank order.
 
         Args:
-            tensor: [n], bytes: what this rank has for each, in rank order.
+            tensor: [n], bytes: what this rank sends to each, in rank order.
             sizes: bytes from each rank (outer) to each; the same on every rank.
             what: in words.
         """
         ...
 
     def dup(self) -> Exchange:
-        """Return another exchange of the same ranks, whose collectives need no order towards this one's.
+        """Return another exchange of the same ranks, whose collectives need no order relative to this one's.
 
         Called by: every rank, in the same order.
         """
         ...
 
     def split(self, groups: Sequence[Sequence[int]]) -> Exchange:
-        """Return an exchange of some of its ranks, numbered anew from 0, in the order given.
+        """Return an exchange of some of its ranks, renumbered from 0, in the order given.
 
         Called by: every rank, with the same groups.
 
@@ -154,7 +154,7 @@ class Exchange(Protocol):
         ...
 
     def channel_bytes(self, device: torch.device) -> int:
-        """Return how much a channel carries best at a time."""
+        """Return the best channel size in bytes."""
         ...
 
     def channels(self, sizes: Sequence[ChannelSize], what: str = "gradients") -> list[BucketChannel]:
@@ -164,7 +164,7 @@ class Exchange(Protocol):
 
         Args:
             sizes: the same on every rank.
-            what: travels on them, in words.
+            what: a description of what is sent on them.
 
         Raises:
             CollectiveMismatch: the sizes are not the same on every rank.
@@ -172,5 +172,5 @@ class Exchange(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the other ranks. Nothing can be sent afterwards."""
+        """Disconnect from the other ranks. Nothing can be sent afterwards."""
         ...

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums and other reductions of tensors of several ranks, in rank order: values in, values out.
 
-Half-precision numbers are added up in float32 and rounded once.
+Half-precision numbers are summed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _STEPS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def can_reduce(dtype: torch.dtype, op: str) -> bool:
-    """Return whether every exchange can: what Gloo cannot, no one should find out on several hosts only."""
+    """Return whether every exchange can: a limit of Gloo must not show up only on several hosts."""
     return dtype in _REAL or dtype == torch.bool or (dtype in _COMPLEX and op == "sum")
 
 
 def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
-    """Reduce ``parts`` into ``out``; all of one shape [n] and dtype. ``out`` is none of them, or the first."""
+    """Reduce ``parts`` into ``out``; all of one shape [n] and dtype. ``out`` is not one of them, except the first."""
     step = _STEPS[op]
     if out.dtype not in _IN_FLOAT32:
         step(parts[0], parts[1], out=out) if len(parts) > 1 else out.copy_(parts[0])
@@ -46,9 +46,9 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> No
 
 
 def weighted_sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor], factors: Sequence[float]) -> None:
-    """Write sum_r factors[r] * parts[r] into ``out``. What has factor 0 does not count, not even a NaN.
+    """Write sum_r factors[r] * parts[r] into ``out``. A part with factor 0 has no effect, not even a NaN.
 
-    ``out`` is none of the parts.
+    ``out`` is not one of the parts.
     """
     chosen = [(part, factor) for part, factor in zip(parts, factors, strict=True) if factor != 0.0]
     if not chosen:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A channel for gradients through the memory of one host.
 
-Every rank's body lies where all can read it. Two ranks each add both bodies up; more each add up a slice, and copy
-the slices of the others. Every element is added up in rank order. Legend: L ranks of the host, n elements.
+Every rank's body lies where all can read it. Two ranks each sum both bodies; more ranks each sum a slice, and copy
+the slices of the others. Every element is summed in rank order. Legend: L ranks of the host, n elements.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rankwise.health.flight_recorder import Ticket
 
 ARENA_BYTES = 2**26
-"""Enough that channels of most models need not wait for one another."""
+"""Enough that channels of most models need not wait for each other."""
 SMALL_BYTES = 2**16
-"""Up to this size a rank adds everything up itself, rather than wait a second time."""
+"""Up to this size a rank sums everything itself, rather than wait a second time."""
 HEADER = struct.Struct("=ddq")
 """Share, weight, number of absent flags; the flags follow."""
 
@@ -39,7 +39,7 @@ class ChannelLayout:
     Args:
         size: of the channel.
         num_ranks: L.
-        num_slices: how many ranks add up a slice each; by default all, unless each adds up everything itself.
+        num_slices: how many ranks sum a slice each; by default all, unless each sums everything itself.
     """
 
     def __init__(self, size: ChannelSize, num_ranks: int, num_slices: int | None = None) -> None:
@@ -53,7 +53,7 @@ class ChannelLayout:
         self._slice_elements = -(-size.num_elements // max(num_slices, 1))
         slice_bytes = rounded_up(self._slice_elements * size.dtype.itemsize, LINE_BYTES) if num_slices else 0
         self.bytes_per_rank = self.body_bytes + slice_bytes
-        """What a rank writes much of: its body, and the sum of its slice."""
+        """The parts that mostly one rank writes: its body, and the sum of its slice."""
         self._header_bytes = rounded_up(HEADER.size + size.num_flags, LINE_BYTES)
         self.control_bytes = num_ranks * (3 * LINE_BYTES + self._header_bytes) + rounded_up(
             8 * (1 + size.num_flags), LINE_BYTES
@@ -62,12 +62,12 @@ class ChannelLayout:
         self._bodies: list[int] = []
 
     def put(self, control: int, bodies: Sequence[int]) -> None:
-        """Say where the control part starts, and the body of each rank."""
+        """Set where the control part starts, and the body of each rank."""
         self._control = control
         self._bodies = list(bodies)
 
     def counters(self, number: int) -> int:
-        """Return where one of the three kinds of marks starts."""
+        """Return where one of the three kinds of counters starts."""
         return self._control + number * Counters.num_bytes(self.num_ranks)
 
     def header(self, rank: int) -> int:
@@ -88,7 +88,7 @@ class ChannelLayout:
         return self._bodies[rank] + self.body_bytes
 
     def bounds(self, slice_: int) -> tuple[int, int]:
-        """Return the first element of a slice, and the first behind it."""
+        """Return the first element of a slice, and the first after it."""
         length, end = self._slice_elements, self.size.num_elements
         return min(slice_ * length, end), min((slice_ + 1) * length, end)
 
@@ -101,10 +101,10 @@ class ChannelLayout:
 
 
 def lay_out(layouts: Sequence[ChannelLayout], start: int) -> tuple[int, int]:
-    """Give channels their places in one piece of memory.
+    """Assign channels their places in one piece of memory.
 
-    The bodies of a rank go round in an arena, rather than lie side by side: channels are used one after the other, and
-    a model of any size needs no more.
+    The bodies of a rank share an arena as a ring, rather than lie side by side: channels are used one after the other,
+    so a model of any size needs no more.
 
     Args:
         layouts: in the order in which their channels are started; all of as many ranks.
@@ -128,7 +128,7 @@ def lay_out(layouts: Sequence[ChannelLayout], start: int) -> tuple[int, int]:
 
 
 class SharedChannel:
-    """One bucket's way through shared memory. See :class:`rankwise.comm.backends.protocol.BucketChannel`."""
+    """A channel for one bucket through shared memory. See :class:`rankwise.comm.backends.protocol.BucketChannel`."""
 
     def __init__(
         self, layout: ChannelLayout, mapping: Mapping, rank: int, engine: Engine, *, what: str, exchange_id: int
@@ -164,11 +164,11 @@ class SharedChannel:
         self._ticket: Ticket | None = None
 
     def follow(self, channels: Sequence[SharedChannel]) -> None:
-        """Name the channels whose bodies share memory with this one's, itself among them."""
+        """Set the channels whose bodies share memory with this one's, itself included."""
         self._sharers = list(channels)
 
     def can_claim(self) -> bool:
-        """Return whether every rank has read what was in the memory before, and nothing is to be compared first."""
+        """Return whether every rank has read the memory's previous content, and nothing must be compared first."""
         if self._engine.detector.check is not None:
             return False
         if all(channel.is_read() for channel in self._sharers):
@@ -177,16 +177,16 @@ class SharedChannel:
         return all(channel.is_read() for channel in self._sharers)
 
     def claim(self) -> None:
-        """Wait until every rank has read what was in the memory before."""
+        """Wait until every rank has read the memory's previous content."""
         for channel in self._sharers:
             channel.wait_for_readers()
 
     def is_read(self) -> bool:
-        """Return whether every rank has read what was sent last."""
+        """Return whether every rank has read the last message."""
         return self._operation is None or (self._operation.is_done and self._consumed.reach(self._round))
 
     def wait_for_readers(self) -> None:
-        """Wait until every rank has read what was sent last."""
+        """Wait until every rank has read the last message."""
         if self._ticket is None:
             return
         self.finish()  # this rank is one of the readers
@@ -194,11 +194,11 @@ class SharedChannel:
             self._engine.wait(self._engine.start(self._consumption()), self._ticket)
 
     def factor(self, share: float) -> float:
-        """Divide by the number of ranks on the way in: with equal weights the sum is the mean already."""
+        """Divide by the number of ranks when copying in: with equal weights the sum is already the mean."""
         return share / len(self._bodies)
 
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
-        """Publish the body, and go on as far as it goes without waiting."""
+        """Publish the body, and advance as far as possible without waiting."""
         self._ticket = self._engine.detector.ticket(self._what, self._exchange_id)
         header = self._headers[self._rank]
         HEADER.pack_into(header, 0, share, weight, len(absent))

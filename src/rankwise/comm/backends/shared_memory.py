@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors travel through memory that the ranks of a host share, and through Gloo between hosts.
+"""Send tensors through memory that the ranks of a host share, and through Gloo between hosts.
 
-What it cannot carry (tensors of a GPU, dtypes it cannot add up) goes through torch's group of all ranks.
+What it does not support (GPU tensors, dtypes it cannot sum) goes through torch's group of all ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
 from rankwise.comm.backends.reducing import can_reduce
 from rankwise.comm.backends.shared_channel import ChannelLayout, SharedChannel, lay_out
 from rankwise.comm.backends.staging import CallsDiffer, Staging
-from rankwise.comm.backends.tensor_memory import ResultMemory, bytes_of
+from rankwise.comm.backends.tensor_memory import ResultMemory
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.log import warn
+from rankwise.tensors.as_bytes import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -35,7 +36,7 @@ SLOT_BYTES = 2**20
 DUP_SLOT_BYTES = 2**16
 CHANNEL_BYTES = 2**22
 FLAT_BYTES = 2**16
-"""Up to this size ranks of several hosts all talk to each other: two levels would take longer."""
+"""Up to this size ranks of several hosts all exchange directly: two levels would take longer."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class SharedMemory:
         self._latest: Operation | None = None
 
     def agree(self, what: str) -> None:
-        """Have the next collective checked against ``what``: on one host, when it meets the others."""
+        """Check the next collective against ``what``: on one host, when it reaches the others."""
         if self._cross_host is not None:
             self._torch_group.agree(what)
         else:
@@ -106,7 +107,7 @@ class SharedMemory:
         return bytes_of_rows(self.all_gather(row_of(note, NOTE_BYTES), what=what))
 
     def barrier(self, what: str) -> None:
-        """Return when every rank has come to ``what``."""
+        """Return when every rank has reached ``what``."""
         if self._cross_host is not None:
             self._torch_group.barrier(what)
         else:
@@ -145,7 +146,7 @@ class SharedMemory:
         return out
 
     def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
-        """Return what every rank has for this one, in rank order."""
+        """Return what every rank sends to this one, in rank order."""
         if tensor.device.type != "cpu" or self._cross_host is not None:
             return self._torch_group.all_to_all(tensor, sizes, what=what)
         out = self._results.empty((sum(row[self.rank] for row in sizes),), tensor)
@@ -162,7 +163,7 @@ class SharedMemory:
         )
 
     def split(self, groups: Sequence[Sequence[int]]) -> Exchange:
-        """Return an exchange of some of the ranks: in shared memory where every group is within a host."""
+        """Return an exchange of some of the ranks: in shared memory if every group is within a host."""
         torch_group = self._torch_group.split(groups)
         own = next(ranks for ranks in groups if self.rank in ranks)
         if any(not any(set(ranks) <= set(host) for host in self._host_map.hosts) for ranks in groups):
@@ -174,11 +175,11 @@ class SharedMemory:
         )
 
     def channel_bytes(self, device: torch.device) -> int:
-        """Return a size of which a core's cache holds a few."""
+        """Return a size of which a core's cache fits a few."""
         return CHANNEL_BYTES if device.type == "cpu" else self._torch_group.channel_bytes(device)
 
     def channels(self, sizes: Sequence[ChannelSize], what: str = "gradients") -> list[BucketChannel]:
-        """Return a channel for each size; through torch's group for a GPU, or where memory is short."""
+        """Return a channel for each size; through torch's group for a GPU, or if memory is short."""
         names = describe_channels(sizes, what)
         self.barrier("; ".join(names))
         if any(size.device.type != "cpu" for size in sizes):
@@ -214,18 +215,18 @@ class SharedMemory:
         )
 
     def close(self) -> None:
-        """Let go of the other ranks' processes."""
+        """Release the handles of the other ranks' processes."""
         self._engine.peers.close()
 
     def _words(self, what: str) -> str:
-        """Return what the collective that starts is to be on every rank."""
+        """Return the call that the starting collective must be on every rank."""
         agreed, self._agreed = self._agreed, ""
         return agreed or what
 
     def _run(self, steps: Generator[Awaited], words: str, tensor: torch.Tensor | None) -> None:
         ticket = self.detector.ticket(words, self._exchange_id, tensor)
         if self._latest is not None:
-            # An interrupt may have left it under way. The slots are free when it is done.
+            # An interrupt may have left it pending. The slots are free when it is done.
             self._engine.wait(self._latest, ticket)
         try:
             self._latest = self._engine.start(steps)
@@ -253,7 +254,7 @@ def open_shared_memory(
     slot_bytes: int = SLOT_BYTES,
     exchange_id: int = 0,
 ) -> SharedMemory:
-    """Open an exchange of its own for all ranks of ``torch_group``.
+    """Open a separate exchange for all ranks of ``torch_group``.
 
     Called by: every rank.
 
@@ -274,7 +275,7 @@ def _open(
     mapping, reasons = open_together(gathers, rounded_up(num_bytes, PAGE_BYTES), own_parts, first=host_map.ranks[0])
     if mapping is None:
         raise ConfigurationError(
-            f"There is no shared memory of {num_bytes / 2**20:.0f} MiB for {len(host_map.ranks)} ranks.",
+            f"Cannot get {num_bytes / 2**20:.0f} MiB of shared memory for {len(host_map.ranks)} ranks.",
             evidence=fold_values(reasons),
             do='give the machine or container more memory, or rankwise.join(exchange="gloo")',
         )

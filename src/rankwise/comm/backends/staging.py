@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.mapping import Mapping
 
     Take = Callable[[int, int, int], Generator[Awaited]]
-    """Takes a piece in: its round, its first element and the one behind its last."""
+    """Reads a piece: its round, its first element and the one after its last."""
 
 NUM_SLOTS = 2
 ALONE_BYTES = 2**15
@@ -34,11 +34,11 @@ ALONE_BYTES = 2**15
 
 
 class CallsDiffer(Exception):
-    """Ranks of this host have come to different calls; nothing was sent."""
+    """Ranks of this host have reached different calls; nothing was sent."""
 
 
 class Staging:
-    """The slots of all ranks of a host, and how far each has come. Every call is a generator for the engine."""
+    """The slots of all ranks of a host, and the progress of each. Every call is a generator for the engine."""
 
     def __init__(self, mapping: Mapping, start: int, slot_bytes: int, rank: int, num_ranks: int) -> None:
         self.slot_bytes = slot_bytes
@@ -72,15 +72,15 @@ class Staging:
 
     @staticmethod
     def own_part(start: int, slot_bytes: int, rank: int, num_ranks: int) -> tuple[int, int]:
-        """Return start and length of what ``rank`` writes much of."""
+        """Return start and length of the part that mostly ``rank`` writes."""
         own_bytes = NUM_SLOTS * slot_bytes
         return start + 3 * Counters.num_bytes(num_ranks) + LINE_BYTES * num_ranks + rank * own_bytes, own_bytes
 
     def barrier(self, what: str) -> Generator[Awaited]:
-        """Go on when every rank has come.
+        """Continue when every rank has arrived.
 
         Raises:
-            CallsDiffer: not every rank has come to ``what``; here and in the calls below.
+            CallsDiffer: not every rank has reached ``what``; here and in the calls below.
         """
         round_ = yield from self._claim()
         yield from self._publish_first(round_, what)
@@ -89,8 +89,8 @@ class Staging:
     def all_reduce(
         self, tensor: torch.Tensor, out: torch.Tensor, op: str, what: str, cross_host: CrossHostGroup | None = None
     ) -> Generator[Awaited]:
-        """Reduce ``tensor`` [n] over the ranks into ``out`` [n], and over the hosts where there is ``cross_host``."""
-        # Where all are on one host, two ranks, or more with little, do not wait a second time.
+        """Reduce ``tensor`` [n] over the ranks into ``out`` [n], and over the hosts if there is ``cross_host``."""
+        # On one host, two ranks, or more ranks with little data, do not wait a second time.
         alone = cross_host is None and (self._num_ranks == 2 or tensor.nbytes <= ALONE_BYTES)  # noqa: PLR2004
         num_slices = self._num_ranks if cross_host is None else cross_host.num_slices
 
@@ -104,7 +104,7 @@ class Staging:
             if self._rank < num_slices:
                 own = slices[self._rank]
                 reduce_into(out[low:high][own], [slot[own] for slot in slots], op)
-                # Nobody but its owner reads this slice of this slot.
+                # Only its owner reads this slice of this slot.
                 slots[self._rank][own].copy_(out[low:high][own])
                 if cross_host is not None:
                     yield from cross_host.all_reduce_(cross_host.take_turn(), [slots[self._rank][own]], op)
@@ -137,10 +137,10 @@ class Staging:
     def all_to_all(
         self, tensor: torch.Tensor, out: torch.Tensor, sizes: Sequence[Sequence[int]], what: str
     ) -> Generator[Awaited]:
-        """Take from every rank's ``tensor``, bytes, the part that is for this rank, into ``out``.
+        """Copy the part of every rank's ``tensor``, bytes, that is for this rank into ``out``.
 
         Args:
-            tensor: what this rank gives, [sum of ``sizes[this rank]``], the first rank's part first.
+            tensor: what this rank sends, [sum of ``sizes[this rank]``], the first rank's part first.
             out: [sum of ``sizes[every rank][this rank]``].
             sizes: bytes from each rank (outer) to each.
             what: see :meth:`barrier`.
@@ -168,14 +168,14 @@ class Staging:
         fills: bool = True,
         most: int | None = None,
     ) -> Generator[Awaited]:
-        """Fill a slot per piece of ``tensor``, and take each when every rank has filled its own.
+        """Fill a slot per piece of ``tensor``, and read each when every rank has filled its own.
 
         Args:
             tensor: [n] of this rank.
-            take: takes a piece in.
+            take: reads a piece.
             what: see :meth:`barrier`.
-            fills: whether this rank has anything to give.
-            most: the largest n of any rank, where they differ.
+            fills: whether this rank has anything to send.
+            most: the largest n of any rank, if they differ.
         """
         length = self.slot_bytes // tensor.element_size()
         num_elements = tensor.numel() if most is None else most
@@ -209,7 +209,7 @@ class Staging:
         return round_
 
     def _publish_first(self, round_: int, what: str) -> Generator[Awaited]:
-        """Publish the first round of a call, and go on when every rank has come to the same one."""
+        """Publish the first round of a call, and continue when every rank has reached the same one."""
         slot = round_ % NUM_SLOTS
         self._words[self._digests[self._rank][slot]] = zlib.crc32(what.encode())
         self._published.post(round_)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of tensors: as bytes, and for large results, which is used again when nothing refers to it.
+"""The memory of large results, reused when nothing refers to it.
 
-The kernel hands out new memory at a fraction of the speed at which tensors are added up: a result of 100 MB would
-cost more than the exchange itself.
+The kernel provides new memory at a fraction of the speed at which tensors are summed: a result of 100 MB would
+cost more than the collective itself.
 """
 
 from __future__ import annotations
@@ -13,15 +13,9 @@ import torch
 
 LARGE_BYTES = 2**20
 KEPT_BYTES = 2**28
-"""How much may lie idle."""
+"""How much may be idle."""
 MOST_KEPT = 2
-"""A loop that replaces its tensor by the result holds one while it makes the next."""
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as [n] bytes in the same memory."""
-    # One element counts as contiguous at any stride; torch's view does not think so.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+"""A loop that replaces its tensor by the result holds one while it creates the next."""
 
 
 class ResultMemory:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a device that no backend carries: copied to the CPU, exchanged there, copied back.
+"""Tensors of a device that no backend supports: copied to the CPU, exchanged there, copied back.
 
-The other ranks see tensors of the CPU only, so each rank decides for itself. CPU tensors go on as they are.
+The other ranks see tensors of the CPU only, so each rank decides for itself. CPU tensors are passed on as they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ThroughHost:
     """An exchange for tensors of any device. See :class:`rankwise.comm.backends.protocol.Exchange`.
 
     Args:
-        inner: carries tensors of the CPU.
+        inner: sends CPU tensors.
     """
 
     def __init__(self, inner: Exchange) -> None:
@@ -35,7 +35,7 @@ class ThroughHost:
         self.detector = inner.detector
 
     def agree(self, what: str) -> None:
-        """Hold the next collective to belong to the call that ``what`` says."""
+        """Check that the next collective belongs to the call ``what``."""
         self.inner.agree(what)
 
     def gather_notes(self, note: bytes, what: str) -> list[bytes]:
@@ -43,7 +43,7 @@ class ThroughHost:
         return self.inner.gather_notes(note, what)
 
     def barrier(self, what: str) -> None:
-        """Return when every rank has come to ``what``."""
+        """Return when every rank has reached ``what``."""
         self.inner.barrier(what)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
@@ -59,7 +59,7 @@ class ThroughHost:
         return self.inner.broadcast(tensor.to(CPU), source, what=what).to(tensor.device)
 
     def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
-        """Return what every rank has for this one, on the tensor's own device."""
+        """Return what every rank sends to this one, on the tensor's own device."""
         return self.inner.all_to_all(tensor.to(CPU), sizes, what=what).to(tensor.device)
 
     def dup(self) -> ThroughHost:
@@ -71,7 +71,7 @@ class ThroughHost:
         return ThroughHost(self.inner.split(groups))
 
     def channel_bytes(self, device: torch.device) -> int:
-        """Return how much a channel of the CPU carries best at a time."""
+        """Return the best size of a CPU channel in bytes."""
         del device
         return self.inner.channel_bytes(CPU)
 
@@ -84,5 +84,5 @@ class ThroughHost:
         ]
 
     def close(self) -> None:
-        """Let go of the other ranks."""
+        """Disconnect from the other ranks."""
         self.inner.close()

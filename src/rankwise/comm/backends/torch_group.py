@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors travel through torch's process group (Gloo on CPU, NCCL on GPUs).
+"""Send tensors through torch's process group (Gloo on CPU, NCCL on GPUs).
 
-Every wait goes through the failure detector, so that it ends with a name when a peer fails or stays away. Takes and
-gives plain contiguous tensors; types and trees are the business of ``collectives``.
+Every wait goes through the failure detector, so that it ends with the rank's name when a peer fails or does not
+arrive. Takes and returns plain contiguous tensors; ``collectives`` handles types and trees.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
 from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
 from rankwise.health.diagnosis import is_of_a_signal_handler
+from rankwise.tensors.as_bytes import bytes_of
 from rankwise.torch_private.groups import next_number, open_among
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 
 class PendingCollective:
-    """A collective under way."""
+    """A pending collective."""
 
     __slots__ = ("_detector", "_ticket", "_work")
 
@@ -54,13 +54,13 @@ class PendingCollective:
         self._work = work
 
     def wait(self) -> None:
-        """Return when the result is there; raise what the failure detector found out if it will not come."""
+        """Return when the result is ready; raise the failure detector's error if it will not be."""
         with CollectiveWait(self._detector, self._ticket) as wait:
             while not self._is_done(SLICE_SECONDS):
                 wait.check()
 
     def _is_done(self, seconds: float) -> bool:
-        """Wait for at most ``seconds``, and return whether the result is there."""
+        """Wait for at most ``seconds``, and return whether the result is ready."""
         try:
             self._work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
@@ -68,7 +68,7 @@ class PendingCollective:
                 raise
             if not self._work.is_completed():
                 return False
-            # It failed, or it has completed since the time was up: this tells, and does not wait.
+            # It failed, or has completed since the time was up: this tells which, without waiting.
             self._work.wait()
         return True
 
@@ -89,18 +89,18 @@ class TorchGroup:
         self.rank = rank
         self.world_size = world_size
         self.world_ranks = list(range(world_size) if world_ranks is None else world_ranks)
-        """What its ranks are called in the world."""
+        """The numbers of its ranks in the world."""
         self.detector = detector
         self._is_part = world_ranks is not None
         self._group = group
         self.exchange_id = exchange_id
 
     def dup(self) -> TorchGroup:
-        """Return another group of the same ranks, whose collectives need no order towards this one's.
+        """Return another group of the same ranks, whose collectives need no order relative to this one's.
 
         Called by: every rank, in the same order.
         """
-        # Other parts of the world open theirs in their own time.
+        # Other parts of the world open theirs independently.
         group = self._open_locally(self.world_ranks) if self._is_part else dist.new_group(self.world_ranks)
         return self._of(group, self.world_ranks, self.detector.recorder.new_exchange_id(self.world_ranks))
 
@@ -121,7 +121,7 @@ class TorchGroup:
         return self._of(group, world_ranks, self.detector.recorder.new_exchange_id(world_ranks))
 
     def _open_locally(self, world_ranks: list[int]) -> object:
-        """Open a group of torch's that only its own ranks know of.
+        """Open a torch group that only its own ranks know.
 
         Called by: every rank of this exchange, each with the group that it is to be in.
 
@@ -133,19 +133,19 @@ class TorchGroup:
         return open_among(world_ranks, self.world_ranks[self.rank], int(numbers.max()))
 
     def compare_everything(self) -> None:
-        """Have the ranks compare each collective before it begins, of every exchange of theirs, on this group.
+        """Make the ranks compare each collective of all their exchanges on this group before it begins.
 
         Called by: every rank.
         """
         self.detector.check_by(self.agree)
 
     def agree(self, what: str) -> None:
-        """Find out whether every rank calls the same: Gloo takes tensors for one another, or ends the process."""
+        """Check that every rank makes the same call: otherwise Gloo mixes up tensors, or ends the process."""
         self.gather_notes(b"", what)
 
     def gather_notes(self, note: bytes, what: str) -> list[bytes]:
         """Return the notes of all ranks, once they have agreed on ``what``."""
-        # All agreements are of one size: Gloo would take another call's for this one's.
+        # All agreements have one size: Gloo would mistake another call's for this one's.
         digest = zlib.crc32(what.encode()).to_bytes(DIGEST_BYTES, "little")
         row = row_of(digest + note, DIGEST_BYTES + NOTE_BYTES)
         rows = bytes_of_rows(self._all_gather(row, self.detector.ticket(what, self.exchange_id)))
@@ -159,7 +159,7 @@ class TorchGroup:
         return self._all_gather(tensor, self.detector.ticket(WHAT_EACH_CALLED, self.exchange_id))
 
     def barrier(self, what: str) -> None:
-        """Return when every rank has come to ``what``."""
+        """Return when every rank has reached ``what``."""
         self.agree(what)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
@@ -189,7 +189,7 @@ class TorchGroup:
         return result
 
     def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
-        """Return what every rank has for this one, in rank order."""
+        """Return what every rank sends to this one, in rank order."""
         ticket = self.detector.ticket(what, self.exchange_id)
         given, taken = list(sizes[self.rank]), [row[self.rank] for row in sizes]
         out = tensor.new_empty(sum(taken))
@@ -220,9 +220,9 @@ class TorchGroup:
 
 
 class TorchChannel:
-    """One bucket's way through torch's group. See :class:`rankwise.comm.backends.protocol.BucketChannel`.
+    """A channel for one bucket through torch's group. See :class:`rankwise.comm.backends.protocol.BucketChannel`.
 
-    Behind the body travel its flags and the weight; summed over ranks they say who set what, and divide the sum.
+    Flags and the weight follow the body; summed over ranks they show which flags are set, and divide the sum.
     """
 
     def __init__(self, group: TorchGroup, size: ChannelSize, what: str) -> None:
@@ -231,21 +231,21 @@ class TorchChannel:
         self._flat = torch.zeros(size.num_elements + size.num_flags + 1, dtype=size.dtype, device=size.device)
         self.body = self.result = self._flat[: size.num_elements]
         self._flags = self._flat[size.num_elements : -1]
-        # A dtype that does not hold a sum of weights well enough has it sent beside it.
+        # If the dtype cannot hold a sum of weights precisely enough, that is sent separately.
         self._beside = None if size.dtype in _WEIGHT_DTYPES else self._flat.new_zeros(1, dtype=torch.float64)
         self._weight = self._flat[-1:] if self._beside is None else self._beside
         self._pending: list[PendingCollective] = []
 
     def can_claim(self) -> bool:
-        """Return whether nothing is under way, and nothing is to be compared first."""
+        """Return whether nothing is pending, and nothing must be compared first."""
         return not self._pending and self._group.detector.check is None
 
     def claim(self) -> None:
-        """Wait for what an error broke off."""
+        """Wait for a collective that an error interrupted."""
         self._wait()
 
     def factor(self, share: float) -> float:
-        """Divide by the number of ranks on the way in: with equal weights the sum is the mean already."""
+        """Divide by the number of ranks when copying in: with equal weights the sum is already the mean."""
         return share / self._group.world_size
 
     @torch.no_grad()
@@ -273,7 +273,7 @@ class TorchChannel:
             if scale != 1.0:
                 self.body.mul_(scale)
         else:
-            # Divided where it is: to read the weight would be to wait for the device, once per bucket.
+            # Divided on the device: reading the weight would wait for the device, once per bucket.
             self.body.mul_(torch.where(self._weight > 0, self._group.world_size / self._weight, 0.0)[0])
 
     def total(self) -> float:

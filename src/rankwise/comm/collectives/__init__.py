@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typed collectives: one type in, the same type out, trees of tensors too.
 
-Tensors, arrays of NumPy and of what has ``__dlpack__``, and numbers, alone or in lists, tuples and dicts. Alone, in a
-world or a group of one, each is the identity. Results never alias what was given, and have no gradients.
+Tensors, arrays of NumPy and of what has ``__dlpack__``, and numbers, alone or in lists, tuples and dicts. In a
+world or a group of one, each is the identity. Results never alias the arguments, and have no gradients.
 """
 
 from rankwise.comm.collectives.average import mean

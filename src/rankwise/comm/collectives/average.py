@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean over the samples of all ranks, of values that each are a mean over some of them."""
+"""The mean over the samples of all ranks, from values that are each a mean over some of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mean(
     *,
     group: Group | None = None,
 ) -> float:
-    """Return the mean over the samples of all ranks, of losses that each are the mean over one rank's samples.
+    """Return the mean over the samples of all ranks, from losses that are each the mean over one rank's samples.
 
     Called by: every rank of ``group``, in the same order; also by a rank without samples.
 
@@ -37,8 +37,9 @@ def mean(
     0.4375
     >>> rankwise.leave()
 
-    Called by some ranks only, as inside of ``if world.rank == 0:``, it is a :class:`CollectiveMismatch` on every rank
-    whose next collective is another one, and else waits for the missing ranks up to the limit of :func:`join`.
+    If only some ranks call it, for example inside ``if world.rank == 0:``, it raises :class:`CollectiveMismatch` on
+    every rank whose next collective is another one, and otherwise waits for the missing ranks up to the timeout of
+    :func:`join`.
 
     Args:
         values: a number or a tensor of one element; or a list of them, of any length on each rank.
@@ -48,7 +49,7 @@ def mean(
 
     Returns:
         sum(weight * value) / sum(weight) over all values of all ranks, computed in float64, the same on every rank. NaN
-        where all weights are zero, or a value of positive weight is NaN.
+        if all weights are zero, or a value of positive weight is NaN.
 
     Raises:
         ConfigurationError: numbers of values and weights differ, a value is not one number, or a weight is negative or
@@ -82,7 +83,7 @@ def _numbers(given: object, name: str) -> list[float]:
         return [float(cast("SupportsFloat", one)) for one in several]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"mean() takes numbers and tensors of one element, and {name} holds something else.",
+            f"mean() takes numbers and tensors of one element, but {name} holds something else.",
             evidence=str(error),
             do="reduce each loss to one number first: loss.mean()",
         ) from None

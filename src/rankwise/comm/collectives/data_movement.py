@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that go from ranks to ranks as they are."""
+"""Values sent between ranks unchanged."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.comm.collectives.group import agreed, exchange_of, rank_in_group, size_of, source_in_group
 from rankwise.comm.collectives.objects import gather_json, gather_rows
-from rankwise.comm.collectives.trees import dtypes, flattened, kind, kinds, plain
+from rankwise.comm.collectives.trees import dtypes, flattened, kind, kinds
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import back
+from rankwise.tensors.as_bytes import as_sent, bytes_of
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def broadcast(value: T, source: int = 0, *, group: Group | None = None) -> T:
     Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
 
     Args:
-        value: as for :func:`rankwise.all_reduce`; on ranks other than ``source`` only its kind and shape count.
+        value: as for :func:`rankwise.all_reduce`; on ranks other than ``source`` only its type and shape matter.
         source: the rank of the world whose value all receive.
         group: from :func:`rankwise.new_group`; default: all ranks.
 
@@ -37,7 +37,7 @@ def broadcast(value: T, source: int = 0, *, group: Group | None = None) -> T:
         The same kind and shape as ``value``. Never an alias of it.
 
     Raises:
-        ConfigurationError: there is no rank ``source``, or this rank is not in ``group``.
+        ConfigurationError: rank ``source`` does not exist, or this rank is not in ``group``.
         PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
 
     Source: torch.distributed.broadcast.
@@ -48,10 +48,10 @@ def broadcast(value: T, source: int = 0, *, group: Group | None = None) -> T:
     results: list[object] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
         if exchange is None:
-            result = plain(tensor).clone(memory_format=torch.contiguous_format)
+            result = as_sent(tensor).clone(memory_format=torch.contiguous_format)
         else:
             what = f"broadcast({kind(tensor)}, source={source})"
-            result = exchange.broadcast(plain(tensor), place, what=what)
+            result = exchange.broadcast(as_sent(tensor), place, what=what)
         results.append(back(leaf, result))
     return pytree.tree_unflatten(results, spec)  # type: ignore[no-any-return]
 
@@ -79,19 +79,19 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
     gathered: list[list[object]] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
         if exchange is None:
-            rows = plain(tensor).clone().unsqueeze(0)
+            rows = as_sent(tensor).clone().unsqueeze(0)
         else:
-            rows = exchange.all_gather(plain(tensor), what=f"all_gather({kind(tensor)})")
+            rows = exchange.all_gather(as_sent(tensor), what=f"all_gather({kind(tensor)})")
         gathered.append([back(leaf, row) for row in rows.unbind(0)])
     return [pytree.tree_unflatten([parts[place] for parts in gathered], spec) for place in range(size_of(group))]
 
 
 def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
-    """Collect ``value`` of every rank, whose shapes may differ: predictions of a last batch that did not divide.
+    """Collect ``value`` of every rank, whose shapes may differ: predictions for a last batch that does not divide.
 
     Called by: every rank of ``group``, in the same order, with the same dtypes.
 
-    Every rank sends as much as the one with most, so it is for ranks that differ little.
+    Every rank sends as much as the largest one, so it is for ranks that differ little.
 
     Args:
         value: as for :func:`rankwise.all_reduce`; shapes may differ between ranks, empty ones included.
@@ -109,10 +109,10 @@ def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
     shapes = gather_json([list(tensor.shape) for tensor in tensors], what=what, group=group)
     gathered: list[list[object]] = []
     for number, (leaf, tensor) in enumerate(zip(leaves, tensors, strict=True)):
-        data = bytes_of(plain(tensor))
+        data = bytes_of(as_sent(tensor))
         sizes = [_num_bytes(of_rank[number], tensor) for of_rank in shapes]
         rows = [data.clone()] if exchange is None else gather_rows(exchange, data, sizes, what)
-        # Each for itself: a rank that keeps one need not keep all.
+        # Each in its own memory: a rank that keeps one need not keep all.
         gathered.append(
             [
                 back(leaf, row.clone().view(tensor.dtype).view(of_rank[number]))
@@ -133,10 +133,10 @@ def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
         group: from :func:`rankwise.new_group`; default: all ranks.
 
     Returns:
-        What each rank had for this one, in rank order.
+        What each rank sent to this one, in rank order.
 
     Raises:
-        ConfigurationError: not one value per rank, or values of different kinds; or as :func:`all_gather`.
+        ConfigurationError: not one value per rank, or values of different types; or as :func:`all_gather`.
         CollectiveMismatch, PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
 
     Source: torch.distributed.all_to_all.
@@ -148,24 +148,24 @@ def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
         )
     if len(values) != size:
         raise ConfigurationError(
-            f"all_to_all was given {len(values)} values for {size} ranks.", do="pass one per rank, in rank order"
+            f"all_to_all got {len(values)} values for {size} ranks.", do="pass one per rank, in rank order"
         )
     flat = [flattened(value, "all_to_all") for value in values]
     leaves, first, spec = flat[0]
     words = [dtypes(tensors, other) for _, tensors, other in flat]
     if any(other != spec for _, _, other in flat) or any(word != words[0] for word in words):
         raise ConfigurationError(
-            "all_to_all was given values of different kinds.",
+            "all_to_all got values of different types.",
             evidence="\n".join(
                 f"for rank {place}: {kinds(tensors, other)}" for place, (_, tensors, other) in enumerate(flat)
             ),
-            do="give every rank the same kind of value, of one dtype; only shapes may differ",
+            do="pass values of the same type and dtype for every rank; only shapes may differ",
         )
     what = f"all_to_all({words[0]})"
     shapes = gather_json([[list(tensor.shape) for tensor in tensors] for _, tensors, _ in flat], what=what, group=group)
     received: list[list[object]] = []
     for number, (leaf, like) in enumerate(zip(leaves, first, strict=True)):
-        given = torch.cat([bytes_of(plain(tensors[number])) for _, tensors, _ in flat])
+        given = torch.cat([bytes_of(as_sent(tensors[number])) for _, tensors, _ in flat])
         sizes = [[_num_bytes(shape[number], like) for shape in of_rank] for of_rank in shapes]
         taken = given if exchange is None else exchange.all_to_all(given, sizes, what=what)
         parts = taken.split([row[own] for row in sizes])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of the ranks, as a value, and what carries their collectives."""
+"""A subset of the ranks, as a value, and the exchange for its collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Some of the ranks, from :func:`rankwise.new_group`: ``group=`` of the collectives."""
+    """A subset of the ranks, from :func:`rankwise.new_group`: ``group=`` of the collectives."""
 
     ranks: tuple[int, ...]
     """Their numbers in the world, ascending."""
@@ -35,18 +35,18 @@ class Group:
 
 
 def exchange_of(group: Group | None) -> Exchange | None:
-    """Return what carries the tensors of a group, of all ranks by default; ``None`` for a rank that is alone.
+    """Return the exchange of a group, of all ranks by default; ``None`` for a rank that is alone.
 
     Raises:
-        ConfigurationError: this rank is not in the group, or it is none of ours.
-        NotJoined: the group is of a world that has been left.
+        ConfigurationError: this rank is not in the group, or it is not a group of rankwise.
+        NotJoined: the group belongs to a world that has been left.
     """
     session = current()
     if group is None:
         return session.exchange
     if not isinstance(group, Group):
         raise ConfigurationError(
-            f"group= takes what rankwise.new_group() returned, not {type(group).__name__}.",
+            f"group= must be a group from rankwise.new_group(), got {type(group).__name__}.",
             do="group = rankwise.new_group(ranks), called on every rank",
         )
     if group._session is not session:  # noqa: SLF001 - its own module
@@ -77,16 +77,16 @@ def rank_in_group(group: Group | None) -> int:
 
 
 def source_in_group(group: Group | None, source: int, name: str) -> int:
-    """Return the number in a group of the rank of the world that ``name`` takes a value from.
+    """Return the number within a group of the world rank that ``name`` takes a value from.
 
     Raises:
-        ConfigurationError: there is no such rank in it; or as :func:`exchange_of`.
+        ConfigurationError: the group has no such rank; or as :func:`exchange_of`.
     """
     exchange_of(group)
     ranks = range(current().world.world_size) if group is None else group.ranks
     if isinstance(source, bool) or not hasattr(source, "__index__") or source not in ranks:
         raise ConfigurationError(
-            f"{name} has no rank {source!r} to take from.",
+            f"{name} has no source rank {source!r}.",
             evidence=f"the ranks are {ranks.start} to {ranks.stop - 1}"
             if isinstance(ranks, range)
             else f"{group} was given",
@@ -96,7 +96,7 @@ def source_in_group(group: Group | None, source: int, name: str) -> int:
 
 
 def agreed(what: str, group: Group | None, *, sends: bool = True) -> Exchange | None:
-    """Hold what follows to be one call, the same on every rank of the group; return what carries it."""
+    """Check that what follows is the same call on every rank of the group; return the exchange for it."""
     exchange = exchange_of(group)
     if exchange is not None:
         if sends:

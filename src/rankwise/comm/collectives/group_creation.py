@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of the ranks for themselves."""
+"""Creating groups of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def new_group(ranks: Sequence[int]) -> Group:
     """Return a group of some of the ranks, for the ``group=`` of collectives.
 
-    Called by: every rank of the world, with the same ranks, also those that are not in it.
+    Called by: every rank of the world, with the same list, including ranks that are not in it.
 
     Collectives of a group are called by its ranks only, in the same order among them. For groups along the axes of a
     model there is :func:`rankwise.mesh`.
@@ -32,7 +32,7 @@ def new_group(ranks: Sequence[int]) -> Group:
         The group; its ``ranks`` ascend, as in torch's groups.
 
     Raises:
-        ConfigurationError: no ranks, one that there is not or that comes twice; or ranks gave different ones.
+        ConfigurationError: no ranks, a rank that does not exist or occurs twice; or the list differs between ranks.
 
     Source: torch.distributed.new_group.
     """
@@ -42,22 +42,22 @@ def new_group(ranks: Sequence[int]) -> Group:
         given = [operator.index(rank) for rank in ranks]
     except TypeError as error:
         raise ConfigurationError(
-            f"rankwise.new_group() takes a list of ranks, not {ranks!r}.", do="rankwise.new_group([0, 2])"
+            f"rankwise.new_group() takes a list of ranks, got {ranks!r}.", do="rankwise.new_group([0, 2])"
         ) from error
     gathered = gather_json(given, what="rankwise.new_group()")
     if any(sorted(other) != sorted(given) for other in gathered):
         raise ConfigurationError(
-            "rankwise.new_group() was given different ranks on different ranks.",
+            "The argument of rankwise.new_group() differs between ranks.",
             where=f"reported on {world}",
             evidence=fold_values(dict(enumerate(gathered))),
-            do="call it with the same ranks on every rank, also on those outside",
+            do="call it with the same list on every rank, including those outside the group",
         )
     members = tuple(sorted(set(given)))
     if not members or len(members) < len(given) or members[0] < 0 or members[-1] >= world.world_size:
         raise ConfigurationError(
             f"rankwise.new_group() cannot have {given}.",
             evidence=f"the ranks are 0 to {world.world_size - 1}",
-            do="pass one or more of them, each once",
+            do="pass one or more of these, each once",
         )
     own = members.index(world.rank) if world.rank in members else None
     return Group(members, own, session, _exchange(members))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is no tensor: objects by pickle, JSON for what rankwise itself tells between ranks, and meeting."""
+"""Collectives without tensors: objects by pickle, JSON for rankwise's own messages, and barriers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _LENGTH_BYTES = 8
 SHORT_BYTES = NOTE_BYTES - _LENGTH_BYTES
-"""What is no longer is gathered in one collective, anything else in two."""
+"""Data up to this size is gathered in one collective, longer data in two."""
 
 
 def barrier(*, group: Group | None = None) -> None:
@@ -64,7 +64,7 @@ def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
 def broadcast_object(value: T, source: int = 0, *, group: Group | None = None) -> T:
     """Give every rank the picklable object of rank ``source``.
 
-    Called by: every rank of ``group``, in the same order. ``value`` counts on ``source`` only.
+    Called by: every rank of ``group``, in the same order. ``value`` matters on ``source`` only.
 
     The ranks of a job trust each other: objects are pickled.
 
@@ -74,7 +74,7 @@ def broadcast_object(value: T, source: int = 0, *, group: Group | None = None) -
         group: default: all ranks.
 
     Raises:
-        ConfigurationError: there is no rank ``source``.
+        ConfigurationError: rank ``source`` does not exist.
         PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
     """
     source_rank = source_in_group(group, source, "broadcast_object")
@@ -90,21 +90,21 @@ def broadcast_object(value: T, source: int = 0, *, group: Group | None = None) -
 
 
 def gather_json(value: object, *, what: str, group: Group | None = None) -> list[Any]:
-    """Collect what JSON can say from every rank, in rank order: what rankwise itself tells between ranks.
+    """Collect a JSON-able value from every rank, in rank order: for rankwise's own messages between ranks.
 
     Called by: every rank of ``group``, in the same order.
 
-    Unlike :func:`all_gather_object` it runs nothing that another rank has sent.
+    Unlike :func:`all_gather_object` it runs no code that another rank has sent.
 
     Args:
-        value: None, booleans, numbers, texts, lists and text-keyed dicts of them; tuples become lists.
-        what: is told, or by which call, in the words that ranks are compared by: ``"rankwise.mesh()"``.
+        value: None, booleans, numbers, strings, lists and string-keyed dicts of them; tuples become lists.
+        what: the content or the call, in the words that ranks are compared by: ``"rankwise.mesh()"``.
         group: default: all ranks.
 
     Raises:
         CollectiveMismatch, PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
     """
-    # A seed or a length may be an integer of NumPy's.
+    # A seed or a length may be a NumPy integer.
     payload = json.dumps(value, default=operator.index).encode()
     return [json.loads(one) for one in gather_bytes(exchange_of(group), payload, what)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of all ranks made one: everywhere, or a part on each."""
+"""Values of all ranks combined into one: on every rank, or a part on each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from rankwise.comm.backends.reducing import can_reduce, reduce_into
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.comm.collectives.group import agreed, rank_in_group, size_of
-from rankwise.comm.collectives.trees import flattened, kind, kinds, plain
+from rankwise.comm.collectives.trees import flattened, kind, kinds
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import back
+from rankwise.tensors.as_bytes import as_sent, bytes_of
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ def all_reduce(value: T, op: str = "sum", *, group: Group | None = None) -> T:
         The same kind, shape and dtype, equal on every rank. Never an alias of ``value``; without gradients.
 
     Raises:
-        ConfigurationError: unknown ``op``, something that cannot be reduced, or this rank is not in ``group``.
-        CollectiveMismatch: ranks called different things; nothing was sent.
+        ConfigurationError: unknown ``op``, a value that cannot be reduced, or this rank is not in ``group``.
+        CollectiveMismatch: ranks made different calls; nothing was sent.
         PeerFailed: another rank failed.
-        PeerMissing: another rank left, or did not come in time.
+        PeerMissing: another rank left, or did not arrive in time.
 
     Source: torch.distributed.all_reduce.
     """
@@ -52,10 +52,10 @@ def all_reduce(value: T, op: str = "sum", *, group: Group | None = None) -> T:
     results: list[object] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
         if exchange is None:
-            result = plain(tensor).clone(memory_format=torch.contiguous_format)
+            result = as_sent(tensor).clone(memory_format=torch.contiguous_format)
         else:
             what = f'all_reduce("{op}", {kind(tensor)})'
-            result = exchange.all_reduce(plain(tensor), "sum" if op == "mean" else op, what=what)
+            result = exchange.all_reduce(as_sent(tensor), "sum" if op == "mean" else op, what=what)
             if op == "mean":
                 result = result.div_(exchange.world_size)
         results.append(back(leaf, result))
@@ -68,13 +68,13 @@ def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> 
     Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
 
     Args:
-        value: tensor or array, or a list, tuple or dict of them; [rows, ...]. The rows are divided as evenly as it
-            goes: of 7 rows three ranks get 3, 2 and 2.
+        value: tensor or array, or a list, tuple or dict of them; [rows, ...]. The rows are divided as evenly as
+            possible: of 7 rows three ranks get 3, 2 and 2.
         op: as for :func:`all_reduce`.
         group: from :func:`rankwise.new_group`; default: all ranks.
 
     Returns:
-        This rank's rows of what :func:`all_reduce` would give; the first rank has the first ones.
+        This rank's rows of the result of :func:`all_reduce`; the first rank has the first ones.
 
     Raises:
         ConfigurationError: as :func:`all_reduce`; or a value has no rows.
@@ -85,12 +85,12 @@ def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> 
     leaves, tensors, spec = flattened(value, "reduce_scatter")
     _check("reduce_scatter", tensors, op)
     if any(tensor.ndim == 0 for tensor in tensors):
-        raise ConfigurationError("reduce_scatter divides rows, and a number has none.", do="use rankwise.all_reduce()")
+        raise ConfigurationError("reduce_scatter divides rows, but a number has none.", do="use rankwise.all_reduce()")
     exchange = agreed(f'reduce_scatter("{op}", {kinds(tensors, spec)})', group, sends=bool(tensors))
     size = size_of(group)
     results: list[object] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
-        whole = plain(tensor)
+        whole = as_sent(tensor)
         if exchange is None:
             results.append(back(leaf, whole.clone()))
             continue
@@ -107,7 +107,7 @@ def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> 
 
 def _check(name: str, tensors: list[torch.Tensor], op: str) -> None:
     if op not in OPS:
-        raise ConfigurationError(f"{name} knows no op {op!r}.", do="use one of " + ", ".join(OPS))
+        raise ConfigurationError(f"{name} has no op {op!r}.", do="use one of " + ", ".join(OPS))
     for tensor in tensors:
         dtype = tensor.dtype
         if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
@@ -117,6 +117,6 @@ def _check(name: str, tensors: list[torch.Tensor], op: str) -> None:
             )
         if not can_reduce(dtype, "sum" if op == "mean" else op):
             raise ConfigurationError(
-                f'{name}("{op}") does not know {dtype}.',
+                f'{name}("{op}") does not support {dtype}.',
                 do="convert it first, integers to torch.int32 or int64, floats to torch.float32; all_gather takes any",
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values as the tensors in them: what is sent, and the words that ranks compare their calls by."""
+"""Values as the tensors in them: what is sent, and the descriptions by which ranks compare their calls."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ if TYPE_CHECKING:
 
 
 def flattened(value: object, name: str) -> tuple[list[object], list[torch.Tensor], pytree.TreeSpec]:
-    """Return the leaves of a value, each as a tensor, and what puts leaves together again.
+    """Return the leaves of a value, each as a tensor, and the structure to rebuild it.
 
     Raises:
-        ConfigurationError: there is something in it that cannot be sent.
+        ConfigurationError: it contains something that cannot be sent.
     """
     leaves, spec = pytree.tree_flatten(value)
     other = "rankwise.broadcast_object()" if name == "broadcast" else "rankwise.all_gather_object()"
     return leaves, [tensor_of(leaf, name, other) for leaf in leaves], spec
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what lies in memory as it is to be sent."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def dtype_word(tensor: torch.Tensor) -> str:
@@ -42,12 +37,12 @@ def kind(tensor: torch.Tensor) -> str:
 
 
 def kinds(tensors: list[torch.Tensor], spec: pytree.TreeSpec) -> str:
-    """Return ``{loss: float32[], parts: [int64[3], int64[2]]}``: the kinds of all, where they are."""
+    """Return ``{loss: float32[], parts: [int64[3], int64[2]]}``: the kinds of all, in their places."""
     return _in_tree(map(kind, tensors), spec)
 
 
 def dtypes(tensors: list[torch.Tensor], spec: pytree.TreeSpec) -> str:
-    """Return ``{loss: float32, parts: [int64, int64]}``: as :func:`kinds`, in whatever shapes."""
+    """Return ``{loss: float32, parts: [int64, int64]}``: as :func:`kinds`, without the shapes."""
     return _in_tree(map(dtype_word, tensors), spec)
 
 
@@ -57,6 +52,6 @@ def _in_tree(words: Iterator[str], spec: pytree.TreeSpec) -> str:
     parts = [_in_tree(words, child) for child in spec.children()]
     if spec.type not in {dict, OrderedDict, defaultdict}:
         return f"[{', '.join(parts)}]"
-    # Leaves come in the order in which a dict was filled: with another one they would be taken for one another.
+    # Leaves are in the order in which a dict was filled: with another order they would be mixed up.
     keys = spec.context[1] if spec.type is defaultdict else spec.context
     return f"{{{', '.join(f'{key}: {part}' for key, part in zip(keys, parts, strict=True))}}}"

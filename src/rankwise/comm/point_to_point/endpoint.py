@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's end of all ways to other ranks: opened with the first message, closed when the world is left.
+"""This rank's end of all connections to other ranks: opened with the first message, closed on leaving the world.
 
-Every rank serves a socket of its own, found through the job's store, and lets in only who holds a secret that it
-found there. Sending waits for nobody: torch's own ways (an NCCL communicator, a Gloo group of two) open
-only when both sides come, so that a ring of ranks that all send first would never begin.
+Every rank serves its own socket, published in the job's store, and accepts only peers that hold a secret from
+there. Sending does not wait for the peer: torch's own channels (an NCCL communicator, a Gloo group of two) open
+only when both sides arrive, so a ring of ranks that all send first would never start.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 class Endpoint:
-    """Sends to, and takes from, every other rank of one session."""
+    """Sends to and receives from every other rank of one session."""
 
     def __init__(self, session: Session, store: Store, detector: FailureDetector) -> None:
-        """Begin to listen, and tell the others where."""
+        """Start listening, and publish the address."""
         self.world = session.world
         self.recv_queue = RecvQueue()
         self.is_closed = False
@@ -49,23 +49,23 @@ class Endpoint:
         self._store.set_if_absent(f"{KEYS}/secret", secrets.token_hex(32))
         self._secret = self._store.get(f"{KEYS}/secret", detector.timeout_seconds)
         host = bootstrap.address_on_job(self._store, session.world)
-        server = AuthenticatedServer(listen(host, 0), self._secret, {PURPOSE: self.recv_queue.serve})
+        server = AuthenticatedServer(listen(host, 0), self._secret, {}, {PURPOSE: self.recv_queue.serve})
         server.start()
         self._server = server
         announced = session.world.hostname if host == EVERY_INTERFACE else host
         self._store.set(address_key(session.world.rank), json.dumps([announced, server.port]))
-        # After a failure nobody calls leave(); the threads must not outlive this object. At the end of the process
-        # leave() comes, later than this would, and still has to wait for what is under way.
+        # After a failure leave() is not called; the threads must not outlive this object. At process exit leave()
+        # runs later than this would, and must still wait for pending messages.
         weakref.finalize(self, _abandon, self._send_queues, server).atexit = False
         session.on_leave(self.leave)
 
     def next_number(self, to: int) -> int:
-        """Return the number of the next value that goes to ``to``."""
+        """Return the number of the next value sent to ``to``."""
         self._num_sent[to] = number = self._num_sent.get(to, 0) + 1
         return number
 
     def send(self, to: int, head: dict[str, Any], buffers: Sequence[memoryview]) -> None:
-        """Have a message sent to ``to``, and return at once.
+        """Queue a message to ``to``, and return at once.
 
         Raises:
             NotJoined: the world has been left.
@@ -73,8 +73,8 @@ class Endpoint:
         """
         if self.is_closed:
             raise NotJoined(
-                "A message cannot be sent any more: the world it belongs to has been left.",
-                do="run backward() inside the world that the tensors were received in",
+                "A message can no longer be sent: its world has been left.",
+                do="run backward() before leaving the world in which the tensors were received",
             )
         if self._detector.error is not None:
             raise self._detector.error
@@ -84,13 +84,13 @@ class Endpoint:
         send_queue.put(head, buffers)
 
     def send_head(self, to: int, head: dict[str, Any]) -> None:
-        """Send a head alone, where the way is open and ``to`` still there. For a garbage collection: takes no lock."""
+        """Send only a head, if the connection is open and ``to`` still there. For garbage collection: takes no lock."""
         send_queue = self._send_queues.get(to)
         if send_queue is not None and not self.is_closed:
             send_queue.put(head, ())
 
     def open_way(self, to: int) -> SendQueue:
-        """Begin to connect to ``to``, unless that was done before."""
+        """Start connecting to ``to``, unless that was done before."""
         send_queue = self._send_queues.get(to)
         if send_queue is None:
             send_queue = self._send_queues[to] = SendQueue(
@@ -104,12 +104,12 @@ class Endpoint:
         return send_queue
 
     def wait(self, what: str, peer: int, is_there: Callable[[], bool]) -> None:
-        """Return when ``is_there`` says so, unless ``peer`` fails, leaves or stays away.
+        """Return when ``is_there`` returns true, unless ``peer`` fails, leaves or never arrives.
 
         Args:
-            what: is waited for, in words.
+            what: a description of what is waited for.
             peer: the rank it depends on.
-            is_there: looks at the receive queue, which is held meanwhile.
+            is_there: checks the receive queue, which is locked meanwhile.
         """
         send_queue = self._send_queues.get(peer)
         peer_wait = PeerWait(
@@ -123,38 +123,38 @@ class Endpoint:
         wait(peer_wait, self.recv_queue.changed, is_there)
 
     def leave(self) -> None:
-        """Wait until everything has come to where it was sent, then close.
+        """Wait until every message has arrived, then close.
 
         Raises:
-            PeerMissing: a rank left without what was sent to it.
+            PeerMissing: a rank left before it received everything sent to it.
         """
         for send_queue in self._send_queues.values():
             send_queue.end()
         for to, send_queue in self._send_queues.items():
             try:
-                self.wait(f"delivery of what was sent to rank {to}", to, partial(_is_over, send_queue))
+                self.wait(f"delivery of the values sent to rank {to}", to, partial(_is_over, send_queue))
             except (PeerFailed, PeerMissing) as error:
-                # Gradients that nobody has waited for are no loss, nor is a rank that is gone on without.
+                # Gradients that no backward() waited for are not a loss, nor is a rank the job can lose.
                 if send_queue.num_lost() or (isinstance(error, PeerFailed) and self._detector.error is not None):
                     raise
             if send_queue.num_lost():
                 count = send_queue.num_lost()
                 raise PeerMissing(
-                    f"Rank {to} has left, and {count} {'value' if count == 1 else 'values'} sent to it had not come.",
+                    f"Rank {to} has left before {count} {'value' if count == 1 else 'values'} sent to it arrived.",
                     ranks=[to],
                     where=str(self.world),
                     evidence=send_queue.error,
-                    do=f"let rank {to} call recv(source={self.world.rank}) once for every send(to={to})",
+                    do=f"make sure rank {to} calls recv(source={self.world.rank}) once for every send(to={to})",
                 )
         self.is_closed = True
         ignored = {source: len(messages) for source, messages in self.recv_queue.values.items() if messages}
         if ignored:
             count, who = sum(ignored.values()), fold_ranks(list(ignored))
-            warn(f"never received on this rank: {count} of the values sent to it, by {who}", all_ranks=True)
+            warn(f"{count} of the values sent to this rank, by {who}, were never received", all_ranks=True)
         if untaken := +self.recv_queue.count_untaken():
             warn(
-                f"gradients came back for {untaken.total()} of the values that this rank sent, from "
-                f"{fold_ranks(list(untaken))}, and no backward() took them: call send(...).backward()",
+                f"gradients arrived for {untaken.total()} of the values that this rank sent, from "
+                f"{fold_ranks(list(untaken))}, but no backward() used them: call send(...).backward()",
                 all_ranks=True,
             )
         _abandon(self._send_queues, self._server)
@@ -162,11 +162,11 @@ class Endpoint:
 
 
 def current_endpoint(caller: str) -> Endpoint:
-    """Return the endpoint of this session, opening it when it is first asked for.
+    """Return the endpoint of this session, opening it at the first call.
 
     Raises:
         NotJoined: no world has been joined.
-        ConfigurationError: there is nobody else in it.
+        ConfigurationError: it has no other rank.
     """
     session = current()
     refuse_alone(caller, session.world)
@@ -187,10 +187,10 @@ def refuse_alone(caller: str, world: World) -> None:
     """
     if world.world_size == 1:
         raise ConfigurationError(
-            f"{caller} needs another rank, and this is a world of one.",
+            f"{caller} needs another rank, but this is a world of one.",
             where=str(world),
             do="start at least two ranks (rankwise run -n 2 ...); "
-            "on one rank call the second part of the model with what the first part returns",
+            "on one rank, call the second part of the model with the output of the first part",
         )
 
 

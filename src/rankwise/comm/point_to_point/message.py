@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A value as a head of JSON and bytes, and back. Pure: sends nothing, and runs nothing that was sent.
+"""A value as a JSON head and bytes, and back. Pure: sends nothing, and runs no code that was sent.
 
-Tensors, NumPy arrays, numbers, texts, ``None``, and torch's dtypes and shapes, alone or in lists, tuples and dicts.
+Tensors, NumPy arrays, numbers, strings, ``None``, and torch's dtypes and shapes, alone or in lists, tuples and dicts.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.errors import ConfigurationError
+from rankwise.tensors.as_bytes import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 ARRAY_KINDS = "biufc"
-"""NumPy's letters for what is numbers."""
+"""NumPy's kind letters of numeric dtypes."""
 LARGEST_INTEGER_BITS = 8192
-"""Python reads and writes no decimal integers of more than 4300 digits."""
+"""Python refuses decimal integers of more than 4300 digits."""
 
 
 @dataclass(slots=True)
 class Packed:
-    """A value on its way."""
+    """A value to be sent."""
 
     tree: Any = None
-    """What it is, as JSON; the tensors in it with dtype and shape."""
+    """Its structure as JSON; the tensors in it with dtype and shape."""
     buffers: list[memoryview] = field(default_factory=list)
     """A copy of the bytes of its tensors and arrays, in the order of the tree."""
     sources: list[torch.Tensor] = field(default_factory=list)
-    """The tensors in it that gradients come back to."""
+    """The tensors in it that receive gradients."""
     words: list[str] = field(default_factory=list)
-    """What an error may say of it."""
+    """Its description for errors."""
 
 
 def pack(value: object) -> Packed:
-    """Return a value as what can be sent: a copy, which what happens to the value later does not reach.
+    """Return a value in a form that can be sent: a copy, which later changes of the value do not affect.
 
     Raises:
-        ConfigurationError: there is something in it that cannot be sent.
+        ConfigurationError: it contains something that cannot be sent.
     """
     packed = Packed()
     packed.tree = _node_of(value, packed)
@@ -51,11 +51,11 @@ def pack(value: object) -> Packed:
 
 
 def unpack(tree: Any, buffers: Sequence[torch.Tensor], device: torch.device) -> tuple[Any, list[torch.Tensor]]:  # noqa: ANN401 - JSON
-    """Return the value that :func:`pack` was given, and those of its tensors that want a gradient.
+    """Return the value that :func:`pack` was given, and those of its tensors that require a gradient.
 
     Args:
         tree: of the packed value.
-        buffers: [n] bytes each, as many as there are tensors and arrays. The value lies in their memory.
+        buffers: [n] bytes each, one per tensor and array. The value uses their memory.
         device: of the tensors.
     """
     wanting: list[torch.Tensor] = []
@@ -96,7 +96,7 @@ def _node_of(value: Any, packed: Packed) -> Any:  # noqa: ANN401 - JSON
     kind = type(value)
     if kind is int and value.bit_length() > LARGEST_INTEGER_BITS:
         raise ConfigurationError(
-            f"send cannot send an integer of {value.bit_length()} bits.", do="send it as text: hex(value)"
+            f"send cannot send an integer of {value.bit_length()} bits.", do="send it as a string: hex(value)"
         )
     if value is None or kind in {bool, int, float, str}:
         packed.words.append(kind.__name__)
@@ -110,12 +110,12 @@ def _node_of(value: Any, packed: Packed) -> Any:  # noqa: ANN401 - JSON
     if kind is dict and all(type(key) in {str, int} for key in value):
         return ["dict", [[key, _node_of(one, packed)] for key, one in value.items()]]
     what = (
-        "a dict with keys that are no texts or integers" if kind is dict else f"{kind.__module__}.{kind.__qualname__}"
+        "a dict with keys other than strings and integers" if kind is dict else f"{kind.__module__}.{kind.__qualname__}"
     )
     raise ConfigurationError(
         f"send cannot send {what}.",
-        do="send tensors, NumPy arrays, numbers and texts, in lists, tuples and dicts; "
-        "take such a thing apart before, and put it together behind recv()",
+        do="send tensors, NumPy arrays, numbers and strings, in lists, tuples and dicts; "
+        "take other objects apart before send(), and rebuild them after recv()",
     )
 
 
@@ -135,7 +135,7 @@ def _tensor_node(tensor: torch.Tensor, packed: Packed) -> list[Any]:
         packed.sources.append(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().as_subclass(torch.Tensor)
     copy = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
-    packed.buffers.append(bytes_of(copy).numpy().data)
+    packed.buffers.append(memory_of(copy))
     return ["tensor", name, list(tensor.shape), wants_gradient]
 
 
@@ -182,7 +182,7 @@ def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigurationError(
-            f"A tensor of {name} has come, which this rank's torch does not have.",
+            f"A tensor of {name} was received, which this rank's torch does not have.",
             do="use one version of torch on every rank",
         )
     return dtype

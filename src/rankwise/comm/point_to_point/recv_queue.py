@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has come from other ranks and has not been taken yet. Filled by the thread of this rank's server."""
+"""Messages received from other ranks and not taken yet. Filled by the thread of this rank's server."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections import Counter, defaultdict, deque
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.comm.point_to_point.message import sizes_of
-from rankwise.store.wire import read_frame
+from rankwise.store.wire import fill_on_loop, receive_frame_on_loop
+from rankwise.tensors.as_bytes import memory_of
 
 if TYPE_CHECKING:
-    import asyncio
+    import socket
     from collections.abc import Iterable
 
 LEFT = "it has left"
@@ -23,25 +25,25 @@ LEFT = "it has left"
 
 @dataclass(frozen=True, slots=True)
 class ReceivedMessage:
-    """What one rank has sent."""
+    """A message from another rank."""
 
     head: dict[str, Any]
     buffers: list[torch.Tensor]
 
 
 class RecvQueue:
-    """What came, by rank: values in the order in which they were sent, gradients by the value they belong to."""
+    """Received messages by rank: values in the order they were sent, gradients by the value they belong to."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        """Held for every look at the rest; told whenever something has come, gone out or ended."""
+        """Held for every access to the rest; notified whenever something was received, sent or closed."""
         self.values: defaultdict[int, deque[ReceivedMessage]] = defaultdict(deque)
         self.gradients: dict[tuple[int, int], deque[ReceivedMessage]] = {}
-        """Of those values whose gradients may still be asked for."""
+        """Gradients of the values whose ``backward()`` may still be called."""
         self.untaken: Counter[int] = Counter()
-        """How many gradients came from a rank for values whose ``backward()`` never asked for them."""
+        """How many gradients a rank sent for values whose ``backward()`` never used them."""
         self.ended: dict[int, str] = {}
-        """Why nothing more comes from a rank."""
+        """Why a rank sends nothing more."""
 
     def expect(self, rank: int, number: int) -> None:
         """Keep the gradients of a value that was sent to ``rank``."""
@@ -49,32 +51,32 @@ class RecvQueue:
             self.gradients[rank, number] = deque()
 
     def forget(self, rank: int, number: int) -> None:
-        """Throw away gradients that nobody can ask for any more."""
-        # A garbage collection may call this in a thread that holds the lock: taking out one key needs none.
+        """Discard gradients that can no longer be used."""
+        # Garbage collection may call this in a thread that holds the lock: removing one key needs none.
         self._count(rank, self.gradients.pop((rank, number), ()))
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take in what one rank sends, to its end. A byte goes back for each message that is here."""
-        source = int(json.loads(await read_frame(reader))["rank"])
+    async def serve(self, sock: socket.socket) -> None:
+        """Receive all messages of one rank until it closes, and confirm each with a byte."""
+        source = int(json.loads(await receive_frame_on_loop(sock))["rank"])
         reason = "the connection ended"
         try:
             while True:
-                head: dict[str, Any] = json.loads(await read_frame(reader))
+                head: dict[str, Any] = json.loads(await receive_frame_on_loop(sock))
                 if head["kind"] == "end":
                     reason = LEFT
                     return
-                message = ReceivedMessage(head, [await _buffer(reader, size) for size in sizes_of(head["tree"])])
+                message = ReceivedMessage(head, [await _buffer(sock, size) for size in sizes_of(head["tree"])])
                 with self.changed:
                     self._put(source, message)
                     self.changed.notify_all()
-                writer.write(b"\0")
+                await asyncio.get_running_loop().sock_sendall(sock, b"\0")
         finally:
             with self.changed:
                 self.ended[source] = reason
                 self.changed.notify_all()
 
     def count_untaken(self) -> Counter[int]:
-        """Return how many gradients from each rank nobody has asked for, by now."""
+        """Return how many gradients from each rank are unused so far."""
         for (rank, number), waiting in list(self.gradients.items()):
             if waiting:
                 self.forget(rank, number)
@@ -94,15 +96,8 @@ class RecvQueue:
                 self._count(source, [message])
 
 
-async def _buffer(reader: asyncio.StreamReader, size: int) -> torch.Tensor:
-    """Return the next ``size`` bytes, piece by piece as they come."""
+async def _buffer(sock: socket.socket, size: int) -> torch.Tensor:
+    """Return the next ``size`` bytes, read into the memory that the value will have."""
     buffer = torch.empty(size, dtype=torch.uint8)
-    view = buffer.numpy().data
-    done = 0
-    while done < size:
-        piece = await reader.read(size - done)
-        if not piece:
-            raise ConnectionError("the other rank ended the connection")
-        view[done : done + len(piece)] = piece
-        done += len(piece)
+    await fill_on_loop(sock, memory_of(buffer))
     return buffer

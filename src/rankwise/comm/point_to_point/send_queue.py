@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes out to one other rank: a queue, and a thread that sends it, so that nobody waits for the other."""
+"""Messages to one other rank: a queue, and a thread that sends it, so that callers do not wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import RankwiseError
-from rankwise.store.wire import json_frame, open_connection
+from rankwise.store.wire import as_sent, json_frame, open_connection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,19 +21,17 @@ if TYPE_CHECKING:
 
 PURPOSE = "point_to_point"
 KEYS = "rankwise/point_to_point"
-JOINED_BYTES = 2**16
-"""Up to which size pieces travel together: each on its own would be a packet."""
 FIRST_PAUSE_SECONDS = 0.002
 LONGEST_PAUSE_SECONDS = 0.1
 
 
 def address_key(rank: int) -> str:
-    """Return the store's key of where a rank listens."""
+    """Return the store's key for a rank's address."""
     return f"{KEYS}/address/{rank}"
 
 
 class SendQueue:
-    """The way to one rank. Its thread starts with the first message."""
+    """The connection to one rank. Its thread starts with the first message."""
 
     def __init__(
         self, *, rank: int, to: int, store: Store, secret: bytes, timeout_seconds: float, changed: threading.Condition
@@ -42,45 +40,45 @@ class SendQueue:
 
         Args:
             rank: of this process.
-            to: who gets it.
-            store: says where that rank listens; a connection for the thread alone.
+            to: the receiving rank.
+            store: holds that rank's address; a connection used only by the thread.
             secret: of all ranks' servers.
             timeout_seconds: how long to try to connect.
-            changed: told when everything has gone, or the way has broken.
+            changed: notified when everything was sent, or the connection broke.
         """
         self.error: str | None = None
-        """Why nothing can be sent any more."""
+        """Why nothing more can be sent."""
         self.is_over = False
-        """Whether the thread has ended; what has not come by then never will."""
+        """Whether the thread has ended; messages not delivered by then never will be."""
         self._rank = rank
         self._to = to
         self._store = store
         self._secret = secret
         self._timeout_seconds = timeout_seconds
         self._changed = changed
-        self._queue: queue.SimpleQueue[tuple[bytes, Sequence[memoryview]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[bytes | memoryview] | None] = queue.SimpleQueue()
         self._given_up = threading.Event()
         self._unconfirmed: deque[bool] = deque()
-        """Whether each message that has gone and is not known to have come is a value."""
+        """For each message that was sent but not confirmed, whether it is a value."""
         self._thread = threading.Thread(target=self._run, name=f"rankwise-to-{to}", daemon=True)
         self._thread.start()
 
     def put(self, head: dict[str, Any], buffers: Sequence[memoryview]) -> None:
-        """Have a message sent after those before it."""
+        """Append a message to the queue."""
         self._unconfirmed.append(head["kind"] == "value")
-        self._queue.put((json_frame(head), [buffer for buffer in buffers if buffer.nbytes]))
+        self._queue.put(as_sent(json_frame(head), buffers))
 
     def end(self) -> None:
-        """Have the thread end when everything has come to the other rank."""
+        """End the thread once every message has arrived."""
         self._queue.put(None)
 
     def give_up(self) -> None:
-        """Have the thread end as soon as it can."""
+        """End the thread as soon as possible."""
         self._given_up.set()
         self._queue.put(None)
 
     def num_lost(self) -> int:
-        """Return how many values are not known to have come."""
+        """Return how many values are not confirmed."""
         return sum(list(self._unconfirmed))
 
     # -- the thread --------------------------------------------------------------------------------
@@ -100,10 +98,10 @@ class SendQueue:
                 self._changed.notify_all()
 
     def _connected(self) -> socket.socket | None:
-        """Return the connection, waiting until the other rank listens; ``None`` where that was given up."""
+        """Return the connection, waiting until the other rank listens; ``None`` after :meth:`give_up`."""
         pause = FIRST_PAUSE_SECONDS
         key = address_key(self._to)
-        # Torch's stores would wait in C++, where nothing ends a thread.
+        # Torch's stores would wait in C++, where the thread cannot be stopped.
         while not self._store.check(key):
             if self._given_up.wait(pause):
                 return None
@@ -115,28 +113,20 @@ class SendQueue:
         try:
             sock.sendall(json_frame({"rank": self._rank}))
             while (message := self._queue.get()) is not None:
-                head, buffers = message
-                self._send(sock, head, buffers)
+                for piece in message:
+                    sock.sendall(piece)
                 with contextlib.suppress(BlockingIOError):
                     self._confirm(sock.recv(4096, socket.MSG_DONTWAIT))
             if self._given_up.is_set():
                 return
-            with contextlib.suppress(OSError):  # who has everything may have left
+            with contextlib.suppress(OSError):  # a rank that received everything may have left
                 sock.sendall(json_frame({"kind": "end"}))
                 sock.shutdown(socket.SHUT_WR)
         finally:
-            # Also of a connection that has broken: what was confirmed before has come.
+            # Even after the connection broke: messages confirmed before have arrived.
             with contextlib.suppress(OSError):
                 while self._unconfirmed and not self._given_up.is_set():
                     self._confirm(sock.recv(4096))
-
-    def _send(self, sock: socket.socket, head: bytes, buffers: Sequence[memoryview]) -> None:
-        if sum(buffer.nbytes for buffer in buffers) <= JOINED_BYTES:
-            sock.sendall(b"".join([head, *buffers]))
-            return
-        sock.sendall(head)
-        for buffer in buffers:
-            sock.sendall(buffer)
 
     def _confirm(self, confirmations: bytes) -> None:
         if not confirmations:

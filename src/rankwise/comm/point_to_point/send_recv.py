@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``send`` and ``recv``: one value from one rank to another, and its gradients back.
 
-The graph of a model may lie on several ranks: what is received asks for a gradient where what was sent did, and
-backward goes on where it came from.
+The graph of a model may span several ranks: a received tensor requires a gradient if the sent one did, and
+backward continues on the sending rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NO_GRAD = "received it inside torch.no_grad()"
-LET_GO = "let go of what it received before a backward() came to it"
+LET_GO = "freed what it received before a backward() reached it"
 
 
 @uncompiled
@@ -34,36 +34,36 @@ def send(value: object, to: int) -> torch.Tensor:
 
     Called by: this rank, once for each ``recv(source=this rank)`` of ``to``, in the same order.
 
-    Where tensors in ``value`` require a gradient, ``send(...).backward()`` waits until rank ``to`` has run backward
-    through what it received, and goes on with backward here::
+    If tensors in ``value`` require a gradient, ``send(...).backward()`` waits until rank ``to`` has run backward
+    through what it received, and then continues backward here::
 
         sent = rw.send(first(x), to=1)        # rank 0
         sent.backward()
 
         loss_fn(second(rw.recv(0)), y).backward()     # rank 1
 
-    The result counts as zero, so that it may be added to a loss of this rank; what it is multiplied with multiplies
-    the gradients. There is one backward for one ``send``, and no second derivative. Several values may be sent before
+    The result is zero, so it can be added to a loss of this rank; a factor on it multiplies
+    the gradients. Each ``send`` allows one backward, and no second derivative. Several values may be sent before
     the first backward; backwards may run in any order.
 
-    What is sent is a copy, taken now. It waits on the other rank until it is received; a rank that sends faster than
-    the other receives fills that rank's memory. Tensors of a GPU go through the memory of the host;
-    for a pipeline of GPUs there is ``rankwise.pipeline``.
+    The value is copied immediately. It is held on the other rank until it is received; a rank that sends faster than
+    the other receives fills that rank's memory. GPU tensors are copied through host memory;
+    for a pipeline of GPUs use ``rankwise.pipeline``.
 
     Args:
-        value: tensor, NumPy array, number, text or ``None``, or a list, tuple or dict of them; any shape and
-            dtype, which travel with it.
+        value: tensor, NumPy array, number, string or ``None``, or a list, tuple or dict of them; any shape and
+            dtype, which are sent with it.
         to: another rank.
 
     Returns:
-        A scalar zero of float32, of float64 where a tensor of ``value`` is. It has a graph behind it where one requires
-        a gradient.
+        A scalar zero of float32, or of float64 if a tensor of ``value`` is. It is part of the graph if a tensor
+        requires a gradient.
 
     Raises:
-        ConfigurationError: there is no such rank, it is this one, or ``value`` holds what cannot be sent. Nothing was
-            sent.
-        PeerFailed, PeerMissing: a rank failed; or ``to`` left. From ``backward()`` also when ``to`` let go of what it
-            received, or did not come to it within ``join(timeout_seconds=...)``.
+        ConfigurationError: there is no such rank, it is this one, or ``value`` holds something that cannot be sent.
+            Nothing was sent.
+        PeerFailed, PeerMissing: a rank failed; or ``to`` left. From ``backward()`` also if ``to`` freed what it
+            received, or did not run backward within ``join(timeout_seconds=...)``.
     """
     _check_rank("send", "to", to)
     packed = pack(value)
@@ -85,10 +85,10 @@ def recv(source: int) -> Any:  # noqa: ANN401 - whatever was sent
 
     Called by: this rank, once for each ``send(..., to=this rank)`` of ``source``, in the same order.
 
-    The same kind of value as was sent; tensors come on this rank's device. Those that required a gradient where they
-    come from require one here, and ``backward()`` through them sends their gradients back, all at once when it has
-    been through every use of them. A tensor that this backward did not reach gets no gradient there either. It is one
-    backward for one received value: add several losses up first. Nothing is unpickled.
+    The value has the type that was sent; tensors are on this rank's device. Those that required a gradient on the
+    sender require one here, and ``backward()`` through them sends their gradients back, all at once after it has
+    passed every use of them. A tensor that this backward did not reach gets no gradient on the sender either. Each
+    received value allows one backward: add several losses first. Nothing is unpickled.
 
     Args:
         source: another rank.
@@ -116,7 +116,7 @@ def recv(source: int) -> Any:  # noqa: ANN401 - whatever was sent
 
 
 class _SentValue:
-    """A value that gradients come back to, as long as the graph behind it is there."""
+    """A sent value that receives gradients, as long as its graph exists."""
 
     def __init__(self, endpoint: Endpoint, to: int, number: int, words: str) -> None:
         self.words = words
@@ -136,16 +136,16 @@ class _SentValue:
         self._is_taken = True
         if message.head["kind"] == "none":
             raise PeerMissing(
-                f"No gradients come back for {self.words}: rank {self.to} {message.head['why']}.",
+                f"No gradients arrive for {self.words}: rank {self.to} {message.head['why']}.",
                 ranks=[self.to],
                 where=str(self._endpoint.world),
-                do="let the loss there depend on what it receives; or send value.detach(), and leave backward() out",
+                do="make the loss there depend on the received value; or send value.detach() and leave out backward()",
             )
         return message
 
 
 class _ReceivedValue:
-    """A value whose gradients another rank may wait for, as long as the graph behind it is there."""
+    """A received value whose gradients another rank may wait for, as long as its graph exists."""
 
     def __init__(self, endpoint: Endpoint, source: int, number: int) -> None:
         self._endpoint = endpoint
@@ -156,14 +156,14 @@ class _ReceivedValue:
         self._let_go.atexit = False
 
     def answer(self, why: str) -> None:
-        """Say that no gradients will come."""
+        """Report that no gradients will be sent."""
         self._let_go.detach()
         _send_no_gradients(weakref.ref(self._endpoint), self._source, self._number, why)
 
     def give(self, gradients: list[torch.Tensor | None]) -> None:
         """Send the gradients."""
         if self._is_given:
-            # The other rank may have gone on with the first ones already.
+            # The other rank may have already continued with the first ones.
             raise _second_backward(f"what recv(source={self._source}) returned")
         self._is_given = True
         self._let_go.detach()
@@ -181,20 +181,20 @@ def _send_no_gradients(endpoint_reference: weakref.ref[Endpoint], to: int, numbe
 
 def _second_backward(what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"A second backward() came to {what}, whose gradients have gone between the ranks already.",
+        f"A second backward() reached {what}, but its gradients have already been sent.",
         do="run one backward() through it: add the losses up first, (loss1 + loss2).backward(); "
         "or send the value twice, once for each",
     )
 
 
 class _Send(torch.autograd.Function):
-    """Zero forward; backward waits for the gradients of what was sent."""
+    """Forward returns zero; backward waits for the gradients of the sent value."""
 
     @staticmethod
     def forward(ctx: Any, sent: _SentValue, *sources: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's own class
         ctx.sent = sent
         ctx.devices = [source.device for source in sources]
-        # A factor of the gradients comes through this one, such as the scale of a loss: half precision has no room.
+        # A factor of the gradients passes through this value, such as a loss scale, which half precision cannot hold.
         dtypes = {source.dtype for source in sources}
         dtype = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
         return torch.zeros((), dtype=dtype, device=sources[0].device)
@@ -210,7 +210,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """What was received, forward; backward sends the gradients back, once for all tensors of one value."""
+    """Forward returns the received value; backward sends the gradients back, once for all its tensors."""
 
     @staticmethod
     def forward(
@@ -233,7 +233,7 @@ class _Receive(torch.autograd.Function):
 def _refuse_second(name: str) -> None:
     if torch.is_grad_enabled():
         raise ConfigurationError(
-            f"{name} has no second derivative: backward(create_graph=True) cannot go through it.",
+            f"{name} has no second derivative: it does not support backward(create_graph=True).",
             do="leave create_graph=True out, or compute the second derivative on one rank",
         )
 
@@ -242,19 +242,17 @@ def _check_rank(name: str, argument: str, rank: object) -> None:
     world = current().world
     refuse_alone(name, world)
     if isinstance(rank, bool) or not isinstance(rank, int):
-        raise ConfigurationError(
-            f"{name} needs the number of a rank, and was given {rank!r}.", do=f"pass {argument}= an integer"
-        )
+        raise ConfigurationError(f"{name} needs the number of a rank, got {rank!r}.", do=f"pass {argument}= an integer")
     if not 0 <= rank < world.world_size:
         raise ConfigurationError(
-            f"{name} has no rank {rank}.",
+            f"{name}: there is no rank {rank}.",
             where=str(world),
             evidence=f"the ranks are 0 to {world.world_size - 1}",
             do=f"pass {argument}= one of them",
         )
     if rank == world.rank:
         raise ConfigurationError(
-            f"{name} cannot be used by rank {rank} with itself.",
+            f"{name}: rank {rank} cannot communicate with itself.",
             where=str(world),
-            do=f"pass {argument}= another rank; on this one the value is here already",
+            do=f"pass {argument}= another rank; this rank already has the value",
         )

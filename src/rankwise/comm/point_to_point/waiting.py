@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for one other rank: until what it owes is here, or it is clear that it will not come."""
+"""Waiting for one other rank: until its message is here, or it is clear that it will not arrive."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 LOOK_SECONDS = 1.0
-"""How often a rank that is waited for is looked at."""
+"""How often the awaited rank is checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerWait:
-    """What is waited for, from whom, and how it can be seen that it never comes."""
+    """What is waited for, from which rank, and how to detect that it will never arrive."""
 
     what: str
     peer: int
@@ -38,37 +38,37 @@ class PeerWait:
     detector: FailureDetector
     store: Store
     broken: Callable[[], str | None]
-    """Why nothing can come any more, where that is known."""
+    """Returns why nothing more can arrive, if that is known."""
     spare_seconds: float = 0.0
-    """How much longer than the world's limit to wait."""
+    """How much longer than the world's timeout to wait."""
     do: str = (
-        "let that rank send or run backward() too, in the same order; two ranks that both wait in recv() wait for "
-        "each other: have one send first. Where the wait is meant, join(timeout_seconds=...) is the limit"
+        "make sure that rank calls send() or backward() too, in the same order; if two ranks both wait in recv(), have "
+        "one of them send first. If the wait is intended, raise join(timeout_seconds=...)"
     )
-    """What to do where the limit passes."""
+    """The fix to suggest after the timeout."""
     do_when_left: str = (
-        "let every recv(source=...) have one send(to=...) on that rank, in the same order, "
-        "and every backward() of what was sent one of what was received"
+        "pair every recv(source=...) with one send(to=...) on that rank, in the same order, "
+        "and every backward() of a sent value with one of the received value"
     )
-    """What to do where the peer has left."""
+    """The fix to suggest if the peer has left."""
 
 
 def wait(peer_wait: PeerWait, changed: threading.Condition, is_there: Callable[[], bool]) -> None:
-    """Return when ``is_there`` says so.
+    """Return when ``is_there`` returns true.
 
     Args:
         peer_wait: what is waited for.
-        changed: told whenever ``is_there`` may say something else, and held when it is asked.
-        is_there: whether it has come.
+        changed: notified whenever the result of ``is_there`` may change, and held when it is called.
+        is_there: returns whether it has arrived.
 
     Raises:
         PeerFailed: a rank failed.
-        PeerMissing: the rank that is waited for has left or died, or did not come within the world's limit.
+        PeerMissing: the awaited rank has left or died, or did not arrive within the world's timeout.
     """
     with changed:
         if is_there():
             return
-    # No collective: it is counted on this rank only, so that it has no number.
+    # Not a collective: it is counted on this rank only, so it has no number.
     ticket = Ticket(number=0, what=peer_wait.what, site=call_site.user_call_site())
     with CollectiveWait(peer_wait.detector, ticket):
         _wait(peer_wait, changed, is_there)
@@ -89,25 +89,25 @@ def _wait(peer_wait: PeerWait, changed: threading.Condition, is_there: Callable[
         waited = time.monotonic() - begun
         if reason is not None:
             if waited > explained_by:
-                # Whoever failed and is gone on without may have said so meanwhile.
+                # A rank that failed, and that the job can lose, may have reported it meanwhile.
                 raise peer_wait.detector.loss_of(peer_wait.peer) or reason
         elif broken is not None or waited > next_look:
             next_look = waited + LOOK_SECONDS
             reason = _why_never(peer_wait, broken)
-            # Whoever ends may have sent something before, or say why in a moment.
+            # A rank that ends may have sent something before, or may report why in a moment.
             explained_by = waited + EXPLANATION_SECONDS
         if waited > peer_wait.detector.timeout_seconds + peer_wait.spare_seconds:
             error = _timed_out(peer_wait, waited)
-            # Another rank's limit may have passed first, and it knew more.
+            # Another rank may have timed out first, and known more.
             raise peer_wait.detector.error or error
         if waited > notice:
             notice *= 2
-            words = f"{peer_wait.what} has been waiting for {waited:.0f} s, for rank {peer_wait.peer}:"
+            words = f"{peer_wait.what} has been waiting {waited:.0f} s for rank {peer_wait.peer}:"
             warn(f"{words}\n{_doing(peer_wait)}", all_ranks=True)
 
 
 def _why_never(peer_wait: PeerWait, broken: str | None) -> Exception | None:
-    """Return what is to be raised where the peer can send nothing any more."""
+    """Return the error to raise if the peer can send nothing more."""
     loss = peer_wait.detector.loss_of(peer_wait.peer)
     if loss is not None:
         return loss
@@ -135,7 +135,7 @@ def _has_ended(process: Process) -> bool:
 
 def _timed_out(peer_wait: PeerWait, waited: float) -> PeerMissing:
     return PeerMissing(
-        f"{peer_wait.what} waited {waited:.1f} s in vain. Missing: rank {peer_wait.peer}.",
+        f"{peer_wait.what} timed out after {waited:.1f} s waiting for rank {peer_wait.peer}.",
         ranks=[peer_wait.peer],
         where=str(peer_wait.world),
         evidence=_doing(peer_wait),
@@ -144,7 +144,7 @@ def _timed_out(peer_wait: PeerWait, waited: float) -> PeerMissing:
 
 
 def _doing(peer_wait: PeerWait) -> str:
-    """Return what every rank is doing, and the stack of the one that is waited for."""
+    """Return what every rank is doing, and the stack of the awaited one."""
     world = peer_wait.world
     answers = status_poll.call(
         peer_wait.store,

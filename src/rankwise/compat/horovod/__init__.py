@@ -151,14 +151,14 @@ __all__ = [
 _PARTS = ("functions", "mpi_ops")
 """Modules of ``horovod.torch`` that scripts reach as attributes: ``hvd.mpi_ops.Sum``."""
 _NOT_OFFERED = {
-    "horovodrun": "type `rankwise horovodrun -np 4 python train.py`, or `rankwise run -n 4 train.py`",
+    "horovodrun": "run `rankwise horovodrun -np 4 python train.py`, or `rankwise run -n 4 train.py`",
     "BroadcastGlobalVariablesHook": "that is TensorFlow's; use hvd.broadcast_parameters()",
     "DistributedGradientTape": "that is TensorFlow's; use hvd.DistributedOptimizer()",
     "DistributedTrainer": "that is MXNet's; use hvd.DistributedOptimizer()",
     "PartialDistributedOptimizer": "that is TensorFlow's; give hvd.DistributedOptimizer() only some parameters",
     "callbacks": "those are Keras's; average what you log with hvd.allreduce()",
-    "mpi_lib": "there is none; use the functions of this module",
-    "mpi_lib_v2": "there is none; use the functions of this module",
+    "mpi_lib": "rankwise has no such object; use the functions of this module",
+    "mpi_lib_v2": "rankwise has no such object; use the functions of this module",
 }
 
 

@@ -34,12 +34,12 @@ def _target(argv: list[str]) -> Target | Command:
         allow_abbrev=False,
     )
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
+    kind.add_argument("-m", dest="module", action="store_true", help="run a module")
     kind.add_argument(
         "--no-python",
         dest="no_python",
         action="store_true",
-        help="what follows is a command, which takes the place of this process; its Python programs find horovod too",
+        help="the rest is a command, which replaces this process; Python programs that it starts find horovod too",
     )
     parser.add_argument("command", nargs=argparse.PARSER, metavar="train.py | module | command", help="what to run")
     options = parser.parse_args(argv)

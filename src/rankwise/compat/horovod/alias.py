@@ -39,10 +39,10 @@ _INSTEAD = {
     "horovod.tensorflow": _OTHER_ARRAYS,
     "horovod.keras": _OTHER_ARRAYS,
     "horovod.mxnet": _OTHER_ARRAYS,
-    "horovod.spark": "start the job by `rankwise run --hosts a,b`, or from Python by rankwise.launch()",
-    "horovod.ray": "start the job by `rankwise run --hosts a,b`, or from Python by rankwise.launch()",
-    "horovod.run": "type `rankwise horovodrun`, or start ranks from Python by horovod.run()",
-    "horovod.runner": "type `rankwise horovodrun`, or start ranks from Python by horovod.run()",
+    "horovod.spark": "start the job with `rankwise run --hosts a,b`, or from Python with rankwise.launch()",
+    "horovod.ray": "start the job with `rankwise run --hosts a,b`, or from Python with rankwise.launch()",
+    "horovod.run": "run `rankwise horovodrun`, or start ranks from Python with horovod.run()",
+    "horovod.runner": "run `rankwise horovodrun`, or start ranks from Python with horovod.run()",
     "horovod.data": "read ahead with torch.utils.data.DataLoader(num_workers=...)",
 }
 """What is not offered, and what is there in its place."""
@@ -77,7 +77,7 @@ def register(package: ModuleType) -> None:
     import_alias.check_not_installed(_ALIAS)
     vars(package)["__version__"] = INTERFACE_VERSION
     vars(package)["run"] = run
-    runner = ModuleType("horovod.runner", "horovod.run, by its other name.")
+    runner = ModuleType("horovod.runner", "horovod.run under its other name.")
     runner.__path__ = []
     vars(runner)["run"] = run
     sys.modules["horovod.runner"] = vars(package)["runner"] = runner

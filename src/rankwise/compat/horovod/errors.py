@@ -12,7 +12,7 @@ class HorovodInternalError(RankwiseError, RuntimeError):
     Scripts raise it themselves, without words.
     """
 
-    def __init__(self, what: str = "An operation could not be carried out.", **fields: str | None) -> None:
+    def __init__(self, what: str = "An operation failed.", **fields: str | None) -> None:
         super().__init__(what, **fields)
 
 
@@ -26,4 +26,4 @@ class NotOffered(RankwiseError, NotImplementedError):
 
 def not_initialized() -> ConfigurationError:
     """Return the error of a call that needs a world."""
-    return ConfigurationError("Horovod's calls need a world, and there is none.", do="call hvd.init() first")
+    return ConfigurationError("Horovod's functions need hvd.init() first.", do="call hvd.init() first")

@@ -99,7 +99,7 @@ def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Hor
         ConfigurationError: ``n`` is less than 1.
     """
     if n < 1:
-        raise ConfigurationError(f"n must be at least 1, got {n}.", do="pass how many parts to make")
+        raise ConfigurationError(f"n must be at least 1, got {n}.", do="pass the number of parts")
     size, longer = divmod(len(l), n)
     starts = [number * size + min(number, longer) for number in range(n + 1)]
     return [l[start:end] for start, end in itertools.pairwise(starts)]

@@ -62,7 +62,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - 
         _open_queue(has_opened_world=is_alone)
     for number, process_set in enumerate(given):
         if any(process_set.ranks == other.ranks for other in given[:number]):
-            raise ConfigurationError(f"Entry {number} of process_sets= comes twice: {process_set}.", do="leave it out")
+            raise ConfigurationError(
+                f"Entry {number} of process_sets= appears twice: {process_set}.", do="leave it out"
+            )
         if not bind_known(process_set):
             add_process_set(process_set)
 
@@ -130,7 +132,7 @@ def mpi_threads_supported() -> bool:
     Raises:
         ConfigurationError: always.
     """
-    raise ConfigurationError("There is no MPI in rankwise.", do="ask hvd.mpi_enabled() first")
+    raise ConfigurationError("rankwise does not use MPI.", do="check hvd.mpi_enabled() first")
 
 
 def mpi_enabled() -> bool:
@@ -235,9 +237,9 @@ def _check_comm(comm: object) -> None:
     if comm is None or (isinstance(comm, Iterable) and sorted(comm) in ([], list(range(num_ranks)))):
         return
     raise ConfigurationError(
-        f"comm={comm!r} is not all the ranks.",
+        f"comm={comm!r} does not contain all ranks.",
         evidence=f"the ranks are 0 to {num_ranks - 1}",
-        do="leave comm= out; for some of the ranks pass hvd.init(process_sets=[hvd.ProcessSet([...])]), and "
+        do="omit comm=; for some of the ranks pass hvd.init(process_sets=[hvd.ProcessSet([...])]), and "
         "process_set= to the operations",
     )
 

@@ -103,17 +103,17 @@ def run(  # noqa: PLR0917 - as people write and call it
             "hosts and hostfile were both given.", evidence=f"hosts={hosts!r}, hostfile={hostfile!r}", do="pass one"
         )
     if use_gloo and use_mpi:
-        raise ConfigurationError("use_gloo and use_mpi were both given.", do="leave both out: they have no effect here")
+        raise ConfigurationError("use_gloo and use_mpi were both given.", do="omit both: they have no effect here")
     if mpi_args is not None:
         raise NotOffered(
-            "hvd.run() does not take mpi_args: nothing is started by mpirun.",
-            do="start a script by mpirun itself: mpirun ... python -m rankwise.compat.horovod train.py",
+            "hvd.run() does not take mpi_args: it does not use mpirun.",
+            do="start a script with mpirun itself: mpirun ... python -m rankwise.compat.horovod train.py",
         )
     if executable is not None and executable != sys.executable:
         raise NotOffered(
-            f"hvd.run() starts ranks under the Python that runs this process, not {executable}.",
+            f"hvd.run() starts ranks with the Python that runs this process, not {executable}.",
             evidence=f"this process runs under {sys.executable}",
-            do="run the script by the other Python, and leave executable out",
+            do="run the script with the other Python, and omit executable",
         )
     offered = _offered(hosts, hostfile)
     num_ranks = _num_ranks(num_proc, min_num_proc, max_num_proc, offered)
@@ -157,7 +157,7 @@ def _offered(hosts: str | None, hostfile: str | None) -> Slots:
     offered = slots_of.from_file(hostfile) if hostfile is not None else slots_of.from_text(hosts or "", "hosts=")
     if not slots_of.are_here(offered):
         raise NotOffered(
-            "hvd.run() starts ranks on this machine only: values that come over the network are never unpickled.",
+            "hvd.run() starts ranks on this machine only: values received over the network are never unpickled.",
             evidence=", ".join(f"{host}: {number}" for host, number in offered),
             do="for several machines put the function into a script and type rankwise horovodrun -np 4 -H a:2,b:2 "
             "python train.py, or call rankwise.launch(fn, num_nodes=2, rendezvous=...) on each of them",
@@ -172,7 +172,7 @@ def _num_ranks(num_proc: int, fewest: int | None, most: int | None, offered: Slo
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigurationError(f"{name} must be a whole number of at least 1, got {value!r}.")
     if most is not None and fewest is None:
-        raise ConfigurationError("max_num_proc is for an elastic job.", do="pass min_num_proc too, or num_proc alone")
+        raise ConfigurationError("max_num_proc requires min_num_proc.", do="pass min_num_proc too, or num_proc alone")
     if offered and num_proc > room:
         raise ConfigurationError(
             f"num_proc={num_proc} asks for more ranks than there are slots: {room}.",

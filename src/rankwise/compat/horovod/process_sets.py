@@ -35,7 +35,8 @@ class ProcessSet:
         ranks = list(ranks_or_comm) if hasattr(ranks_or_comm, "__iter__") else [None]
         if not all(isinstance(rank, int) for rank in ranks):
             raise ConfigurationError(
-                f"ProcessSet cannot be made of {ranks_or_comm!r}.", do="pass a list of ranks: hvd.ProcessSet([0, 2])"
+                f"ProcessSet cannot be created from {ranks_or_comm!r}.",
+                do="pass a list of ranks: hvd.ProcessSet([0, 2])",
             )
         self.ranks = sorted(int(rank) for rank in ranks if rank is not None)
         self._queue: object = None
@@ -64,7 +65,7 @@ class ProcessSet:
         own = queue.session.world.rank
         if own not in ranks:
             raise ConfigurationError(
-                f"Rank {own} is not in {self}.", do="ask process_set.included() before process_set.rank()"
+                f"Rank {own} is not in {self}.", do="check process_set.included() before process_set.rank()"
             )
         return ranks.index(own)
 
@@ -104,15 +105,15 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     for number, members in queue.members.items():
         if members.ranks == ranks:
             raise ConfigurationError(
-                f"There is a process set of ranks {list(ranks)} already.",
+                f"A process set of ranks {list(ranks)} already exists.",
                 evidence="it is hvd.global_process_set" if number == 0 else f"its number is {number}",
                 do="use that one, or remove it first",
             )
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(queue.members[0].ranks):
         raise ConfigurationError(
-            f"There can be no process set of ranks {list(ranks)}.",
+            f"Ranks {list(ranks)} cannot form a process set.",
             evidence=f"the ranks are 0 to {len(queue.members[0].ranks) - 1}",
-            do="pass one or more of them, each once",
+            do="pass at least one rank, each once",
         )
 
     def open_group() -> None:
@@ -142,7 +143,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     pending = [name for set_id, name in queue.pending if set_id == number]
     if pending:
         raise ConfigurationError(
-            f"{process_set} still has operations to do.", evidence=", ".join(pending), do="synchronize them before"
+            f"{process_set} has pending operations.", evidence=", ".join(pending), do="synchronize them first"
         )
 
     def close() -> None:
@@ -166,7 +167,7 @@ def members_of(process_set: ProcessSet) -> int:
     if not isinstance(process_set, ProcessSet):
         raise ConfigurationError(
             f"process_set= takes a ProcessSet, not {process_set!r}.",
-            do="leave it out for all ranks, or pass what hvd.add_process_set([...]) returns",
+            do="omit it for all ranks, or pass what hvd.add_process_set([...]) returns",
         )
     number = process_set.process_set_id
     if number is None or number not in queue.members or (number != 0 and process_set._queue is not queue):  # noqa: SLF001 - its own module

@@ -52,5 +52,5 @@ def known_op(op: int) -> ReduceOp:
         return ReduceOp(op)
     except ValueError:
         raise ConfigurationError(
-            f"There is no reduction {op!r}.", do="use hvd.Average, Sum, Adasum, Min, Max or Product"
+            f"Unknown reduction {op!r}.", do="use hvd.Average, Sum, Adasum, Min, Max or Product"
         ) from None

@@ -29,7 +29,7 @@ def _target(argv: list[str]) -> Target:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module")
     parser.add_argument("command", nargs=argparse.PARSER, metavar="train.py | module", help="what to run")
     options = parser.parse_args(argv)
     name, *arguments = options.command

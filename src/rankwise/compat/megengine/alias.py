@@ -46,7 +46,7 @@ _INSTEAD = {
     "megengine.jit": "use torch.compile",
     "megengine.amp": "use torch.amp",
     "megengine.hub": "use torch.hub",
-    "megengine.random": "use torch.rand and its kin",
+    "megengine.random": "use torch.rand and related functions",
     "megengine.quantization": "use torch.ao.quantization",
 }
 """What takes the place of a module that is not offered."""

@@ -35,6 +35,6 @@ def check_device_type(device_type: str) -> None:
     """Raise unless there is such a kind of device."""
     if device_type not in DEVICE_TYPES:
         raise ConfigurationError(
-            f"There is no device_type={device_type!r} here.",
-            do="use one of " + ", ".join(DEVICE_TYPES) + "; xpu takes GPUs where there are some, else the CPU",
+            f"Unknown device_type={device_type!r}.",
+            do="use one of " + ", ".join(DEVICE_TYPES) + "; xpu selects GPUs if there are any, else the CPU",
         )

@@ -23,7 +23,7 @@ def refused(module: str, name: str, instead: Mapping[str, str], offered: Iterabl
     if name in instead:
         # No AttributeError: `from ... import name` would put words of its own in place of these.
         return ConfigurationError(
-            f"{module}.{name} is not offered here: MegEngine's words are for what ranks do together.",
+            f"{module}.{name} is not offered here: rankwise provides only MegEngine's functions for several ranks.",
             do=f"use {instead[name]}",
         )
     return AttributeError(f"rankwise's {module} has no {name!r}; it has {', '.join(sorted(offered))}")

@@ -56,7 +56,7 @@ def dtype_of(given: object) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ConfigurationError(
-            f"torch has no dtype {given!r}.", do='pass tensor.dtype, or its name as text: "float32", "int64"'
+            f"torch has no dtype {given!r}.", do='pass tensor.dtype, or its name as a string: "float32", "int64"'
         )
     return found
 

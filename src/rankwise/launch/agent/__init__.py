@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One per machine: starts its ranks, watches them, passes on what they write, ends what does not end."""
+"""One per machine: starts its ranks, monitors them, forwards their output, terminates what does not exit."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervises this machine's part of a job: carries out what the coordinator sends, and reports what happens here.
+"""Supervises this machine's part of a job: executes the coordinator's messages, and reports what happens here.
 
-Prints nothing itself and knows no other machine. Imported by the launcher's start.
+Prints nothing itself and does not know other machines. Imported by the launcher's start.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ if TYPE_CHECKING:
     from rankwise.launch.report.reporter import Reporter
 
 LOOK_SECONDS = 0.5
-"""How often the agent looks for what nothing notifies it of: silence, stopped processes."""
+"""How often the agent polls for what it is not notified of: silence, stopped processes."""
 STOP_SECONDS = 3.0
-"""How long ranks have to end after Ctrl-C or SIGTERM."""
+"""How long ranks may take to exit after Ctrl-C or SIGTERM."""
 AGAIN_SECONDS = 1.0
-"""How long a machine that has to wait does so before it introduces itself again."""
+"""How long a machine that was told to wait does so before it introduces itself again."""
 LOST_EXIT_CODE = 1
 WHERE_SECONDS = 2.0
-"""How long before they are asked to end it is looked where ranks are."""
+"""How long before ranks are asked to exit their location is determined."""
 TERMINATE_SECONDS = 1.0
-"""How long a rank has to end between SIGTERM and SIGKILL, after another's failure."""
+"""How long a rank may take to exit between SIGTERM and SIGKILL, after another's failure."""
 
 
 @dataclass(slots=True)
 class _Ending:
-    """When the ranks that still run are asked to end, and when they are killed."""
+    """When the ranks that still run are sent SIGTERM, and when they are killed."""
 
     terminate_at: float
     kill_at: float
     at_once: bool
-    """Nobody is waited for, since all are started anew."""
+    """No rank is waited for, since all are restarted."""
     has_asked: bool = False
     has_looked: bool = False
 
@@ -109,7 +109,7 @@ class Agent:
         self._is_attempt_on = False
         self._ending: _Ending | None = None
         self._kill_at: dict[int, float] = {}
-        """When ranks are killed that the others go on without, should they not have ended by then."""
+        """When ranks that the others continue without are killed, if they have not exited by then."""
         self._exit_code: int | None = None
         self._actions: dict[type[Message], Callable[[Any], None]] = {
             StartAttempt: self._start,
@@ -127,7 +127,7 @@ class Agent:
         }
 
     def run(self, timeout_seconds: float) -> int:
-        """Take part until the job is over; return its exit code, as a shell tells it.
+        """Take part until the job is over; return its exit code, as a shell reports it.
 
         Args:
             timeout_seconds: how long to look for the coordinator at first.
@@ -142,7 +142,7 @@ class Agent:
         except Interrupted as interrupted:
             return self._end_at_once(interrupted.number)
         finally:
-            # Where the server is gone, the ranks are too, and the reason is on its way up.
+            # If the server has exited, so have the ranks, and the reason is being raised.
             with contextlib.suppress(OSError, LaunchError):
                 self._ranks.clear()
             if self._link is not None:
@@ -159,10 +159,10 @@ class Agent:
         return self._exit_code
 
     def raise_if_interrupted(self) -> None:
-        """Raise what a signal asks for; for waits in which nothing else is noticed.
+        """Raise if a signal was received; for waits in which nothing else is noticed.
 
         Raises:
-            Interrupted: a signal has come.
+            Interrupted: a signal was received.
         """
         readable, _, _ = select.select([self._signals.fileno()], [], [], 0)
         if readable:
@@ -216,7 +216,7 @@ class Agent:
                 self._report_to(link, failed)
             else:
                 self._reporter.show(
-                    f"[rankwise] rank {failed.rank} has been stopped (SIGSTOP); kill -CONT {pid} lets it go on\n"
+                    f"[rankwise] rank {failed.rank} has been stopped (SIGSTOP); to resume it: kill -CONT {pid}\n"
                 )
 
     def _look_for_stragglers(self) -> None:
@@ -266,12 +266,12 @@ class Agent:
         return self._ranks.attempt is not None and self._ranks.attempt.attempt == number
 
     def _request_save(self, _: SaveAndStop) -> None:
-        """Ask the one rank of the job to save and end: alone it follows no event log."""
+        """Ask the only rank of the job to save and exit: alone it follows no event log."""
         for rank in sorted(self._ranks.running):
             self._ranks.send_signal(rank, signal.SIGUSR2)
 
     def _show_for_all(self, message: ShowText) -> None:
-        # Once for all machines: their output often comes together.
+        # Once for all machines: their output often ends up in one place.
         if self._hosts_job:
             self._reporter.show(message.text)
 
@@ -283,7 +283,7 @@ class Agent:
         raise error_of(message)
 
     def _rejoin_later(self, _: Wait) -> None:
-        """Introduce this machine again a little later: another that is gone may still be known in its place."""
+        """Introduce this machine again a little later: a machine that has exited may still hold its place."""
         if self._link is not None:
             self._link.close()
         if select.select([self._signals.fileno()], [], [], AGAIN_SECONDS)[0]:
@@ -297,7 +297,7 @@ class Agent:
             self._reporter.show(f"[rankwise] {error}\n")
 
     def _conclude(self, link: ControllerLink | LocalLink) -> None:
-        """Report how the ranks of this attempt ended, once nothing they started is left."""
+        """Report how the ranks of this attempt exited, once nothing they started is left."""
         if self._ranks.attempt is None:
             return
         self._is_attempt_on, self._ending = False, None
@@ -320,18 +320,18 @@ class Agent:
         elif ending.has_asked and now >= ending.kill_at:
             self._ranks.clear(FOR_RESTART if ending.at_once else KILLED)
 
-    # -- signals, and a coordinator that is gone ---------------------------------------------------
+    # -- signals, and a lost coordinator -----------------------------------------------------------
 
     def _handle_signal(self, number: signal.Signals) -> None:
         asks = number == signal.SIGUSR2 or (number == signal.SIGTERM and self._saves_on_terminate)
         if not asks or not self._is_attempt_on or self._link is None:
             raise Interrupted(number)
         self._saves_on_terminate = False
-        self._reporter.show(f"[rankwise] {number.name}: the ranks save at their next step and end\n")
+        self._reporter.show(f"[rankwise] {number.name}: the ranks save at their next step and exit\n")
         self._link.send(RequestStop(reason=number.name))
 
     def _end_at_once(self, number: signal.Signals) -> int:
-        """End the ranks: politely, then, or at a second signal, not."""
+        """Terminate the ranks; kill them after a while, or at a second signal."""
         self._ranks.signal_all(number)
         deadline = time.monotonic() + STOP_SECONDS
         own = self._ranks.sources()
@@ -342,18 +342,18 @@ class Agent:
                 break
             self._ranks.receive(readable)
         self._ranks.clear()
-        # Asked to save while there was nothing to save: the job may be started again all the same.
+        # Asked to save while there was nothing to save: the job may still be started again.
         exit_code = STOPPED_EXIT_CODE if number == signal.SIGUSR2 else 128 + number
         if self._link is not None:
             leave = NodeLeaves(signal=number.name, exit_code=exit_code, ends_job=self._hosts_job)
             with contextlib.suppress(ControllerLost):
                 self._link.send(leave)
         self._ranks.report()
-        self._reporter.show(f"[rankwise] {number.name}: every rank has been ended\n")
+        self._reporter.show(f"[rankwise] {number.name}: every rank has been terminated\n")
         return exit_code
 
     def _reconnect(self, lost: ControllerLost) -> ControllerLink | LocalLink | None:
-        """End what runs here, and look for the coordinator again; return ``None`` where there is no use or none."""
+        """Terminate the ranks here and reconnect to the coordinator; return ``None`` if that is pointless or fails."""
         self._ranks.clear()
         self._is_attempt_on, self._ending = False, None
         if self._link is not None:
@@ -361,11 +361,11 @@ class Agent:
             self._link = None
         if not self._can_return:
             self._reporter.show(
-                f"[rankwise] the rendezvous is lost: {lost}; every rank here has been ended. "
-                "Start the job anew; --max-restarts 3 lets it survive that\n"
+                f"[rankwise] lost the rendezvous: {lost}; every rank here has been terminated. "
+                "Start the job again; with --max-restarts 3 it survives this\n"
             )
             return None
-        self._reporter.show(f"[rankwise] the rendezvous is lost: {lost}; looking for it for {RETURN_SECONDS:.0f} s\n")
+        self._reporter.show(f"[rankwise] lost the rendezvous: {lost}; trying to reconnect for {RETURN_SECONDS:.0f} s\n")
         try:
             return self._open_link(RETURN_SECONDS)
         except LaunchError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This machine's connection to the job's coordinator: messages both ways, and whether it still lives.
+"""This machine's connection to the job's coordinator: messages both ways, and whether it is still alive.
 
 Decides nothing. Imported by the agent and by the launcher's start.
 """
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 HEARTBEAT_SECONDS = 1.0
 """Between two heartbeats."""
 TRY_SECONDS = 1.0
-"""How long one try to connect takes at most, so that Ctrl-C is noticed in between."""
+"""The limit of one attempt to connect, so that Ctrl-C is noticed in between."""
 NOTICE_SECONDS = 5.0
-"""After how long it is said what is waited for."""
+"""After how long a wait is logged."""
 
 
 class ControllerLost(ConnectionError):
-    """The connection to the coordinator has ended, or nothing comes over it any more."""
+    """The connection to the coordinator was closed, or nothing is received over it."""
 
 
 class ControllerLink:
@@ -54,11 +54,11 @@ class ControllerLink:
         self._last_received = time.monotonic()
         self._is_closed = threading.Event()
         self.send(hello)
-        # A thread: whoever reads what the launcher says may keep it waiting.
+        # In a thread: the reader of the launcher's output may block it.
         threading.Thread(target=self._send_heartbeats, name="rankwise-link", daemon=True).start()
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when a message has come."""
+        """Return the descriptor that is readable when a message has arrived."""
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
@@ -75,14 +75,14 @@ class ControllerLink:
             raise ControllerLost(str(error)) from error
 
     def check(self) -> None:
-        """See that the other end sends heartbeats.
+        """Check that the other end sends heartbeats.
 
         Raises:
             ControllerLost: the coordinator has been silent too long.
         """
         silent_seconds = time.monotonic() - self._last_received
         if silent_seconds > LOST_SECONDS and not select.select([self._connection], [], [], 0)[0]:
-            message = f"no word from it for {silent_seconds:.0f} s"
+            message = f"no heartbeat for {silent_seconds:.0f} s"
             raise ControllerLost(message)
 
     def _send_heartbeats(self) -> None:
@@ -90,14 +90,14 @@ class ControllerLink:
             try:
                 self.send(Heartbeat())
             except (ControllerLost, ValueError):
-                # The agent finds out by itself.
+                # The agent notices by itself.
                 return
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived; call it when the descriptor is readable.
 
         Raises:
-            ControllerLost: the other end is gone.
+            ControllerLost: the other end has closed the connection.
         """
         try:
             data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -106,7 +106,7 @@ class ControllerLink:
         except OSError as error:
             raise ControllerLost(str(error)) from error
         if not data:
-            message = "its launcher has ended"
+            message = "its launcher has exited"
             raise ControllerLost(message)
         self._last_received = time.monotonic()
         self._arrived += data
@@ -138,15 +138,15 @@ def open_link(
     between: Callable[[], None],
     show: Callable[[str], None],
 ) -> ControllerLink:
-    """Return a connection to the coordinator, trying until there is one.
+    """Return a connection to the coordinator, retrying until there is one.
 
     Args:
         address: where it listens.
         secret: of the job.
         hello: how this machine introduces itself.
-        timeout_seconds: how long to try.
-        between: called between two tries; may raise.
-        show: shows text to the person.
+        timeout_seconds: how long to retry.
+        between: called between two attempts; may raise.
+        show: shows text to the user.
 
     Raises:
         LaunchError: nothing answered in time.
@@ -163,9 +163,9 @@ def open_link(
             waited = time.monotonic() - start
             if waited > timeout_seconds or _is_hopeless(error, host):
                 raise LaunchError(
-                    f"Nothing answered at the rendezvous {host}:{port} for {waited:.0f} s.",
+                    f"The rendezvous {host}:{port} did not answer within {waited:.0f} s.",
                     evidence=str(error),
-                    do="start the first machine's `rankwise run`, or look at the way there: "
+                    do="start `rankwise run` on the first machine, or check the route to it: "
                     f"rankwise doctor, nc -vz {host} {port}",
                 ) from None
             if waited > NOTICE_SECONDS and not has_said:
@@ -174,6 +174,6 @@ def open_link(
 
 
 def _is_hopeless(error: Exception, host: str) -> bool:
-    """Return whether an error cannot go away by itself: no machine's own loopback comes up later."""
+    """Return whether an error is permanent: an address of another machine's loopback never becomes reachable."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno == errno.ENETUNREACH and is_loopback(host)

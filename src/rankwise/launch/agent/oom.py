@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the kernel has killed for memory: counters that it keeps, compared over time.
+"""Whether the kernel's OOM killer has run: its counters, compared over time.
 
-The exit code of a process does not tell: it is SIGKILL either way. Reads only. Imported by the agent.
+The exit code of a process does not show it: it is SIGKILL either way. Reads only. Imported by the agent.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _V2 = Path("sys/fs/cgroup")
 
 
 class OomCount:
-    """How many processes the kernel has killed for memory since this value was made.
+    """How many processes the OOM killer has killed since this value was created.
 
     It counts those of this process's control group (a container, a Slurm step, a service), so that no other job on the
-    machine is taken for ours; where there is none to be read, those of the machine.
+    machine counts; if that cannot be read, those of the machine.
 
     Args:
         root: where ``/proc`` and ``/sys`` are.
@@ -28,7 +28,7 @@ class OomCount:
         self._before = self._read()
 
     def has_risen(self) -> bool | None:
-        """Return whether the kernel has killed for memory since; ``None`` where it does not tell.
+        """Return whether the OOM killer has killed a process since; ``None`` if unknown.
 
         Source: cgroup-v1/memory.txt section 10, cgroup-v2.rst ``memory.events``, proc_vmstat(5).
         """
@@ -47,7 +47,7 @@ class OomCount:
 
 
 def oom_kills(text: str) -> int | None:
-    """Return the count in ``memory.oom_control``, ``memory.events`` or ``/proc/vmstat``, where it is there."""
+    """Return the count in ``memory.oom_control``, ``memory.events`` or ``/proc/vmstat``, if present."""
     for line in text.splitlines():
         name, _, count = line.partition(" ")
         if name == "oom_kill" and count.strip().isdecimal():
@@ -56,7 +56,7 @@ def oom_kills(text: str) -> int | None:
 
 
 def _counters(root: Path) -> list[Path]:
-    """Return the files to ask, the nearest first."""
+    """Return the files to read, the nearest first."""
     found: list[Path] = []
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -72,6 +72,6 @@ def _counters(root: Path) -> list[Path]:
 
 
 def _upwards(mount: Path, path: str, name: str) -> list[Path]:
-    """Return the group's file, where it is seen; in a container the path may be the host's, and the group the mount."""
+    """Return the group's file, if visible; in a container the path may be the host's, and the group the mount."""
     own = mount / path.strip("/") / name
     return [own] if own.exists() else [mount / name]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks write, on its way to the person: whole lines, prefixed, and files on request.
+"""Forwards the output of the ranks: whole lines, prefixed, and to files on request.
 
-One thread reads every rank's pipes, so no rank waits for another's. Decides nothing about ranks.
+One thread reads every rank's pipes, so no rank waits for another. Decides nothing about ranks.
 Imported by the launcher's start.
 """
 
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
 STDOUT = 1
 STDERR = 2
 TAIL_LINES = 20
-"""How many of a rank's last stderr lines are kept, to be shown where it left no traceback."""
+"""How many of a rank's last stderr lines are kept, to be shown if it left no traceback."""
 IDLE_SECONDS = 0.2
-"""After how long an unfinished line (a prompt, a progress bar) is shown as it is."""
+"""After how long an unfinished line (a prompt, a progress bar) is shown."""
 LONGEST_LINE_BYTES = 1 << 16
-_SHOWN_HERE = "; what that rank writes is shown here from now on"
-_LOST = "; what that rank writes is lost from now on"
+_SHOWN_HERE = "; from now on the output of that rank is shown here"
+_LOST = "; from now on the output of that rank is lost"
 
 
 class Terminal:
-    """One of the launcher's own streams. Knows whose unfinished line stands in it."""
+    """One of the launcher's own streams. Knows the owner of the unfinished line in it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.is_gone = False
         self.problem = ""
-        """Why it takes nothing more, where that is not its reader's leaving: the file, and the system's words."""
+        """Why it cannot be written to, unless its reader has closed it: the file, and the system's message."""
         self._open_line_of: object = None
 
     @property
     def is_tty(self) -> bool:
-        """Whether a person looks at it."""
+        """Whether it is a terminal."""
         return os.isatty(self.descriptor)
 
     def write(self, data: bytes, owner: object, *, ends_line: bool) -> None:
-        """Write ``data`` of ``owner``, below the unfinished line of somebody else."""
+        """Write ``data`` of ``owner``, below an unfinished line of another owner."""
         if self._open_line_of not in (None, owner):
             data = b"\n" + data
         self._open_line_of = None if ends_line else owner
@@ -60,10 +60,10 @@ class Terminal:
                 try:
                     data = data[os.write(self.descriptor, data) :]
                 except BlockingIOError:
-                    # Somebody else made the stream non-blocking, and its reader is slow.
+                    # Another program made the stream non-blocking, and its reader is slow.
                     select.select([], [self.descriptor], [])
         except OSError as error:
-            # The reader has left (`| head`). The ranks find out as under python: by a broken pipe.
+            # The reader has exited (`| head`). The ranks notice as under python: by a broken pipe.
             self.is_gone = True
             if error.errno != errno.EPIPE:
                 self.problem = f"{_file_of(self.descriptor)}: {error.strerror}"
@@ -71,16 +71,16 @@ class Terminal:
 
 @dataclass(eq=False, kw_only=True)
 class Lines:
-    """One stream on its way to a terminal: whole lines at once, what remains unfinished after a moment."""
+    """One stream to a terminal: whole lines at once, an unfinished line after a moment."""
 
     terminal: Terminal | None
     """``None`` shows nothing."""
     prefix: LinePrefix = field(default_factory=LinePrefix)
     tail: deque[bytes] | None = None
-    """Gets each line that is not empty."""
+    """Called with each non-empty line."""
     pending: bytes = b""
     since: float = field(default_factory=time.monotonic)
-    """When the last of it came."""
+    """When the last data arrived."""
 
     def take(self, data: bytes) -> None:
         """Show the lines that ``data`` completes."""
@@ -90,7 +90,7 @@ class Lines:
         self._show(end if len(self.pending) - end < LONGEST_LINE_BYTES else len(self.pending))
 
     def show_rest(self, *, after_seconds: float = 0.0) -> None:
-        """Show the unfinished line, where it has been waiting so long."""
+        """Show the unfinished line if it has been waiting that long."""
         if time.monotonic() - self.since >= after_seconds:
             self._show(len(self.pending))
 
@@ -106,7 +106,7 @@ class Lines:
 
 @dataclass(eq=False, kw_only=True)
 class _Stream(Lines):
-    """The reading end of one stream of one rank."""
+    """The read end of one stream of one rank."""
 
     descriptor: int
     number: int
@@ -114,7 +114,7 @@ class _Stream(Lines):
 
 
 class Output:
-    """Carries the streams of all ranks, from ``open_rank`` to ``drain``, when all have ended."""
+    """Forwards the streams of all ranks, from ``open_rank`` to ``drain``, when all have exited."""
 
     def __init__(self, log_dir: str | None = None) -> None:
         self._log_dir = Path(log_dir) if log_dir is not None else None
@@ -136,7 +136,7 @@ class Output:
         """Return descriptors for a rank's stdin, stdout and stderr, for the caller to close.
 
         A world of one has the launcher's own streams. Otherwise stdin is empty; rank 0 writes to a
-        terminal itself, so that colours and progress bars work; all else comes through here.
+        terminal itself, so that colors and progress bars work; everything else is forwarded here.
         """
         if world_size == 1 and self._log_dir is None:
             return [os.dup(0), os.dup(STDOUT), os.dup(STDERR)]
@@ -154,7 +154,7 @@ class Output:
         return [line.decode("utf-8", "replace") for line in self._tails.get(rank, ())]
 
     def log_path(self, rank: int, attempt: int = 0, number: int = STDERR) -> str | None:
-        """Return the file that keeps a rank's stream, where there is one."""
+        """Return the log file of a rank's stream, if there is one."""
         if self._log_dir is None:
             return None
         restart = f".restart-{attempt}" if attempt else ""
@@ -162,14 +162,14 @@ class Output:
 
     @property
     def keeps_logs(self) -> bool:
-        """Whether what ranks write is kept in files."""
+        """Whether the output of ranks is kept in files."""
         return self._log_dir is not None
 
     def append_to_log(self, rank: int, attempt: int, text: str) -> None:
-        """Add what the rank itself did not write to the file of its stderr, where there is one."""
+        """Append text that the rank did not write itself to the log file of its stderr, if there is one."""
         path = self.log_path(rank, attempt)
         if path is not None:
-            # The report says it all again.
+            # The report repeats it all.
             with (
                 contextlib.suppress(OSError),
                 Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file,
@@ -177,16 +177,16 @@ class Output:
                 file.write(text)
 
     def problem(self) -> str:
-        """Return why ranks cannot write: a file of the launcher's own streams that takes nothing more; else nothing."""
+        """Return why ranks cannot write: the launcher's own stream that cannot be written to; else an empty text."""
         return next((one.problem for one in self._reported), "") if self._log_dir is None else ""
 
     def drain(self, timeout_seconds: float = 2.0) -> None:
-        """Return when everything has been shown that the ranks wrote; they have all ended."""
+        """Wait until all output of the ranks has been shown; they have all exited."""
         with self._all_over:
             self._all_over.wait_for(lambda: self._num_open == 0, timeout_seconds)
 
     def close(self) -> None:
-        """Stop the thread, unless it waits for somebody to read what it writes."""
+        """Stop the thread, unless it is blocked by the reader of its output."""
         self._is_closed = True
         os.write(self._wake_w, b"!")
         self._thread.join(1.0)
@@ -207,7 +207,7 @@ class Output:
             try:
                 stream.file = Path(path).open("ab")  # noqa: SIM115 - closed with the stream
             except OSError as error:
-                self._complain(f"{path} cannot be kept: {error.strerror}{_SHOWN_HERE}")
+                self._complain(f"cannot write to {path}: {error.strerror}{_SHOWN_HERE}")
             else:
                 stream.prefix = LinePrefix() if rank == 0 else stream.prefix
                 stream.terminal = terminal if rank == 0 else None
@@ -236,7 +236,7 @@ class Output:
                 stream.show_rest(after_seconds=IDLE_SECONDS)
 
     def _keep(self, stream: _Stream, data: bytes) -> None:
-        """Write to the stream's file, or no more where that fails: a full disk must not stop the ranks."""
+        """Write to the stream's file; stop writing if that fails: a full disk must not stop the ranks."""
         if stream.file is None:
             return
         try:
@@ -247,12 +247,12 @@ class Output:
                 stream.file.close()
             terminal = self._terminals[stream.number]
             where = _LOST if terminal.is_gone else _SHOWN_HERE
-            self._complain(f"{stream.file.name} is kept no longer: {error.strerror}{where}")
+            self._complain(f"stopped writing to {stream.file.name}: {error.strerror}{where}")
             stream.file = None
             stream.terminal = terminal
 
     def _complain(self, text: str) -> None:
-        """Say something on stderr, or on stdout where stderr takes nothing more."""
+        """Print a line on stderr, or on stdout if stderr cannot be written to."""
         words = f"[rankwise] {text}\n".encode()
         for number in (STDERR, STDOUT):
             if not self._terminals[number].is_gone:
@@ -261,21 +261,21 @@ class Output:
                     return
 
     def _report_problem(self, terminal: Terminal) -> None:
-        """Say once why one of the launcher's own streams takes nothing more, where it is not that its reader left."""
+        """Report once why one of the launcher's own streams cannot be written to, unless its reader has closed it."""
         if not terminal.problem or terminal in self._reported:
             return
         self._reported.append(terminal)
         if self._log_dir is None:
             what = (
-                "what ranks write from now on fails with a broken pipe because of it; free space, or pass "
-                "--log-dir DIR, with which the ranks go on"
+                "from now on writes of the ranks fail with a broken pipe; free space, or pass "
+                "--log-dir DIR, with which the ranks continue"
             )
         else:
-            what = f"the ranks go on; what they write is kept in {self._log_dir}, as far as that has space"
+            what = f"the ranks continue; their output is kept in {self._log_dir}, as far as there is space"
         self._complain(f"{terminal.problem}; {what}")
 
     def _is_over(self, stream: _Stream) -> bool:
-        """Return whether nobody takes what the stream brings; one that a file keeps continues behind a full disk."""
+        """Return whether nothing takes the stream's data; one with a log file continues after a full disk."""
         terminal = stream.terminal
         if terminal is None or not terminal.is_gone:
             return False
@@ -286,7 +286,7 @@ class Output:
         return True
 
     def _read(self, stream: _Stream) -> bool:
-        """Read what there is; return whether there may be more."""
+        """Read the available data; return whether there may be more."""
         data = os.read(stream.descriptor, 1 << 16)
         if stream.file is not None:
             self._keep(stream, data)
@@ -294,7 +294,7 @@ class Output:
         stream.take(data)
         if is_over:
             stream.show_rest()
-        # What has just been shown may be what did not fit any more.
+        # The write that failed may be the one just made.
         is_over = is_over or self._is_over(stream)
         if is_over:
             self._selector.unregister(stream.descriptor)

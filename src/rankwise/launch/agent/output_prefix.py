@@ -10,10 +10,10 @@ _CLEARS_LINE = b"\r\x1b[K"
 
 
 class LinePrefix:
-    """Puts a text before each line of one stream."""
+    """Prefixes each line of one stream with a text."""
 
     def __init__(self, text: bytes = b"") -> None:
-        """Take the text; an empty one leaves the stream as it is."""
+        """Take the text; an empty one leaves the stream unchanged."""
         self._text = text
         self._is_at_line_start = True
 
@@ -35,9 +35,9 @@ def prefix_of(rank: int, world_size: int, *, is_tty: bool) -> LinePrefix:
     """Return the prefix of a rank's stderr.
 
     Args:
-        rank: whose it is.
+        rank: whose stderr it is.
         world_size: number of ranks.
-        is_tty: whether a person looks at a terminal: rank 0's progress bar may be in the line, and draws itself again.
+        is_tty: whether it is shown on a terminal: rank 0's progress bar may be in the line, and redraws itself.
     """
     text = rank_prefix(rank, world_size).encode() + b" "
     return LinePrefix(_CLEARS_LINE + text if is_tty else text)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of this machine in one attempt: started through the fork server, followed, ended.
+"""The ranks of this machine in one attempt: started through the fork server, monitored, terminated.
 
-Knows no other machine and decides nothing: it notes how each rank failed or ended. Imported by the agent.
+Does not know other machines and decides nothing: it records how each rank failed or exited. Imported by the agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rankwise.launch.agent.output import descriptors_closed
 from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
 from rankwise.launch.messages import RankEnds, StartAttempt
 from rankwise.launch.report import failure
-from rankwise.world.environments import slurm_variables_for, variables_for
+from rankwise.world.environments import echo_note, slurm_variables_for, variables_for
 from rankwise.world.processes import stat_of
 
 if TYPE_CHECKING:
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from rankwise.launch.report.failure import Failure
 
 LONGEST_LINE = 2000
-"""How much is shown of a line that a failed rank wrote."""
+"""How much of a line written by a failed rank is shown."""
 KILLED = "had to be killed by the launcher"
-FOR_RESTART = "ended by the launcher, to start anew"
-"""How a rank ended, in words: after it had been given time to end by itself, and without."""
+FOR_RESTART = "terminated by the launcher for a restart"
+"""How a rank exited, in words: after it had been given time to exit by itself, and without."""
 
 FLUSH_FAILED = 120
-"""Exit code of Python where the last flush of stdout fails."""
+"""Exit code of Python if the last flush of stdout fails."""
 STOPPED_SECONDS = 6.0
-"""After how long a rank that somebody stopped (SIGSTOP) is spoken of, and where it can be, replaced."""
+"""After how long a stopped rank (SIGSTOP) is reported and, if possible, replaced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSettings:
-    """What every rank of every attempt is told alike."""
+    """Settings that are the same for every rank of every attempt."""
 
     folder: str
-    """Temporary, for what ranks write down about their own end."""
+    """Temporary, for the files in which ranks record their own end."""
     store: tuple[str, int]
     secret: str = field(repr=False)
     interface: str | None
@@ -61,7 +61,7 @@ class JobSettings:
 
 
 class LocalRanks:
-    """Starts, follows and ends the ranks of this machine."""
+    """Starts, monitors and terminates the ranks of this machine."""
 
     def __init__(
         self, num_ranks: int, settings: JobSettings, *, server: ForkServer, output: Output, notify_pipe: int
@@ -70,9 +70,9 @@ class LocalRanks:
         self.running: set[int] = set()
         self.failures: dict[int, Failure] = {}
         self.processes: dict[int, int] = {}
-        """Process number of each rank that has been started."""
+        """Process id of each rank that has been started."""
         self.has_stopped = False
-        """Whether a rank saved and ended because it was asked to."""
+        """Whether a rank saved and exited because it was asked to."""
         self.attempt: StartAttempt | None = None
         self.settings = settings
         self._server = server
@@ -85,7 +85,7 @@ class LocalRanks:
         self._located_at: dict[int, str] = {}
 
     def start(self, attempt: StartAttempt, between: Callable[[], None] = lambda: None) -> None:
-        """Start the ranks of an attempt; those of the one before are gone.
+        """Start the ranks of an attempt; those of the previous one have exited.
 
         Args:
             attempt: which ranks they are.
@@ -105,7 +105,7 @@ class LocalRanks:
             self._wait_until_started(rank, between)
 
     def _wait_until_started(self, rank: int, between: Callable[[], None]) -> None:
-        """Return when a rank is there: sending more and more without receiving would block both ends."""
+        """Wait until a rank is started: sending more and more without receiving would block both ends."""
         while rank not in self.processes:
             said = self._server.receive(between)
             if isinstance(said, Started):
@@ -118,7 +118,7 @@ class LocalRanks:
         return [self._server.fileno(), self._notify_pipe]
 
     def receive(self, readable: list[int]) -> list[Failure | int]:
-        """Take in what ranks said: failures that are new, and numbers of ranks that ended well while others run."""
+        """Return new reports: failures, and numbers of ranks that exited without an error while others run."""
         news, self._unreported = self._unreported, []
         if self._notify_pipe in readable:
             os.read(self._notify_pipe, 4096)
@@ -133,11 +133,11 @@ class LocalRanks:
         return news
 
     def look_for_stopped(self, now: float, *, may_end: bool) -> list[tuple[Failure, int]]:
-        """Return the ranks that have newly been stopped for a while, with their process numbers.
+        """Return the ranks newly found to have been stopped for a while, with their process ids.
 
         Args:
             now: seconds of the monotonic clock.
-            may_end: count them as failed; otherwise they are only told of, once.
+            may_end: count them as failed; otherwise they are only reported, once.
         """
         found: list[tuple[Failure, int]] = []
         for rank, pid in self.processes.items():
@@ -157,15 +157,15 @@ class LocalRanks:
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every rank that runs."""
         for rank in self.running:
-            self._ends.setdefault(rank, f"had to be ended by the launcher{self._at(rank)}")
+            self._ends.setdefault(rank, f"had to be terminated by the launcher{self._at(rank)}")
             with contextlib.suppress(OSError):
                 self._server.signal(rank, number)
 
     def clear(self, how: str = KILLED) -> None:
-        """Kill the ranks and all they have started; returns when they are gone.
+        """Kill the ranks and everything they have started; returns when they have exited.
 
         Args:
-            how: what is said of the ranks that ran until now.
+            how: how to report the ranks that were still running.
         """
         for rank in self.running:
             self._ends.setdefault(rank, how + self._at(rank))
@@ -179,7 +179,7 @@ class LocalRanks:
         self.running.clear()
 
     def locate(self) -> None:
-        """Find out where the ranks are that run, for when they have to be ended. Returns at once."""
+        """Determine where the running ranks are, before they are terminated. Returns at once."""
         files, attempt = self.stack_files(), self.attempt
         for rank, pid in self.running_processes().items():
 
@@ -194,30 +194,30 @@ class LocalRanks:
         return f", at {self._located_at[rank]}" if rank in self._located_at else ""
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal to one rank; nothing happens where it has ended. May be called from any thread."""
+        """Send a signal to one rank; does nothing if it has exited. May be called from any thread."""
         with contextlib.suppress(OSError):
             self._server.signal(rank, number)
 
     def kill(self, rank: int) -> None:
-        """Kill one rank, where it still runs; what it has started goes with the attempt."""
+        """Kill one rank if it still runs; processes it has started end with the attempt."""
         if rank in self.running:
             self._ends.setdefault(rank, KILLED)
             self.send_signal(rank, signal.SIGKILL)
 
     def running_processes(self) -> dict[int, int]:
-        """Return the process number of each rank that runs. May be called from any thread."""
+        """Return the process id of each running rank. May be called from any thread."""
         return {rank: pid for rank, pid in self.processes.items() if rank in self.running}
 
     def is_script_over(self, rank: int) -> bool:
-        """Return whether the script of a rank has run to its end, though its process may not have ended."""
+        """Return whether the script of a rank has run to its end, though its process may still run."""
         return Path(rank_files.script_end_note(self._error_file(rank))).exists()
 
     def stack_files(self) -> dict[int, str]:
-        """Return where each rank of the attempt writes its stack when it is asked for it."""
+        """Return where each rank of the attempt writes its stack on request."""
         return {rank: rank_files.stack_file(self.settings.folder, self._number, rank) for rank in self.processes}
 
     def report(self) -> RankEnds:
-        """Return how the ranks of the attempt ended."""
+        """Return how the ranks of the attempt exited."""
         if self.attempt is None:
             return RankEnds()
         number, first = self._number, self.attempt.first_rank
@@ -229,9 +229,7 @@ class LocalRanks:
         paths = {rank: self._output.log_path(rank, number) for rank in self.failures}
         return RankEnds(
             failures=tuple(self.failures.values()),
-            ends={
-                rank: self._ends.get(rank, "ended with exit code 0") for rank in range(first, first + self.num_ranks)
-            },
+            ends={rank: self._ends.get(rank, "exited with code 0") for rank in range(first, first + self.num_ranks)},
             stderr_tails={
                 rank: tuple(line[:LONGEST_LINE] for line in self._output.stderr_tail(rank)) for rank in self.failures
             },
@@ -241,15 +239,15 @@ class LocalRanks:
         )
 
     def _explain_broken_pipes(self, problem: str) -> None:
-        """Have failures say what a rank could not know: the disk is full behind the pipe that it writes to."""
+        """Add to failures what a rank cannot know: the disk behind its output pipe is full."""
         for rank, failed in self.failures.items() if problem else ():
             if failed.type == "BrokenPipeError" or failed.exit_code == FLUSH_FAILED:
                 self.failures[rank] = replace(failed, how=f"could not write its output: {problem}")
 
-    # -- how a rank ends ---------------------------------------------------------------------------
+    # -- how a rank exits --------------------------------------------------------------------------
 
     def _read_failure(self, rank: int) -> list[Failure | int]:
-        """Take in what a rank has written of its failure."""
+        """Read what a rank has recorded of its failure."""
         if rank in self.failures:
             return []
         written = failure.read(self._error_file(rank))
@@ -278,19 +276,20 @@ class LocalRanks:
             out_of_memory = self._oom_count.has_risen() if killed else None
             file = rank_files.stack_file(self.settings.folder, self._number, rank)
             at = flight_recorder.read_last_collective(flight_recorder.last_collective_path(file), ended.time)
+            is_echo = Path(echo_note(self._error_file(rank))).exists()
             self.failures[rank] = failure.from_exit(
-                rank, ended.exit_code, ended.time, out_of_memory=out_of_memory, at=at
+                rank, ended.exit_code, ended.time, out_of_memory=out_of_memory, at=at, is_echo=is_echo
             )
             news.append(self.failures[rank])
         elif self.running or self.attempt.num_nodes > 1:
             news.append(rank)
         return news
 
-    # -- what a rank is told -----------------------------------------------------------------------
+    # -- the variables of a rank -------------------------------------------------------------------
 
     @property
     def _number(self) -> int:
-        """Of the attempt."""
+        """The number of the attempt."""
         return self.attempt.attempt if self.attempt is not None else 0
 
     def _error_file(self, rank: int) -> str:
@@ -326,6 +325,6 @@ class LocalRanks:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether somebody stopped a process; a debugger's stop is another state."""
+    """Return whether a process was stopped by a signal; a debugger's stop is another state."""
     stat = stat_of(pid)
     return stat is not None and stat.state == "T"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals to the launcher, turned into something its loop can wait for.
 
-Before any process has been started a signal simply ends the launcher; afterwards it is heard in one
-place, never in the middle of something else. Imported by the launcher's start, the agent and ``ssh``.
+Before any process has been started a signal simply ends the launcher; afterwards it is handled in one
+place, never in the middle of another operation. Imported by the launcher's start, the agent and ``ssh``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def end_quietly() -> None:
 
 
 def _end_now(number: int, _frame: FrameType | None) -> None:
-    # Asked to save while there is nothing: the job may be started again all the same.
+    # Asked to save while there is nothing to save: the job may still be started again.
     os._exit(STOPPED_EXIT_CODE if number == signal.SIGUSR2 else 128 + number)
 
 
 class Interrupted(Exception):
-    """A signal has come that ends this process's part of the job."""
+    """A signal was received that ends this process's part of the job."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -41,7 +41,7 @@ class Interrupted(Exception):
 
 
 class PendingSignals:
-    """The signals that have come. Replaces the handlers, for as long as the process lives."""
+    """The signals received so far. Replaces the handlers for the rest of the process."""
 
     def __init__(self) -> None:
         self._pending: deque[signal.Signals] = deque()
@@ -52,11 +52,11 @@ class PendingSignals:
                 signal.signal(number, self._note)
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when a signal has come."""
+        """Return the descriptor that is readable when a signal has been received."""
         return self._reader
 
     def take(self) -> signal.Signals:
-        """Return the next signal that has come."""
+        """Return the next signal received."""
         os.read(self._reader, 1)
         return self._pending.popleft()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that run on after others have ended without an error: which, what they do, said once each.
+"""Ranks that keep running after others have exited without an error: which ones, and what they do, reported once each.
 
-A rank that still works (rank 0 saves) and a rank that waits for one that has ended look alike from their exit codes;
-what tells them apart is whether they compute, read or write. Ends nothing. Imported by the agent.
+A rank that still works (rank 0 saves) and a rank that waits for one that has exited cannot be told apart by exit codes;
+the difference is whether they compute, read or write. Terminates nothing. Imported by the agent.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from rankwise.launch.agent.activity import Activity
 
 _WAITS = (
-    "where it waits for a rank that has ended, have all ranks join and call the same collectives before they end. "
-    "Nothing is ended for this: Ctrl-C ends the job, `rankwise stacks` shows the rank again"
+    "if it waits for a rank that has exited, have all ranks join and call the same collectives before they exit. "
+    "The job is not terminated: press Ctrl-C to end it; `rankwise stacks` shows the rank again"
 )
 _CANNOT_END = (
-    "close what holds it at the end of the script: call torch.distributed.destroy_process_group() before the model is "
-    "freed, stop threads, and keep collectives out of exit handlers. Ctrl-C ends the job"
+    "release what keeps it alive at the end of the script: call torch.distributed.destroy_process_group() before the "
+    "model is freed, stop threads, and call no collectives in exit handlers. Press Ctrl-C to end the job"
 )
-_IS_OVER = "its script has run to the end, and its process does not end: an exit handler, a thread or a destructor"
+_IS_OVER = "its script has run to the end, but its process does not exit: an exit handler, a thread or a destructor"
 
 
 class Stragglers:
-    """The ranks of this machine that run on, in one attempt after another.
+    """The ranks of this machine that keep running, in one attempt after another.
 
     Args:
-        look: returns what ranks do; takes seconds, and is called from another thread.
+        look: returns what ranks are doing; takes seconds, and is called from another thread.
         is_over: returns whether a rank's script has run to its end.
     """
 
@@ -48,7 +48,7 @@ class Stragglers:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the attempt before."""
+        """Forget the previous attempt."""
         self._ended: set[int] = set()
         self._since = 0.0
         self._before: dict[int, Activity] | None = None
@@ -60,16 +60,16 @@ class Stragglers:
         self._seen: queue.SimpleQueue[Answers] = queue.SimpleQueue()
 
     def note_ended(self, ranks: Sequence[int], now: float) -> None:
-        """Take in which ranks of the job have ended without an error."""
+        """Record which ranks of the job have exited without an error."""
         if not self._ended.issuperset(ranks):
             self._ended.update(ranks)
             self._since, self._before = now, None
 
     def notices(self, running: Mapping[int, int], now: float) -> str:
-        """Return what is to be shown now; mostly nothing.
+        """Return the text to show now; usually empty.
 
         Args:
-            running: process number of each rank of this machine that runs.
+            running: process id of each running rank of this machine.
             now: seconds of the monotonic clock.
         """
         if not self._ended or not running:
@@ -86,7 +86,7 @@ class Stragglers:
         return ""
 
     def _judge(self, running: Mapping[int, int], now: float) -> None:
-        """See which ranks make no progress, and look at those that nothing has been said of."""
+        """Determine which ranks make no progress, and inspect those not reported yet."""
         before, seconds = self._before or {}, now - self._looked
         after = activity_of(list(running.values()))
         self._before, self._looked = after, now
@@ -102,17 +102,17 @@ class Stragglers:
     def _see(self, seen: queue.SimpleQueue[Answers]) -> None:
         try:
             seen.put(self._look())
-        except (RankwiseError, OSError, RuntimeError, ValueError):  # the store is busy, or has just gone
+        except (RankwiseError, OSError, RuntimeError, ValueError):  # the store is busy, or has just closed
             seen.put({})
 
     def _notices_of(self, answers: Answers, running: set[int], now: float) -> str:
-        """Return what is said of the ranks that were looked at, as far as they still run."""
+        """Return the report on the inspected ranks that still run."""
         idle = {rank: used for rank, used in self._idle.items() if rank in running}
         busy = {rank: used for rank, used in self._busy.items() if rank in running}
         self._reported_idle.update(idle)
         self._reported_busy.update(busy)
         self._idle, self._busy = {}, {}
-        after = f"{now - self._since:.0f} s after {fold_ranks(sorted(self._ended))} ended without an error"
+        after = f"{now - self._since:.0f} s after {fold_ranks(sorted(self._ended))} exited without an error"
         lines: list[str] = []
         for rank, used in sorted(busy.items()):
             lines.append(f"[rankwise] rank {rank} still works, {after}: {_used(used)}{_where(answers.get(rank))}\n")
@@ -121,8 +121,8 @@ class Stragglers:
         return "".join(lines)
 
     def _notice(self, idle: Mapping[int, Activity], after: str, answers: Answers) -> LaunchError:
-        known: Answers = {rank: answers.get(rank, {"silent": "cannot be asked now"}) for rank in idle}
-        known |= {rank: {"silent": "ended without an error"} for rank in self._ended}
+        known: Answers = {rank: answers.get(rank, {"silent": "cannot be queried now"}) for rank in idle}
+        known |= {rank: {"silent": "exited without an error"} for rank in self._ended}
         evidence = [diagnosis.table(known, among=known), diagnosis.stacks(known, idle, is_wanted_of_all=True)]
         over = [rank for rank in sorted(idle) if self._is_over(rank)]
         if over:
@@ -142,7 +142,7 @@ def _used(used: Activity) -> str:
 
 
 def _where(answer: Mapping[str, Any] | None) -> str:
-    """Return where a rank is, as far as that is known."""
+    """Return where a rank is, if known."""
     stack = (answer or {}).get("stack")
     at = (answer or {}).get("at") or (innermost_of_user(stack) if stack else "")
     return f", at {at}" if at else ""

@@ -31,37 +31,37 @@ class Attempt:
     log_paths: dict[int, str] = field(default_factory=dict[int, str])
     lost_ranks: set[int] = field(default_factory=set[int])
     departed: set[int] = field(default_factory=set[int])
-    """Ranks that have ended well while others ran."""
+    """Ranks that have exited without an error while others ran."""
     optional: frozenset[int] = frozenset()
     """Ranks that have been declared optional: the job continues without them."""
     tolerated: set[int] = field(default_factory=set[int])
     """Those of them whose failure did not end the others."""
     has_stopped: bool = False
-    """Whether a rank saved and stopped, as it was asked to."""
+    """Whether a rank saved and stopped, as requested."""
     is_alone: bool = False
     """Whether rank 0 took an optimizer step without having joined its peers."""
     is_to_grow: bool = False
-    """Whether its ranks were asked to save and end for a machine that has come."""
+    """Whether its ranks were asked to save and exit for a machine that has joined."""
     grow_deadline: float | None = None
-    """When they are ended for it, should they not save; ``None`` where it has gone again."""
+    """When they are terminated for it if they do not save; ``None`` if it has left again."""
     order_received: dict[int, int] = field(default_factory=dict[int, int])
-    """In which order the failures of ranks were heard of: clocks of machines differ."""
+    """The order in which failures of ranks were reported: clocks of machines differ."""
 
     def grow_by(self, deadline: float) -> None:
-        """Note that the ranks were asked to save and end for a machine that has come."""
+        """Record that the ranks were asked to save and exit for a machine that has joined."""
         self.is_to_grow = True
         self.grow_deadline = deadline
 
     def cancel_growth(self) -> None:
-        """Note that the machine has gone again."""
+        """Record that the machine has left again."""
         self.grow_deadline = None
 
     def continue_without(self, ranks: Collection[int]) -> None:
-        """Note that ranks have been declared optional."""
+        """Record that ranks have been declared optional."""
         self.optional = frozenset(ranks)
 
     def end_ranks(self, report: RankEnds, hostname: str) -> None:
-        """Note how the ranks of a machine have ended."""
+        """Record how the ranks of a machine have exited."""
         for failed in report.failures:
             self.failures[failed.rank] = failed
             self.hostnames[failed.rank] = hostname
@@ -72,44 +72,44 @@ class Attempt:
         self.is_alone = self.is_alone or report.is_alone
 
     def running(self, ranks: Collection[int]) -> set[int]:
-        """Return those of ``ranks`` that have neither failed nor ended."""
+        """Return those of ``ranks`` that have neither failed nor exited."""
         return set(ranks) - self.failures.keys() - self.departed
 
     def tolerates(self, ranks: Collection[int]) -> bool:
-        """Return whether the others go on when ``ranks`` fail: another optional one must run, or have ended well."""
+        """Return whether the others continue if ``ranks`` fail: another optional one must run, or have succeeded."""
         return self.optional.issuperset(ranks) and bool(self.optional - self.failures.keys() - set(ranks))
 
     def tolerate(self, ranks: Collection[int]) -> str:
-        """Note that the others go on without ``ranks``, which have failed; return what is to be said of it, once."""
+        """Record that the others continue without ``ranks``, which have failed; return the text to show."""
         new = sorted(set(ranks) - self.tolerated)
         self.tolerated.update(new)
         lines: list[str] = []
         for how, alike in self._alike(new).items():
             without = "it" if len(alike) == 1 else "them"
-            lines.append(f"[rankwise] {fold_ranks(alike)} failed ({how}); the others go on without {without}\n")
+            lines.append(f"[rankwise] {fold_ranks(alike)} failed ({how}); the others continue without {without}\n")
         tracebacks = [self.failures[rank].traceback.rstrip("\n") for rank in new]
         return "".join([*lines, *(f"{text}\n" for text in tracebacks if text)])
 
     def reminder(self) -> str:
-        """Return the last line of a job that ended well without some ranks; empty where none failed."""
+        """Return the last line of a job that succeeded without some ranks; empty if none failed."""
         if not self.tolerated:
             return ""
-        failed = [f"{fold_ranks(ranks)} failed on the way: {how}" for how, ranks in self._alike(self.tolerated).items()]
-        others = "saved and stopped" if self.has_stopped else "ended well"
+        failed = [f"{fold_ranks(ranks)} failed earlier: {how}" for how, ranks in self._alike(self.tolerated).items()]
+        others = "saved and stopped" if self.has_stopped else "succeeded"
         return f"[rankwise] {'; '.join(failed)}; the others {others}\n"
 
     def _alike(self, ranks: Collection[int]) -> dict[str, list[int]]:
-        """Return how ranks failed, in a few words, and which failed so."""
+        """Return short descriptions of failures, each with its ranks."""
         ranks_of: dict[str, list[int]] = {}
         for rank in sorted(ranks):
             ranks_of.setdefault(self.failures[rank].brief, []).append(rank)
         return ranks_of
 
     def failed(self) -> FailedAttempt:
-        """Return how all ranks ended, after a failure that ended the others."""
+        """Return how all ranks exited, after a failure that ended the others."""
         by_clock = causes_first(self.failures.values())
         last = len(self.order_received)
-        # What was borne is to blame for echoes only.
+        # A tolerated failure is the cause of echoes only.
         failures = tuple(
             sorted(
                 by_clock,

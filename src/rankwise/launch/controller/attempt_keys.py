@@ -47,14 +47,14 @@ class EventLogs(_Worlds):
         self._parts = [_Part(of_job, self._prefix)]
 
     def post(self, event: dict[str, Any]) -> None:
-        """Tell the ranks of the attempt, whichever world they are in, of an event."""
+        """Notify the ranks of the attempt of an event, whichever world they are in."""
         self.follow()
         self._posted.append(event)
         for part in self._parts:
             post(part, event)
 
     def follow(self) -> None:
-        """Tell the ranks that have joined another world what was posted before: it is as true there."""
+        """Post the earlier events to ranks that have joined another world, where they apply as well."""
         for number in range(len(self._parts), self._num_rejoined() + 1):
             part = _Part(self._keys, self._prefix_of(number))
             for event in self._posted:
@@ -62,7 +62,7 @@ class EventLogs(_Worlds):
             self._parts.append(part)
 
     def optional_ranks(self) -> list[int]:
-        """Return the ranks without which their newest world goes on, as its ranks have declared."""
+        """Return the ranks without which their newest world continues, as its ranks have declared."""
         declared = self._keys.peek(self._prefix_of(self._num_rejoined()) + EXPENDABLE_KEY)
         return [] if declared is None else json.loads(declared)
 
@@ -80,16 +80,16 @@ class _Part:
 
 
 TORCH_PREFIX = "torch/"
-"""Begins the keys of the group that ranks open by torch's own ``env://``, among those of an attempt."""
+"""Prefix of the keys of the group that ranks open through torch's own ``env://``, among those of an attempt."""
 
 
 def torch_rank_key(rank: int) -> str:
-    """Return the key that a rank sets, among those of an attempt, when it begins to open torch's own group."""
+    """Return the key that a rank sets, among those of an attempt, when it starts to open torch's own group."""
     return f"rankwise/torch_ranks/{rank}"
 
 
 class Absences(_Worlds):
-    """The ranks of one attempt that have ended without an error, in each world that the others join."""
+    """The ranks of one attempt that have exited without an error, in each world that the others join."""
 
     def __init__(self, of_job: Keys, attempt: int) -> None:
         super().__init__(of_job, attempt)
@@ -97,20 +97,20 @@ class Absences(_Worlds):
         self._num_followed = 0
 
     def note_ended(self, rank: int) -> None:
-        """Take in that a rank has ended without an error."""
+        """Record that a rank has exited without an error."""
         self._ended.append(rank)
         self._num_followed = 0
         if not self._keys.check([self._prefix + torch_rank_key(rank)]):
-            why = f"rank {rank} ended without an error before it called init_process_group()"
+            why = f"rank {rank} exited without an error before it called init_process_group()"
             self._keys.give_up(self._prefix + TORCH_PREFIX, rank, why)
         self.follow()
 
     def follow(self) -> None:
-        """Mark the ranks that have ended in the worlds that others have begun to join since, too."""
+        """Mark the ranks that have exited in the worlds that others have started to join since, too."""
         num_worlds = self._num_rejoined() + 1
         for number in range(self._num_followed, num_worlds):
             world = self._prefix_of(number)
             for rank in self._ended:
-                # Who has joined has a place there already, and keeps it.
+                # A rank that has joined has an address there already, and keeps it.
                 self._keys.compare_set(world + rank_address_key(rank), b"", ENDED.encode())
         self._num_followed = num_worlds

@@ -43,23 +43,23 @@ Event = dict[str, Any]
 """As ``health.event_log`` posts it."""
 
 LOST_SECONDS = 10.0
-"""After how long without a word a machine counts as lost. A cut of a few seconds simply resumes."""
+"""After how long without a heartbeat a machine is declared lost. A network cut of a few seconds is survived."""
 RETURN_SECONDS = 30.0
-"""How long a job that cannot go on without a lost machine waits for it."""
+"""How long a job that cannot continue without a lost machine waits for it."""
 LAST_CALL_SECONDS = 30.0
-"""How long a job that has machines enough waits for more of them at its start."""
+"""How long a job that has enough machines waits for more at its start."""
 PEERS_SECONDS = 5.0
-"""How long the other ranks have to end by themselves after a failure, where no restart follows."""
+"""How long the other ranks may take to exit by themselves after a failure, if no restart follows."""
 CAUSE_SECONDS = 0.5
-"""How long the cause of a failure that is only an echo is waited for, where a restart follows."""
+"""How long to wait for the cause of a failure that is only an echo, if a restart follows."""
 STOOD_STILL_SECONDS = 2.0
-"""More than that between two ticks, and this machine has not been running."""
+"""With more than that between two ticks, this machine itself was suspended."""
 GROW_SECONDS = 30.0
-"""How long ranks have to save and stop, where machines have come back."""
+"""How long ranks may take to save and stop for machines that have rejoined."""
 
 
 class Phase(Enum):
-    """What the job is doing."""
+    """The phase of the job."""
 
     GATHERING = "waiting for machines"
     RUNNING = "running"
@@ -73,13 +73,13 @@ class Disconnect:
 
 
 def failed_event(failed: Failure, hostname: str) -> dict[str, Any]:
-    """Return what the other ranks hear of a failure."""
-    text = failed.traceback or failed.message or f"the process ended with exit code {failed.exit_code}"
+    """Return the event that notifies the other ranks of a failure."""
+    text = failed.traceback or failed.message or f"the process exited with code {failed.exit_code}"
     return {"kind": "failed", "rank": failed.rank, "error_type": failed.type, "text": text, "hostname": hostname}
 
 
 class Coordinator:
-    """The job's state. Each method takes in one thing that happened; ``take_output`` gives out what follows from it."""
+    """The job's state. Each method handles one event; ``take_output`` returns the resulting messages."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Coordinator:
         return self._attempt is not None and self._attempt.world_size == 1
 
     def take_output(self) -> tuple[list[tuple[str, ToAgent | Disconnect]], list[tuple[int, Event]]]:
-        """Return what is to be sent, as (machine, message), and (attempt, event) for the attempt's event log."""
+        """Return what to send, as (machine, message), and (attempt, event) for the attempt's event log."""
         taken = self._messages, self._events
         self._messages, self._events = [], []
         return taken
@@ -124,7 +124,7 @@ class Coordinator:
     def node_joined(self, node: Node, now: float) -> None:
         """A machine's launcher has introduced itself."""
         if node.node_id in self._members:
-            self.node_lost(node.node_id, now, "came anew")
+            self.node_lost(node.node_id, now, "rejoined")
         refusal = self._refusal(node, now)
         if refusal is not None:
             self._messages.append((node.node_id, refusal))
@@ -133,30 +133,30 @@ class Coordinator:
         self._num_arrivals += 1
         if self.max_nodes > 1:
             place = f"{len(self._members)} of {self._how_many()}"
-            self._show(f"[rankwise] {node.hostname} has come with {ranks_in_words(node.num_ranks)} ({place})\n")
+            self._show(f"[rankwise] {node.hostname} joined with {ranks_in_words(node.num_ranks)} ({place})\n")
         if self.phase is Phase.RUNNING and self._attempt is not None:
             self._attempt.grow_by(now + GROW_SECONDS)
-            self._show("[rankwise] the ranks save at their next step and start anew with it\n")
-            self._request_save(f"{node.hostname} has come")
+            self._show("[rankwise] the ranks save at their next step and restart with it\n")
+            self._request_save(f"{node.hostname} joined")
         self.tick(now)
 
     @property
     def attempt(self) -> int | None:
-        """Number of the attempt that is on, or was the last."""
+        """Number of the current or last attempt."""
         return None if self._attempt is None else self._attempt.number
 
     def set_optional_ranks(self, attempt: int, ranks: Collection[int]) -> None:
-        """Ranks have declared that the job goes on without some of them."""
+        """Ranks have declared that the job continues without some of them."""
         if self._attempt is not None and self._attempt.number == attempt:
             self._attempt.continue_without(ranks)
 
     def heartbeat(self, node_id: str, now: float) -> None:
-        """A machine has given a sign of life."""
+        """A machine has sent a heartbeat."""
         if node_id in self._members:
             self._members[node_id].see(now)
 
     def node_lost(self, node_id: str, now: float, why: str) -> None:
-        """A machine is gone: it said so, its connection has ended, or it has been silent too long."""
+        """A machine is lost: it left, its connection was closed, or it has been silent too long."""
         member = self._members.pop(node_id, None)
         if member is None or self.phase is Phase.OVER:
             return
@@ -165,7 +165,7 @@ class Coordinator:
             still_there = self._attempt.running(member.ranks)
             is_tolerated = self.phase is Phase.RUNNING and self._attempt.tolerates(still_there)
             for rank in still_there if is_tolerated else member.ranks:
-                # Whatever else failed first of itself is to blame, not the loss.
+                # A rank that failed first by itself is the cause, not the loss.
                 lost = failure.from_lost_node(rank, member.node.hostname, math.inf)
                 self._attempt.failures.setdefault(rank, lost)
                 self._attempt.lost_ranks.add(rank)
@@ -181,7 +181,7 @@ class Coordinator:
             self.phase = Phase.OVER
 
     def rank_failed(self, node_id: str, attempt: int, failed: Failure) -> None:
-        """A rank has failed; its machine tells the ranks itself."""
+        """A rank has failed; its machine notifies the ranks itself."""
         current = self._attempt
         if self.phase is not Phase.RUNNING or current is None or current.number != attempt:
             return
@@ -205,7 +205,7 @@ class Coordinator:
             self._stop(CAUSE_SECONDS if failed.secondary else 0.0)
 
     def rank_departed(self, attempt: int, rank: int) -> None:
-        """A rank has ended well while others run."""
+        """A rank has exited without an error while others run."""
         if self._attempt is not None and self._attempt.number == attempt:
             self._attempt.departed.add(rank)
             self._events.append((attempt, {"kind": "left", "rank": rank, "exit_code": 0, "last": None}))
@@ -213,19 +213,19 @@ class Coordinator:
             self._messages += [(node_id, ended) for node_id, member in self._members.items() if member.is_running]
 
     def node_leaves(self, node_id: str, signal_name: str, code: int, now: float, *, ends_job: bool) -> None:
-        """A machine's launcher was told by a signal to end, and has ended its ranks."""
+        """A machine's launcher received a signal, and has terminated its ranks."""
         member = self._members.get(node_id)
         if member is None:
             return
         if ends_job or len(self._members) - 1 < self.min_nodes:
-            what = f"{member.node.hostname} was told to end ({signal_name}), and the job with it."
+            what = f"{member.node.hostname} received {signal_name}, which ends the job."
             del self._members[node_id]
             self._over(code, what)
         else:
-            self.node_lost(node_id, now, f"was told to end ({signal_name})")
+            self.node_lost(node_id, now, f"received {signal_name} and left")
 
     def request_stop(self, reason: str) -> None:
-        """Somebody wants the ranks to save and end at their next step."""
+        """The ranks are asked to save and exit at their next step."""
         if self.phase is Phase.OVER:
             return
         is_first, self._stop_requested = not self._stop_requested, True
@@ -235,7 +235,7 @@ class Coordinator:
             self._request_save(reason)
 
     def ranks_ended(self, node_id: str, attempt: int, report: RankEnds, now: float) -> None:
-        """All ranks of a machine have ended, by themselves or because they were told to."""
+        """All ranks of a machine have exited, by themselves or on request."""
         current, member = self._attempt, self._members.get(node_id)
         if current is None or member is None or current.number != attempt or not member.is_running:
             return
@@ -245,14 +245,14 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        # Time in which this machine itself stood still (Ctrl-Z, a debugger) is nobody's silence.
+        # Time in which this machine itself was suspended (Ctrl-Z, a debugger) does not count as silence.
         stood_still = now - self._ticked if now - self._ticked > STOOD_STILL_SECONDS else 0.0
         self._ticked = now
         for node_id, member in list(self._members.items()):
             member.see(member.last_seen + stood_still)
             if now - member.last_seen > LOST_SECONDS and not member.node.serves:
                 self._messages.append((node_id, Disconnect()))
-                self.node_lost(node_id, now, f"is lost: no word from it for {now - member.last_seen:.0f} s")
+                self.node_lost(node_id, now, f"was declared lost: no heartbeat for {now - member.last_seen:.0f} s")
         if self.phase is Phase.GATHERING:
             self._gather(now)
         deadline = None if self._attempt is None else self._attempt.grow_deadline
@@ -302,31 +302,31 @@ class Coordinator:
     def _give_up(self) -> None:
         which, here = who_is_missing(list(self._members.values()), self.min_nodes)
         waited = RETURN_SECONDS if self._num_attempts else self._timeout_seconds
-        node_joined = "came back" if self._num_attempts else "came"
+        node_joined = "rejoined" if self._num_attempts else "joined"
         self._over(
             1,
             f"{which} never {node_joined}: waited {waited:.0f} s at {self._rendezvous}.",
             evidence=f"here: {here}" + (f"\n{self._why_incomplete}" if self._why_incomplete else ""),
-            do=f"start it there too: rankwise run --rendezvous {self._rendezvous} ...; or ask there: rankwise doctor",
+            do=f"start it there too: rankwise run --rendezvous {self._rendezvous} ...; or check with rankwise doctor",
         )
 
     def _refusal(self, node: Node, now: float) -> Refuse | Wait | None:
         if self.phase is Phase.OVER:
-            return Refuse(what="The job is over.", evidence="", advice="start it anew on every machine")
+            return Refuse(what="The job is over.", evidence="", advice="start it again on every machine")
         if (
             self.phase is Phase.RUNNING
             and self._attempt
             and self._attempt.tolerated
             and self.min_nodes == self.max_nodes
         ):
-            # The others go on without it; only a restart takes it in.
+            # The others continue without it; it can join only at a restart.
             return Wait()
         return refusal_of(node, list(self._members.values()), self.max_nodes, now)
 
     # -- stopping ----------------------------------------------------------------------------------
 
     def _stop(self, settle_seconds: float) -> None:
-        """Have all ranks ended; they may end by themselves for a while."""
+        """Have all ranks terminated; they may exit by themselves for a while."""
         if self._attempt is None:
             return
         self.phase = Phase.STOPPING
@@ -336,13 +336,13 @@ class Coordinator:
                 self._messages.append((node_id, stop))
 
     def _request_save(self, reason: str) -> None:
-        """Ask the ranks to save and end at their next step."""
+        """Ask the ranks to save and exit at their next step."""
         if self._attempt is None:
             return
         if not self._is_one_rank:
             self._events.append((self._attempt.number, {"kind": "stop_requested", "rank": None, "reason": reason}))
             return
-        # One rank alone follows no event log.
+        # A single rank follows no event log.
         save = SaveAndStop(attempt=self._attempt.number)
         self._messages += [(node_id, save) for node_id, member in self._members.items() if member.is_running]
 
@@ -369,7 +369,7 @@ class Coordinator:
             self._restart(decision.reason, now)
 
     def _end_of(self, current: Attempt, failed: FailedAttempt | None) -> AttemptEnd:
-        """Return what the decision about a restart depends on."""
+        """Return the facts that the decision about a restart depends on."""
         if failed is None:
             was_ended = current.has_stopped or self.phase is Phase.STOPPING
             is_to_grow = current.is_to_grow and was_ended and not self._stop_requested
@@ -387,7 +387,7 @@ class Coordinator:
         self.phase = Phase.GATHERING
         self._deadline = now + RETURN_SECONDS
         if len(self._members) < self.min_nodes:
-            self._show(f"[rankwise] waiting up to {RETURN_SECONDS:.0f} s for nodes to come back\n")
+            self._show(f"[rankwise] waiting up to {RETURN_SECONDS:.0f} s for nodes to rejoin\n")
         self._gather(now)
 
     def _can_continue_without(self) -> bool:

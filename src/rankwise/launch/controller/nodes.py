@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machines of a job, as the coordinator knows them: which of them may join, and in which order they stand.
+"""The machines of a job, as the coordinator knows them: which may join, and their order.
 
 Values only. Imported by the coordinator.
 """
@@ -15,39 +15,39 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SUSPICIOUS_SECONDS = 2.5
-"""After how long without a heartbeat a machine may be gone."""
+"""After how long without a heartbeat a machine may be lost."""
 
 
 @dataclass(slots=True)
 class JobNode:
-    """A machine that takes part, and where it stands in the current attempt."""
+    """A machine that takes part, and its state in the current attempt."""
 
     node: Node
     last_seen: float
     order: int
     ranks: range = range(0)
     is_running: bool = False
-    """Whether its ranks of the current attempt may still be there."""
+    """Whether its ranks of the current attempt may still be running."""
 
     def start(self, ranks: range, order: int) -> None:
-        """Note that the machine starts these ranks, as the one of this number in the attempt."""
+        """Record that the machine starts these ranks, and its number in the attempt."""
         self.ranks = ranks
         self.order = order
         self.is_running = True
 
     def end(self) -> None:
-        """Note that all its ranks have ended."""
+        """Record that all its ranks have exited."""
         self.is_running = False
 
     def see(self, now: float) -> None:
-        """Note a heartbeat of the machine."""
+        """Record a heartbeat of the machine."""
         self.last_seen = now
 
 
 def refusal_of(node: Node, members: Sequence[JobNode], max_nodes: int, now: float) -> Refuse | Wait | None:
-    """Return the answer to a machine that cannot take part beside those that do, or ``None`` where it can.
+    """Return the answer to a machine that cannot take part, or ``None`` if it can.
 
-    It is told to wait where one in its way may be gone: a machine that starts anew comes before its end is noticed.
+    It is told to wait if a conflicting machine may be lost: one that restarts may rejoin before its end is noticed.
     """
     for member in members:
         if node.node_rank is not None and member.node.node_rank == node.node_rank:
@@ -55,7 +55,7 @@ def refusal_of(node: Node, members: Sequence[JobNode], max_nodes: int, now: floa
                 return Wait()
             return Refuse(
                 what=f"Two machines are node {node.node_rank}: {member.node.hostname} and {node.hostname}.",
-                evidence=f"{member.node.hostname} was heard {now - member.last_seen:.1f} s ago",
+                evidence=f"last heartbeat of {member.node.hostname}: {now - member.last_seen:.1f} s ago",
                 advice="give each machine its own --node-rank, or none of them",
             )
         differing = {
@@ -65,26 +65,26 @@ def refusal_of(node: Node, members: Sequence[JobNode], max_nodes: int, now: floa
         }
         if differing:
             return Refuse(
-                what=f"{node.hostname} and {member.node.hostname} would not run the same job.",
+                what=f"{node.hostname} and {member.node.hostname} do not run the same job.",
                 evidence="\n".join(
                     f"{name}: {member.node.hostname} has {theirs}, {node.hostname} has {ours}"
                     for name, (theirs, ours) in sorted(differing.items())
                 ),
-                advice="bring the same script and versions to every machine, and give each the same command",
+                advice="install the same script and versions on every machine, and run the same command on each",
             )
     if len(members) >= max_nodes:
         if any(now - member.last_seen > SUSPICIOUS_SECONDS for member in members):
             return Wait()
         return Refuse(
-            what=f"The job has all its {max_nodes} nodes.",
+            what=f"The job already has all its {max_nodes} nodes.",
             evidence="here: " + ", ".join(member.node.hostname for member in members),
-            advice="raise --nodes on every machine, or give the other job another port",
+            advice="raise --nodes on every machine, or use another port for the other job",
         )
     return None
 
 
 def who_is_missing(members: Sequence[JobNode], min_nodes: int) -> tuple[str, str]:
-    """Return in words which machines have not come, and which have."""
+    """Return a description of the missing machines, and of those that have joined."""
     here = ", ".join(member.node.hostname for member in sorted(members, key=node_order)) or "none"
     given = {member.node.node_rank for member in members}
     numbers = [number for number in range(min_nodes) if number not in given]
@@ -95,7 +95,7 @@ def who_is_missing(members: Sequence[JobNode], min_nodes: int) -> tuple[str, str
 
 
 def node_order(member: JobNode) -> tuple[int, int]:
-    """Return where a machine stands among the others: by its given number, else where it stood, or as it came."""
+    """Return the sort key of a machine: its given number, else its previous position, else the order of joining."""
     given = member.node.node_rank
     order = -1 if member.node.serves else member.order
     return (order if given is None else given, order)

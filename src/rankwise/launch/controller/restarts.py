@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what follows the end of an attempt: a restart of all ranks, or the end of the job.
+"""Decides whether the end of an attempt is followed by a restart of all ranks or the end of the job.
 
 Values only. Imported by the coordinator, which carries it out.
 """
@@ -13,18 +13,18 @@ from rankwise.health.preemption import STOPPED_EXIT_CODE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
-    """How an attempt ended, as far as the decision depends on it."""
+    """The facts about the end of an attempt that the decision depends on."""
 
     has_failed: bool
-    """Whether a rank failed that the others do not continue without."""
+    """Whether a rank failed that the others cannot continue without."""
     is_lost_node: bool = False
-    """Whether no rank failed of itself: those that did were lost with their machine."""
+    """Whether no rank failed by itself: all failures are ranks lost with their machine."""
     exit_code: int = 0
     """Of the first rank to fail."""
     has_stopped: bool = False
-    """Whether a rank saved and stopped, as it was asked to."""
+    """Whether a rank saved and stopped, as requested."""
     is_to_grow: bool = False
-    """Whether it ended for machines that have joined, and not by itself."""
+    """Whether it was ended for machines that have joined."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Restart:
     """Start all ranks again."""
 
     reason: str
-    """In words, for a person."""
+    """For people."""
     reports_failure: bool = False
 
 
@@ -61,8 +61,8 @@ class RestartPolicy:
 
         Args:
             ended: the attempt.
-            can_continue_without: whether the machines that are left are enough for the job.
-            stop_requested: whether somebody wants the ranks to save and exit: then nothing restarts.
+            can_continue_without: whether the remaining machines are enough for the job.
+            stop_requested: whether the ranks were asked to save and exit: then nothing restarts.
         """
         if ended.has_failed and not (ended.is_lost_node and can_continue_without):
             if not self.has_left:
@@ -70,9 +70,9 @@ class RestartPolicy:
             self._num_used += 1
             restart = Restart(reason=f"restart {self._num_used} of {self._max_restarts}", reports_failure=True)
         elif ended.has_failed:
-            restart = Restart(reason="going on without the lost node")
+            restart = Restart(reason="continuing without the lost node")
         elif ended.is_to_grow:
-            restart = Restart(reason="starting anew with the nodes that have come")
+            restart = Restart(reason="restarting with the nodes that have joined")
         else:
             return Finish(exit_code=STOPPED_EXIT_CODE if ended.has_stopped else 0)
         if stop_requested:

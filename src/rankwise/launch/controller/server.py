@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a job: its store and its coordinator, on one port, to those who know its secret.
+"""Serves a job: its store and its coordinator, on one port, to processes that hold its secret.
 
-Lives in the launcher of one machine, in a thread of its own. Decides nothing itself. Imported by the launcher's
+Runs in the launcher of one machine, in a separate thread. Decides nothing itself. Imported by the launcher's
 start.
 """
 
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from rankwise.launch.controller.torch_store import TorchStores
 
 TICK_SECONDS = 0.25
-ENDED = "is gone: its launcher has ended"
+ENDED = "was lost: its launcher has exited"
 FAREWELL_SECONDS = 2.0
-"""How long the machines have to receive the last message."""
+"""How long the machines may take to receive the last message."""
 
 
 class JobServer:
-    """The serving end of a job, from its first machine to its end."""
+    """The server of a job, from its first machine to its end."""
 
     def __init__(
         self, listener: socket.socket, secret: bytes, coordinator: Coordinator, torch_stores: TorchStores
@@ -96,7 +96,7 @@ class JobServer:
 
         def leave() -> None:
             self._leave(node_id, link, ENDED)
-            # Here, where messages are delivered: the descriptors' numbers may be another file's right after.
+            # Here, where messages are delivered: the descriptors may be reused right after.
             link.release()
 
         link = LocalLink(
@@ -107,8 +107,8 @@ class JobServer:
         return link
 
     def _submit(self, action: Callable[..., None], *args: object) -> None:
-        """Have the thread that serves do something, in the order of these calls."""
-        # Closed already: the job is over.
+        """Have the serving thread run an action, in the order of these calls."""
+        # Already closed: the job is over.
         with contextlib.suppress(RuntimeError):
             self._server.loop.call_soon_threadsafe(action, *args)
 
@@ -148,7 +148,7 @@ class JobServer:
         except OSError:
             pass
         except MessageError as error:
-            why = f"is gone: {error}"
+            why = f"was lost: {error}"
         finally:
             self._leave(node.node_id, writer, why)
 
@@ -159,7 +159,7 @@ class JobServer:
         self._flush()
 
     def _leave(self, node_id: str, agent: StreamWriter | LocalLink, why: str) -> None:
-        # It may have joined again over another connection meanwhile.
+        # It may have rejoined over another connection meanwhile.
         if self._agents.get(node_id) is not agent:
             return
         del self._agents[node_id]
@@ -170,7 +170,7 @@ class JobServer:
             self._left.set()
 
     def _read_declarations(self) -> None:
-        """Read what ranks have declared in the store, before the coordinator learns of anything else."""
+        """Read what ranks have declared in the store, before the coordinator handles other events."""
         attempt = self._coordinator.attempt
         if attempt is not None:
             logs = self._logs_of(attempt)
@@ -239,10 +239,10 @@ class JobServer:
 
 
 class LocalLink:
-    """The link of the agent in the process that serves the job: messages pass as they are, over no socket."""
+    """The link of the agent in the serving process: messages are passed directly, without a socket."""
 
     def __init__(self, send: Callable[[Message], None], leave: Callable[[], None]) -> None:
-        """Take what passes messages on, and what ends this link; made by :meth:`JobServer.connect`."""
+        """Take the functions that forward messages and close this link; created by :meth:`JobServer.connect`."""
         self._send, self._leave = send, leave
         self._received: deque[Message] = deque()
         self._problem = ""
@@ -251,7 +251,7 @@ class LocalLink:
         os.set_blocking(self._writer, False)
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when a message has come."""
+        """Return the descriptor that is readable when a message has arrived."""
         return self._reader
 
     def send(self, message: Message) -> None:
@@ -259,10 +259,10 @@ class LocalLink:
         self._send(message)
 
     def check(self) -> None:
-        """See nothing: both ends live and end with this process."""
+        """Check nothing: both ends live in this process."""
 
     def receive(self) -> list[Message]:
-        """Return the messages that have come.
+        """Return the messages that have arrived.
 
         Raises:
             ControllerLost: the controller failed.
@@ -278,22 +278,22 @@ class LocalLink:
         self._leave()
 
     def deliver(self, message: Message) -> None:
-        """Take a message of the controller, on its thread."""
+        """Deliver a message of the controller, on its thread."""
         self._received.append(message)
         self._wake()
 
     def break_off(self, problem: str) -> None:
-        """Have the agent learn that the controller failed."""
+        """Notify the agent that the controller failed."""
         self._problem = problem
         self._wake()
 
     def _wake(self) -> None:
-        # A pipe that is full wakes the agent as well.
+        # A full pipe wakes the agent as well.
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, b"!")
 
     def release(self) -> None:
-        """Close the descriptors, once nothing is delivered any more."""
+        """Close the descriptors, once no more messages are delivered."""
         os.close(self._reader)
         os.close(self._writer)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``MASTER_ADDR`` and ``MASTER_PORT`` lead to: torch's own store, for scripts that connect to it themselves.
+"""Torch's own store at ``MASTER_ADDR`` and ``MASTER_PORT``, for scripts that connect to it themselves.
 
-It has no secret, and nothing of rankwise uses it: ranks and launchers meet in the job's own store. Lives in the
+It has no secret, and rankwise itself does not use it: ranks and launchers use the job's own store. Lives in the
 launcher that serves the job. Imported by ``server`` and the launcher's start.
 """
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class TorchStores:
-    """One store after another: each attempt has its own, so that no key of the one before is found."""
+    """One store per attempt, so that keys of the previous attempt are not found."""
 
     def __init__(self, listens_on: str, host: str, choice: TorchStoreChoice, *, on_one_machine: bool) -> None:
         """Open nothing yet.
 
         Args:
             listens_on: the address to open.
-            host: what ranks are told instead: on some networks it is not the same.
+            host: the address given to ranks, which differs on some networks.
             choice: ``"auto"`` serves a job on one machine.
             on_one_machine: whether the job can never have ranks elsewhere.
         """
@@ -38,10 +38,10 @@ class TorchStores:
         self._opened: Store | socket.socket | None = None
 
     def of_attempt(self, attempt: int, world_size: int) -> TorchStoreAddress | None:
-        """Return the store of an attempt, opened at the first call for it; ``None`` where none is to be open.
+        """Return the store of an attempt, opened on first use; ``None`` if none is served.
 
-        A world of one rank is told of a free port and no store: processes that this rank starts make their own world,
-        at that port or at one of their own, and their first rank could not serve it where torch were told that a
+        A world of one rank gets a free port and no store: processes that this rank starts create their own world,
+        at that port or at another one, and their first rank could not serve it if torch were told that a
         launcher does.
         """
         if not self._is_on or attempt == self._attempt:
@@ -58,16 +58,16 @@ class TorchStores:
         return self._served
 
     def close(self) -> None:
-        """Close what is open; torch's store ends with the last value of it."""
+        """Close what is open; torch's store is closed with its last reference."""
         opened, self._opened, self._served = self._opened, None, None
         if isinstance(opened, socket.socket):
             opened.close()
 
 
 def _reserve(address: str) -> socket.socket:
-    """Return a socket that holds a free port without listening: no other program is given it meanwhile.
+    """Return a socket that reserves a free port without listening: no other program is assigned it meanwhile.
 
-    Source: on Linux a second socket may bind and listen there where both have SO_REUSEADDR, as torch's store has.
+    Source: on Linux a second socket may bind and listen there if both have SO_REUSEADDR, as torch's store has.
     """
     holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

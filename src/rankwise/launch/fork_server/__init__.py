@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forks ranks from a process that has torch in memory; what a rank does from its fork to its end."""
+"""Forks ranks from a process that has torch in memory; and what a rank does from its fork to its exit."""

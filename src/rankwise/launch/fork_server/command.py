@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command that is no Python script, or has options for Python itself: it takes the place of a rank's process.
+"""A command that is not a Python script, or has options for Python itself: it replaces a rank's process.
 
-Imported by the command line, and by what Horovod's commands run as.
+Imported by the command line, and by the module that runs Horovod's commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
-"""Signals that Python ignores for itself, and commands expect to end them."""
+"""Signals that Python ignores, but that should end other commands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +32,10 @@ class Command:
     words: tuple[str, ...]
 
     def replace_this_process(self, python_path: Sequence[str] = ()) -> NoReturn:
-        """Run it in place of this process: its exit code and the signals it gets are the rank's.
+        """Run it in place of this process: its exit code and the signals it receives are the rank's.
 
         Args:
-            python_path: folders that its Python programs import from too, after those of ``PYTHONPATH``.
+            python_path: further folders that its Python programs import from, after those of ``PYTHONPATH``.
 
         Raises:
             ConfigurationError: the system cannot run it.
@@ -52,8 +52,8 @@ class Command:
         except OSError as error:
             raise ConfigurationError(
                 f"The command {self.words[0]!r} cannot be run: {error.strerror}.",
-                evidence=f"it is {self.executable}",
-                do="give a program, or a script that begins with #! and is executable (chmod +x)",
+                evidence=f"executable: {self.executable}",
+                do="pass a program, or a script that starts with #! and is executable (chmod +x)",
             ) from error
 
 
@@ -63,20 +63,20 @@ def is_python(word: str) -> bool:
 
 
 def find_command(name: str, arguments: Sequence[str]) -> Command:
-    """Find what a command's first word runs; Python is the one that runs this process.
+    """Find the executable for a command's first word; Python is the one that runs this process.
 
     Raises:
         ConfigurationError: there is no such program.
     """
     if is_python(name):
-        # By its path: Python looks for its packages beside what it was called as.
+        # By its path: Python locates its packages by the name it was called with.
         return Command(executable=sys.executable, words=(sys.executable, *arguments))
     found = shutil.which(name)
     if found is None:
         raise ConfigurationError(
-            f"There is no command {name!r}.",
-            evidence=f"looked in {os.environ.get('PATH', '')}",
-            do="for a script in this folder write ./ before its name; it has to be executable (chmod +x)",
+            f"Command {name!r} was not found.",
+            evidence=f"searched {os.environ.get('PATH', '')}",
+            do="for a script in this folder write ./ before its name; it must be executable (chmod +x)",
         )
     return Command(executable=found, words=(name, *arguments))
 

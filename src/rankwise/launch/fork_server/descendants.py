@@ -16,18 +16,18 @@ import time
 from rankwise.world.processes import all_stats
 
 LOOK_SECONDS = 0.01
-"""After how long killed processes are looked for again: what they had started comes here."""
+"""After how long killed processes are checked again: their children are reparented here."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent ends. Source: prctl(2)."""
+    """Become the parent of every descendant whose own parent exits. Source: prctl(2)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Have this process killed when its parent ends. Source: prctl(2)."""
+    """Have this process killed when its parent exits. Source: prctl(2)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -38,11 +38,11 @@ def children() -> list[int]:
 
 
 def kill_since(start_time: int, limit_seconds: float) -> None:
-    """Kill the processes below this one that are not older than ``start_time``, and wait for their ends.
+    """Kill the descendants of this process that are not older than ``start_time``, and wait until they have exited.
 
     Args:
         start_time: in the kernel's ticks.
-        limit_seconds: how long to wait where the kernel holds on to one.
+        limit_seconds: how long to wait if the kernel does not release one.
     """
     own = os.getpid()
     deadline = time.monotonic() + limit_seconds
@@ -58,6 +58,6 @@ def kill_since(start_time: int, limit_seconds: float) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Set a property of this process. Source: prctl(2); elsewhere than on Linux nothing happens."""
+    """Set a property of this process. Source: prctl(2); does nothing except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

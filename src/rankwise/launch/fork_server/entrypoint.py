@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank runs: a script, a module or a function, checked before anything starts, run as ``__main__``.
+"""What a rank runs: a script, a module or a function, checked before any rank starts, run as ``__main__``.
 
 Finding a target imports none of the user's code; only :func:`run_as_main` runs it, in a rank.
 Imported by the command line and by the worker.
@@ -37,10 +37,10 @@ class Script:
     arguments: tuple[str, ...]
     """``sys.argv[1:]``."""
     local_rank_option: str | None = None
-    """By which option each rank is told its local rank, before all others."""
+    """The option that passes each rank its local rank, before all other arguments."""
 
     def __str__(self) -> str:
-        """Return the words of the command."""
+        """Return the command line."""
         return self.path
 
 
@@ -54,15 +54,15 @@ class Module:
     """As for a script."""
 
     def __str__(self) -> str:
-        """Return the words of the command."""
+        """Return the command line."""
         return f"-m {self.name}"
 
 
 class Runnable(Protocol):
-    """What runs itself in a rank: a function, sent by the process that launches it."""
+    """A target that runs itself in a rank: a function, sent by the process that launches it."""
 
     def run(self) -> None:
-        """Run; exceptions come through."""
+        """Run; exceptions propagate."""
 
 
 Target = Script | Module | Runnable
@@ -83,17 +83,17 @@ def find_script(path: str, arguments: Sequence[str]) -> Script:
     if Path(path).is_dir():
         raise ConfigurationError(
             f"{path!r} is a folder, not a Python script.",
-            do="give a script in it, or -m for a package that has a __main__.py",
+            do="pass a script in it, or -m for a package that has a __main__.py",
         )
     try:
         source = Path(path).read_bytes()
     except FileNotFoundError as error:
         raise ConfigurationError(
-            f"There is no script {path!r}.", evidence=f"the working directory is {Path.cwd()}"
+            f"Script {path!r} does not exist.", evidence=f"the working directory is {Path.cwd()}"
         ) from error
     except OSError as error:
         raise ConfigurationError(f"The script {path!r} cannot be read: {error.strerror}.") from error
-    # Python itself names the absolute path, in tracebacks and in __file__.
+    # Python itself uses the absolute path, in tracebacks and in __file__.
     code = _compile(source, str(Path(path).absolute()))
     return Script(
         path=path, code=code, arguments=tuple(arguments), local_rank_option=_local_rank_option(source, arguments)
@@ -113,12 +113,12 @@ def find_module(name: str, arguments: Sequence[str]) -> Module:
         if spec is None:
             raise ConfigurationError(
                 f"{name!r} is a package without a __main__.py, which cannot be run.",
-                do=f"name a module in it: -m {name}.train",
+                do=f"pass a module in it: -m {name}.train",
             )
     if spec is None:
         raise ConfigurationError(
-            f"There is no module named {name!r}.",
-            evidence=f"looked in the working directory {Path.cwd()} and among the packages",
+            f"Module {name!r} was not found.",
+            evidence=f"searched the working directory {Path.cwd()} and the installed packages",
             do="for a script use its path, without -m" if name.endswith(".py") else None,
         )
     option = None
@@ -130,9 +130,9 @@ def find_module(name: str, arguments: Sequence[str]) -> Module:
 
 
 def run_as_main(target: Target) -> None:
-    """Run the target as this process's ``__main__``, as Python itself would have.
+    """Run the target as this process's ``__main__``, as Python itself would.
 
-    Replaces ``sys.argv``, ``sys.path[0]`` and ``sys.modules["__main__"]``; lets exceptions through.
+    Replaces ``sys.argv``, ``sys.path[0]`` and ``sys.modules["__main__"]``; exceptions propagate.
     """
     importlib.invalidate_caches()
     if isinstance(target, Script):
@@ -178,7 +178,7 @@ def _local_rank_option(source: bytes, arguments: Sequence[str]) -> str | None:
 
 def _arguments(target: Script | Module) -> tuple[str, ...]:
     option = target.local_rank_option
-    # First, as torch.distributed.launch has it: what follows a script's own positional arguments may be theirs.
+    # First, as torch.distributed.launch does: arguments after a script's positional ones may belong to those.
     return target.arguments if option is None else (f"{option}={os.environ['LOCAL_RANK']}", *target.arguments)
 
 
@@ -189,7 +189,7 @@ def _fresh_main(arguments: Sequence[str], *, argv0: str, first_path: str) -> Mod
     sys.modules["__main__"] = main
     sys.argv[:] = [argv0, *arguments]
     if not sys.flags.safe_path and sys.path:
-        # In place of the launcher's own first entry, which Python set for the launcher.
+        # Replaces the launcher's own first entry, which Python set for the launcher.
         sys.path[0] = first_path
     return main
 

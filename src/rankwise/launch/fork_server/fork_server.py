@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fork server: a copy of the launcher, forked once torch is imported, that forks the ranks.
 
-It is the ranks' parent and their guard: when its launcher is gone, however it went, it kills what
-is left of them. Knows nothing of stores, restarts or failures. Imported by the launcher's start.
+It is the ranks' parent and their guard: when its launcher has exited for any reason, it kills what
+is left of them. Does not know stores, restarts or failures. Imported by the launcher's start.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 LONGEST_MESSAGE_BYTES = 1 << 17
 QUIET_SECONDS = 1.0
-"""How long nothing has happened when there is time for what only a restart needs."""
+"""After how long without events there is time to import what only a restart needs."""
 LAST_RESORT_SECONDS = 4
-"""After how long the server stops waiting for a killed process that the kernel holds on to."""
+"""After how long the server stops waiting for a killed process that the kernel does not release."""
 WAIT_SECONDS = 0.5
-"""How long the launcher waits for the server before it looks whether it was interrupted."""
+"""How long the launcher waits for the server before it checks whether it was interrupted."""
 
 _SLURM_STEP = "SLURM_STEP_ID"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """A rank's process has ended."""
+    """A rank's process has exited."""
 
     rank: int
     attempt: int
@@ -55,7 +55,7 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """A rank's process is there."""
+    """A rank's process has started."""
 
     rank: int
     pid: int
@@ -63,7 +63,7 @@ class Started:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStart:
-    """One rank to fork: all that differs between ranks."""
+    """One rank to fork: everything that differs between ranks."""
 
     rank: int
     attempt: int
@@ -71,18 +71,18 @@ class RankStart:
 
 
 class ForkServer:
-    """The launcher's end: starts ranks, signals them, hears of their ends. Closing it ends all."""
+    """The launcher's end: starts ranks, signals them, receives their exits. Closing it ends all."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
         self._pid = pid
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when there is something to hear."""
+        """Return the descriptor that is readable when a message has arrived."""
         return self._connection.fileno()
 
     def start(self, start: RankStart, streams: Sequence[int]) -> None:
-        """Fork a rank with the three standard ``streams`` (descriptors), which stay open here."""
+        """Fork a rank with the three standard ``streams`` (descriptors), which remain open here."""
         message = {
             "kind": "start",
             "rank": start.rank,
@@ -92,12 +92,12 @@ class ForkServer:
         socket.send_fds(self._connection, [json.dumps(message).encode()], list(streams))
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank's process; nothing happens where it has ended."""
+        """Send a signal to a rank's process; does nothing if it has exited."""
         self.wake()
         self._connection.send(json.dumps({"kind": "signal", "rank": rank, "number": number}).encode())
 
     def wake(self) -> None:
-        """Let the server go on where somebody has stopped it (SIGSTOP)."""
+        """Resume the server if it has been stopped (SIGSTOP)."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGCONT)
 
@@ -108,7 +108,7 @@ class ForkServer:
             between: called twice a second meanwhile.
 
         Raises:
-            LaunchError: the server is gone, or could not start a rank.
+            LaunchError: the server has exited, or could not start a rank.
         """
         while not select.select([self._connection], [], [], WAIT_SECONDS)[0]:
             between()
@@ -116,7 +116,7 @@ class ForkServer:
         if not text:
             raise LaunchError(
                 "The process that starts the ranks was killed, and the ranks with it.",
-                do="look for the out-of-memory killer in `dmesg`",
+                do="check `dmesg` for the out-of-memory killer",
             )
         message: dict[str, Any] = json.loads(text)
         if message["kind"] == "not_started":
@@ -136,12 +136,12 @@ class ForkServer:
         )
 
     def clear(self) -> None:
-        """Ask for all ranks to be killed, with all they started; ``cleared`` is heard then."""
+        """Request that all ranks be killed, with everything they started; ``cleared`` is received then."""
         self.wake()
         self._connection.send(json.dumps({"kind": "clear"}).encode())
 
     def close(self) -> None:
-        """End every rank and all it has started, and the server. Returns when they are gone."""
+        """Kill every rank and everything it has started, and end the server. Returns when they have exited."""
         self._connection.close()
         self.wake()
         with contextlib.suppress(ChildProcessError):
@@ -157,36 +157,37 @@ def fork_server(
 ) -> ForkServer:
     """Fork the fork server off this process, which must have no threads yet.
 
-    Returns in the launcher only. A rank runs ``run_rank`` and ends with its exit code, through the
-    ordinary end of the interpreter: what a script leaves open is closed, as under python.
+    Returns in the launcher only. A rank runs ``run_rank`` and exits with its exit code, through the
+    normal shutdown of the interpreter: what a script leaves open is closed, as under python.
 
     Args:
-        run_rank: what each rank does; it came into memory before the fork, so nothing is pickled.
-        folder: the job's temporary folder, which the server removes as the last one to go.
-        notify_pipe: descriptor of the launcher's that must not stay open here.
-        expects_restarts: whether the server uses quiet time to import what ranks import while they train.
+        run_rank: what each rank does; it is in memory before the fork, so nothing is pickled.
+        folder: the job's temporary folder, which the server, the last to exit, removes.
+        notify_pipe: the launcher's descriptor that must not remain open here.
+        expects_restarts: whether the server uses idle time to import what ranks import while they train.
 
     Raises:
-        LaunchError: the machine allows no further process; the folder is removed then.
+        LaunchError: the machine allows no more processes; the folder is then removed.
     """
-    # Before the fork: imported behind it, the two processes would copy each other's memory meanwhile.
+    # Before the fork: imported after it, the two processes would copy each other's memory.
     _preload()
     gc.freeze()
+    gc.enable()  # the caller imported with it disabled
     sys.stdout.flush()
     sys.stderr.flush()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # If the server is killed, what ranks have started comes here.
+    # If the server is killed, processes started by ranks are reparented here.
     descendants.adopt_orphans()
     try:
         with threads_are_known():  # those of BLAS
             pid = os.fork()
     except OSError as error:
-        # No server comes to do it.
+        # There is no server to do it.
         shutil.rmtree(folder, ignore_errors=True)
         raise LaunchError(
-            "This machine does not let the launcher start another process.",
+            "This machine does not allow the launcher to start another process.",
             evidence=error.strerror,
-            do="look at ulimit -u, the pids limit of the container and free memory",
+            do="check ulimit -u, the pids limit of the container and free memory",
         ) from None
     if pid:
         theirs.close()
@@ -234,7 +235,7 @@ class _ForkServerProcess:
                     return start
 
     def _handle_request(self) -> RankStart | None:
-        """Do what the launcher asks; returns a value in a new rank only."""
+        """Handle a request of the launcher; returns a value in a new rank only."""
         try:
             text, streams, _, _ = socket.recv_fds(self._connection, LONGEST_MESSAGE_BYTES, 3)
         except ConnectionError:
@@ -283,10 +284,10 @@ class _ForkServerProcess:
         self._connection.close()
         for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        # Until the script joins, which listens to it: Slurm, or the launcher, asks with it for a stop.
+        # Until the script joins, which handles it: Slurm, or the launcher, uses it to request a stop.
         signal.signal(signal.SIGUSR2, preemption.note_early)
         if _SLURM_STEP in os.environ:
-            # Slurm signals every process of a step. The launcher decides, and ends ranks by other means.
+            # Slurm signals every process of a step. The launcher decides, and ends ranks in other ways.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ignores_hangup = self._hangup == signal.SIG_IGN
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores_hangup else signal.SIG_DFL)
@@ -325,7 +326,7 @@ class _ForkServerProcess:
             self._connection.send(json.dumps(what).encode())
 
     def _kill_everything(self) -> None:
-        """Kill the ranks and what they started, in whatever session: orphans come here."""
+        """Kill the ranks and what they started, in any session: orphans are reparented here."""
         for pid in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -340,7 +341,7 @@ class _ForkServerProcess:
             self._note(pid, status)
 
     def _end(self) -> NoReturn:
-        # SIGALRM ends this process where the kernel holds on to one of them.
+        # SIGALRM ends this process if the kernel does not release one of them.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(LAST_RESORT_SECONDS)
         self._kill_everything()
@@ -349,11 +350,11 @@ class _ForkServerProcess:
 
 
 def _wake(_number: int, _frame: FrameType | None) -> None:
-    """Stand in for no handler at all, with which no signal would wake the loop."""
+    """Do nothing: without a handler, a signal would not wake the loop."""
 
 
 def _preload() -> None:
-    """Import, once, what every rank needs. None of it touches a device or starts a thread."""
+    """Import once what every rank needs. None of it touches a device or starts a thread."""
     importlib.import_module("torch.distributed")
     rankwise = importlib.import_module("rankwise")
     for name in rankwise.__all__:
@@ -361,7 +362,7 @@ def _preload() -> None:
 
 
 def _preload_for_restarts() -> None:
-    """Import what torch's optimizers import when they are first used: a second of each rank's start."""
+    """Import what torch's optimizers import on first use: a second of each rank's start."""
     from rankwise.torch_private.compiler import import_compiler  # noqa: PLC0415 - torch itself comes with _preload()
 
     import_compiler()

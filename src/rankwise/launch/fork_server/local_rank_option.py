@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which scripts take ``--local_rank`` as an option, as those written for torch.distributed.launch do.
+"""Which scripts accept ``--local_rank`` as an option, as those written for torch.distributed.launch do.
 
-Reads a script's source, runs nothing. Imported by ``target``, which gives each rank its number.
+Reads a script's source, runs nothing. Imported by ``entrypoint``, which passes each rank its number.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ SPELLINGS = ("--local_rank", "--local-rank")
 
 
 def option_in(source: bytes) -> str | None:
-    """Return the spelling that the parser of a script takes, or ``None`` where it takes none.
+    """Return the spelling that the parser of a script accepts, or ``None`` if it accepts none.
 
     Only what the source itself declares counts, by ``add_argument`` of a parser without subcommands: an option that
-    a parser does not know ends a script.
+    a parser does not know would end a script.
 
     Args:
         source: of the script, valid Python.
@@ -37,7 +37,7 @@ def option_in(source: bytes) -> str | None:
 
 
 def is_among(arguments: Sequence[str]) -> bool:
-    """Return whether somebody has passed the option already."""
+    """Return whether the option has already been passed."""
     return any(argument.partition("=")[0] in SPELLINGS for argument in arguments)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has torch's own ``env://`` find the job's store, and ``tcp://`` torch's, in a rank that the launcher started.
+"""Makes torch's own ``env://`` find the job's store, and ``tcp://`` torch's, in a rank that the launcher started.
 
-For scripts and libraries that call ``torch.distributed.init_process_group()`` themselves: the store wants the job's
+For scripts and libraries that call ``torch.distributed.init_process_group()`` themselves: the store requires the job's
 secret, which torch's client does not know. Processes that a rank starts as new programs have torch's own handlers.
 Imported by the worker.
 """
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     Met = Iterator[tuple[dist.Store, int, int]]
 
 SERVED = "TORCHELASTIC_USE_AGENT_STORE"
-"""Tells torch that no rank is to serve the store; it asks for nothing else, not even for the address."""
+"""Tells torch that no rank serves the store; torch reads nothing else from it, not even the address."""
 
 _kept: list[Store] = []
-"""Torch keeps only its own half of a store that is written in Python."""
+"""Torch keeps only the C++ half of a store that is written in Python."""
 _served_worlds = itertools.count(1)
-"""Numbers the worlds of this process at torch's store."""
+"""Numbers the worlds of this process in torch's store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Handlers:
-    """Torch's handlers, and what the launcher told this rank: a script may change its variables later."""
+    """Torch's handlers, and the launcher's variables of this rank: a script may change them later."""
 
     process: int
     reading: environments.Reading
@@ -53,7 +53,7 @@ class _Handlers:
 
     @property
     def has_torch_store(self) -> bool:
-        """Whether the master's address is not that of the job's own store."""
+        """Whether the master address differs from that of the job's own store."""
         return self.master != self.reading.address
 
 
@@ -61,7 +61,7 @@ def follow(variables: Mapping[str, str]) -> None:
     """Replace torch's handlers of ``env://`` and ``tcp://`` in this process.
 
     Args:
-        variables: what the launcher gave this rank.
+        variables: those that the launcher set for this rank.
     """
     handlers: list[_Handlers] = []
 
@@ -90,7 +90,7 @@ def _meet_by_env(told: _Handlers, url: str, more: dict[str, Any]) -> Met:
     address = _address_in_variables(told)
     is_world_of_job = (rank, world_size) == (reading.rank, reading.world_size)
     is_elsewhere = address != told.master
-    # A fork of this rank is of a world that the script makes.
+    # A fork of this rank belongs to a world that the script creates.
     is_fork = os.getpid() != told.process
     if (is_elsewhere or told.has_torch_store) if is_fork else (is_elsewhere and not is_world_of_job):
         return _meet_as_torch(told, address, partial(told.env, url, **more))
@@ -100,20 +100,20 @@ def _meet_by_env(told: _Handlers, url: str, more: dict[str, Any]) -> Met:
 
 
 def _meet_in_job(reading: environments.Reading, timeout: timedelta | None) -> Met:
-    # In memory already in a rank; a process that only starts ranks need not wait for torch.
+    # Already in memory in a rank; a process that only starts ranks need not wait for torch.
     from rankwise.store import opening  # noqa: PLC0415
 
     if reading.address is None or reading.secret is None:
-        message = "the launcher has not told this rank where the job's store is"
+        message = "the launcher has not set the address of the job's store for this rank"
         raise RuntimeError(message)
     limit = {} if timeout is None else {"timeout_seconds": timeout.total_seconds()}
     opened = opening.connect(*reading.address, **limit, secret=reading.secret.encode())
     _kept.append(opened)
     opened.set(f"attempt/{reading.attempt}/{torch_rank_key(reading.rank)}", "")
-    # Torch names the keys of one world after another alike: the next must not find the addresses of the one before.
+    # Torch uses the same keys for successive worlds: the next must not find the addresses of the previous one.
     prefix = f"attempt/{reading.attempt}/{TORCH_PREFIX}{len(_kept)}"
     yield opened.prefixed(prefix).torch_store, reading.rank, reading.world_size
-    message = "env:// cannot be joined again under rankwise's launcher; it starts ranks anew after a failure"
+    message = "env:// cannot be joined again under rankwise's launcher, which restarts ranks after a failure"
     raise RuntimeError(message)
 
 
@@ -123,17 +123,17 @@ def _meet_by_tcp(told: _Handlers, url: str, more: dict[str, Any]) -> Met:
     own = told.reading.address
     if own is not None and not told.has_torch_store and _is_same(address, own):
         raise ConfigurationError(
-            f"init_method={url.partition('?')[0]!r} names rankwise's own store, which torch's client cannot use: "
-            "it asks for the job's secret.",
-            evidence="this job was started without a store of torch's: --torch-store off, or several machines",
-            do='leave init_method out, or pass "env://"; or start the job with --torch-store on, which lets in '
-            "everybody who reaches that port",
+            f"init_method={url.partition('?')[0]!r} is rankwise's own store, which torch's client cannot use: "
+            "it requires the job's secret.",
+            evidence="this job was started without torch's store: --torch-store off, or several machines",
+            do='remove init_method, or pass "env://"; or start the job with --torch-store on, which accepts '
+            "every process that reaches that port",
         )
     return _meet_as_torch(told, address, partial(told.tcp, url, **more))
 
 
 def _meet_as_torch(told: _Handlers, address: tuple[str, int], meet: Callable[[], Met]) -> Met:
-    """Meet as torch does, where it is told of a served store at the address of that store only."""
+    """Meet as torch does; torch is told of a served store only at the address of that store."""
     is_served = told.is_served and _is_same(address, told.master)
     with _torch_told(is_served=is_served):
         store, rank, world_size = next(meet())
@@ -142,7 +142,7 @@ def _meet_as_torch(told: _Handlers, address: tuple[str, int], meet: Callable[[],
         if number > 1:
             import torch.distributed as dist  # noqa: PLC0415 - in memory already
 
-            # As above. The first has no prefix: other programs, which know of none, may join it too.
+            # As above. The first has no prefix: other programs, which use none, may join it too.
             store = dist.PrefixStore(f"world/{number}", store)
     yield store, rank, world_size
     message = "this world cannot be joined again"
@@ -163,7 +163,7 @@ def _torch_told(*, is_served: bool) -> Generator[None]:
 
 
 def _asked(url: str, name: str, variable: str, told: int) -> int:
-    """Return a number that torch was given, or takes from a variable; torch's -1 is none."""
+    """Return a number that torch was given, or takes from a variable; torch's -1 means none."""
     given = parse_qs(urlsplit(url).query).get(name, [""])[0]
     return int(given) if given not in {"", "-1"} else int(os.environ.get(variable) or told)
 
@@ -174,7 +174,7 @@ def _address_in_variables(told: _Handlers) -> tuple[str, int]:
 
 
 def _is_same(address: tuple[str, int], other: tuple[str, int]) -> bool:
-    """Return whether two addresses are one; ``localhost`` is ``127.0.0.1``."""
+    """Return whether two addresses are the same; ``localhost`` is ``127.0.0.1``."""
     if address[1] != other[1]:
         return False
     try:
@@ -184,13 +184,13 @@ def _is_same(address: tuple[str, int], other: tuple[str, int]) -> bool:
 
 
 def _contradiction(reading: environments.Reading, rank: int, world_size: int) -> EnvironmentConflict:
-    do = "leave rank and world_size out, and RANK and WORLD_SIZE as they are"
+    do = "do not pass rank and world_size, and do not change RANK and WORLD_SIZE"
     if world_size != reading.world_size:
         do += f", or start {world_size} ranks: rankwise run -n {world_size}"
     return EnvironmentConflict(
-        f"init_process_group() was asked for rank {rank} of {world_size}, and this process is rank {reading.rank} of "
+        f"init_process_group() was called for rank {rank} of {world_size}, but this process is rank {reading.rank} of "
         f"{reading.world_size}.",
         evidence=f"the launcher: RANK={reading.rank} WORLD_SIZE={reading.world_size}\n"
         f"the script: rank={rank} world_size={world_size}, from its arguments or from variables that it changed",
-        do=f"{do}; for another world beside this one, pass init_method or store too",
+        do=f"{do}; for a second world, also pass init_method or store",
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank's process does from fork to end: set up, run the target, record a failure.
+"""What a rank's process does from fork to exit: set up, run the target, record a failure.
 
 Opens no process group: that is the script's call to ``rankwise.join()``. Imported by the launcher's
 start, before the fork server is forked.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rankwise.launch.fork_server.fork_server import RankStart
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell tells it."""
+"""Exit code after Ctrl-C, as a shell reports it."""
 
 
 def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
@@ -36,11 +36,11 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
     Args:
         start: which rank this is, and its variables.
         target: what to run.
-        notify_pipe: descriptor to write to when a failure has been written down: the process may take
-            a while to end, or hang in doing so, and the others should be notified now.
+        notify_pipe: descriptor to write to when a failure has been recorded: the process may take
+            a while to exit, or hang in doing so, and the others should be notified now.
     """
     set_up(start.variables)
-    # The launcher shows the first failure, last and whole; nobody else shows theirs.
+    # The launcher shows the first failure, last and in full; ranks do not show theirs.
     sys.excepthook = _show_nothing
     own_pid = os.getpid()
     _watch_for_mistakes(start)
@@ -51,7 +51,7 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
         session.annotate(error)
         exit_code = _exit_code(error)
         if os.getpid() != own_pid:
-            # A process the script forked and let run out of its own code: not the rank.
+            # A process that the script forked and that returned from the script: not the rank.
             sys.__excepthook__(type(error), error, error.__traceback__)
             return exit_code
         if exit_code == 0:
@@ -67,7 +67,7 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
 
 
 def _watch_for_mistakes(start: RankStart) -> None:
-    """Have what goes wrong in silence with several ranks reported where it happens."""
+    """Report silent mistakes with several ranks where they happen."""
     error_file = start.variables["RANKWISE_ERROR_FILE"]
     if int(start.variables["WORLD_SIZE"]) == 1:
         return
@@ -81,7 +81,7 @@ def _watch_for_mistakes(start: RankStart) -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the exit code Python would end with."""
+    """Return the exit code Python would exit with."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if not isinstance(error, SystemExit):
@@ -95,8 +95,8 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _record_failure(error: BaseException, start: RankStart, exit_code: int, notify_pipe: int) -> bool:
-    """Write down how this rank failed, for the launcher; return whether that was possible."""
-    # Nothing may keep the rank from ending: neither a full disk nor an exception of the script's own making.
+    """Record how this rank failed, for the launcher; return whether that was possible."""
+    # Nothing may keep the rank from exiting: neither a full disk nor an exception of the script's own class.
     with contextlib.suppress(Exception):
         written = failure.from_exception(error, start.rank, exit_code)
         failure.write(written, start.variables["RANKWISE_ERROR_FILE"])
@@ -106,4 +106,4 @@ def _record_failure(error: BaseException, start: RankStart, exit_code: int, noti
 
 
 def _show_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Stand in for ``sys.excepthook`` where the launcher shows the error."""
+    """Replace ``sys.excepthook`` where the launcher shows the error."""

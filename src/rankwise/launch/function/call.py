@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of ``rankwise.launch``: the file it travels in, and what a rank does with it.
+"""A call of ``rankwise.launch``: the file it is sent in, and what a rank does with it.
 
-A rank answers the caller over a socket pair that it inherited, with a descriptor of an unnamed file for
-what may be large: nothing is left on the disk, however anybody ends. Imported by the launch of a function.
+A rank answers the caller over an inherited socket pair, with a descriptor of an unnamed file for
+large data: nothing is left on the disk, however a process exits. Imported by the launch of a function.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FunctionCall:
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
     is_decorated: bool
-    """Whether ``fn`` is what ``@launcher`` made: then the function it was made of is called."""
+    """Whether ``fn`` was created by ``@launcher``: then the wrapped function is called."""
 
     def __call__(self) -> Any:  # noqa: ANN401 - whatever the function returns
         """Call the function."""
@@ -54,7 +54,7 @@ class FunctionCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallerContext:
-    """What a rank takes over from the caller, besides its variables and working directory."""
+    """What a rank inherits from the caller, besides its variables and working directory."""
 
     name: str
     """Of the function, for people."""
@@ -62,7 +62,7 @@ class CallerContext:
     argv: list[str]
     path: list[str]
     sources: dict[str, list[str]]
-    """Lines of what was typed into a notebook, by the name that tracebacks give it."""
+    """Source lines of notebook cells, by their names in tracebacks."""
 
 
 def caller_context(name: str, options: LaunchOptions) -> CallerContext:
@@ -77,7 +77,7 @@ def caller_context(name: str, options: LaunchOptions) -> CallerContext:
 
 
 def write(context: CallerContext, call: FunctionCall) -> IO[bytes]:
-    """Return an unnamed file with both: the first for the launcher, the second for each rank."""
+    """Return an unnamed file with both: the context for the launcher, the call for each rank."""
     file = tempfile.TemporaryFile(prefix="rankwise-")  # noqa: SIM115 - the caller's to close
     try:
         pickle.dump(context, file)
@@ -91,7 +91,7 @@ def write(context: CallerContext, call: FunctionCall) -> IO[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class CallerMessage:
-    """Something said to the caller."""
+    """A message to the caller."""
 
     header: dict[str, Any]
     body: int | None
@@ -106,7 +106,7 @@ class CallerMessage:
 
 
 def send(to: socket.socket, header: Mapping[str, object], body: IO[bytes] | None = None) -> None:
-    """Send a message whole; several processes may do so over one socket."""
+    """Send a complete message; several processes may do so over one socket."""
     if body is not None:
         body.flush()
     text = json.dumps(header).encode()
@@ -114,7 +114,7 @@ def send(to: socket.socket, header: Mapping[str, object], body: IO[bytes] | None
 
 
 def receive(source: socket.socket) -> CallerMessage | None:
-    """Return the next message, or ``None`` when everybody at the other end has gone."""
+    """Return the next message, or ``None`` if all processes at the other end have exited."""
     try:
         text, descriptors, _, _ = socket.recv_fds(source, LONGEST_HEADER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError:
@@ -123,14 +123,14 @@ def receive(source: socket.socket) -> CallerMessage | None:
 
 
 class Function:
-    """The target of a launched call: runs in a rank, and sends the caller what came of it."""
+    """The target of a launched call: runs in a rank, and sends the caller the outcome."""
 
     def __init__(self, file: int, caller: socket.socket) -> None:
         """Read the launcher's part.
 
         Args:
-            file: descriptor of what :func:`write` wrote; every rank reads it for itself.
-            caller: leads to the caller.
+            file: descriptor of the file that :func:`write` wrote; every rank reads it itself.
+            caller: connected to the caller.
         """
         self._file = file
         self._caller = caller
@@ -155,7 +155,7 @@ class Function:
                 self._send_value(value, header)
         except BaseException as error:
             trim(error)
-            # A process that the function forked and let run out of it is not the rank.
+            # A process that the function forked and that returned from it is not the rank.
             if os.getpid() == own_pid:
                 self._send_error(error, header)
             raise
@@ -175,18 +175,18 @@ class Function:
             except Exception as problem:  # noqa: BLE001 - pickling runs any code of the user's
                 rank, world_size = int(str(header["rank"])), int(str(header["world_size"]))
                 raise RankFailed(
-                    f"What {self} returned on rank {rank}, a {type(value).__name__}, cannot be pickled.",
+                    f"The {type(value).__name__} that {self} returned on rank {rank} cannot be pickled.",
                     rank=rank,
                     where=rank_prefix(rank, world_size, socket.gethostname()),
                     evidence=f"{type(problem).__name__}: {problem}",
-                    do="return what can travel between processes: numbers, text, tensors, lists and dicts of them",
+                    do="return values that can be pickled: numbers, text, tensors, lists and dicts of them",
                 ) from None
             send(self._caller, {**header, "kind": "value"}, file)
 
     def _send_error(self, error: BaseException, header: Mapping[str, object]) -> None:
         session.annotate(error)
         text = "" if isinstance(error, SystemExit) else "".join(traceback.format_exception(error))
-        # The caller may be gone, or the disk full: the launcher still tells of the failure in words.
+        # The caller may have exited, or the disk be full: the launcher still reports the failure as text.
         with contextlib.suppress(OSError), tempfile.TemporaryFile(prefix="rankwise-") as file:
             pickling.dump(pickling.raised(error, text), file)
             send(self._caller, {**header, "kind": "error"}, file)
@@ -198,34 +198,34 @@ def _called(call: FunctionCall) -> Any:  # noqa: ANN401 - whatever the function 
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
-        # `sys.exit()` says that all is well, and nothing more.
+        # `sys.exit()` means success without a value.
         return None
 
 
 def _header() -> dict[str, object]:
-    """Return who speaks. Read before the function runs, which may change any variable."""
+    """Return the sender. Read before the function runs, which may change any variable."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     facts: dict[str, object] = {name.lower(): int(os.environ[name]) for name in names}
     return {**facts, "hostname": socket.gethostname(), "attempt": int(os.environ["RANKWISE_ATTEMPT"])}
 
 
 def _become_main(context: CallerContext) -> ModuleType:
-    """Make an empty ``__main__``: without a file, so that nobody imports the caller's script again."""
+    """Make an empty ``__main__`` without a file, so that the caller's script is not imported again."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main
     sys.argv[:] = context.argv
     sys.path[:] = context.path
     for name, lines in context.sources.items():
-        # Without a time of change nobody looks for the file.
+        # Without a modification time linecache does not look for the file.
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     return main
 
 
 def _bind(fn: object, main: ModuleType) -> None:
-    """Put what the function uses of the caller's ``__main__`` into the rank's.
+    """Copy what the function uses of the caller's ``__main__`` into the rank's.
 
-    Plain pickle finds its classes there: what a loader's workers send to their rank, for example.
+    Plain pickle finds its classes there: for what a loader's workers send to their rank, for example.
     """
     for kind in pickling.classes_of_main():
         main.__dict__.setdefault(kind.__name__, kind)

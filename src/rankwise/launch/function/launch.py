@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``launch`` and ``launcher``: a function on several ranks, from a script, a notebook or another program.
 
-Starts the launcher as a process of its own, which runs the ranks as ``rankwise run`` does, and makes of
-what comes back values or an exception. Starts no rank itself. Imported by users, as ``rankwise.launch``.
+Starts the launcher as a separate process, which runs the ranks as ``rankwise run`` does, and turns
+the results into values or an exception. Starts no rank itself. Imported by users, as ``rankwise.launch``.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ def launch(
 
     Every rank is a fresh process in which the function runs as a script would: it calls ``rankwise.join()``
     itself. Its ``__main__`` is empty: the caller's script or notebook is not run again, with or without
-    ``if __name__ == "__main__"``. Functions and classes of ``__main__`` travel by value, those of modules
-    by name. What the ranks print appears where the caller's prints appear.
+    ``if __name__ == "__main__"``. Functions and classes of ``__main__`` are sent by value, those of modules
+    by name. The output of the ranks appears where the caller's prints appear.
 
     >>> values = rw.launch(train, model, functools.partial(loss, weight=2), ranks=4)  # doctest: +SKIP
 
     Args:
         fn: what every rank calls; for its keyword arguments use ``functools.partial``.
-        args: picklable, functions and classes of a notebook included; every rank gets a copy.
-        ranks: how many on this machine; ``None`` starts one per GPU, or one where there is no GPU.
+        args: picklable, including functions and classes of a notebook; every rank gets a copy.
+        ranks: number of ranks on this machine; ``None`` starts one per GPU, or one if there is no GPU.
         device: ``"cpu"`` hides the GPUs from the ranks.
-        log_dir: a folder that gets ``rank-0.out``, ``rank-0.err`` and so on.
-        max_restarts: how often all ranks are started anew after a failure.
-        num_nodes: how many machines call this, each for its own ranks. Where a scheduler started one caller on
-            each machine, it says how many, and how to meet.
-        node_rank: number of this machine; ``None`` numbers them in the order they come.
+        log_dir: a folder for ``rank-0.out``, ``rank-0.err`` and so on.
+        max_restarts: how often all ranks are restarted after a failure.
+        num_nodes: how many machines call this, each for its own ranks. If a scheduler started one caller on
+            each machine, it provides their number and the rendezvous.
+        node_rank: number of this machine; ``None`` numbers them in the order they join.
         rendezvous: ``"host:port"``, an address of one of the machines, the same on all of them.
 
     Returns:
         The values of this machine's ranks, in rank order. With several machines each caller gets those of
-        its own: nothing that came over the network is ever unpickled.
+        its own: nothing received over the network is ever unpickled.
 
     Raises:
-        ConfigurationError: an argument is bad or cannot be pickled, or this is itself a rank. Nothing ran.
-        LaunchError: the ranks could not be started, somebody ended the launcher, or they saved and stopped early.
-        RankFailed: a rank was killed, ended without returning, or left what cannot be pickled.
-        Exception: whatever the first rank to fail raised, with that rank's traceback as a note; also where the
-            others went on without it.
-        KeyboardInterrupt: Ctrl-C; every rank has ended.
+        ConfigurationError: an argument is invalid or cannot be pickled, or this is itself a rank. Nothing ran.
+        LaunchError: the ranks could not be started, the launcher was terminated, or the ranks saved and stopped early.
+        RankFailed: a rank was killed, exited without returning, or returned a value that cannot be pickled.
+        Exception: the exception of the first rank to fail, with that rank's traceback as a note; also if the
+            others continued without it.
+        KeyboardInterrupt: Ctrl-C; every rank has exited.
 
     Called by: one process, from any thread; with several machines, by one process on each.
     """
@@ -117,15 +117,15 @@ def launcher(
 ) -> Callable[P, list[T]] | Callable[[Callable[P, T]], Callable[P, list[T]]]:
     """Make a function run on several ranks each time it is called, as :func:`launch` runs it.
 
-    The arguments of each call go to the function, keyword arguments too; it returns every rank's value.
-    Bare, ``@rw.launcher``, it starts one rank per GPU, or one where there is no GPU.
+    The arguments of each call, including keyword arguments, are passed to the function; it returns every rank's value.
+    Without arguments, ``@rw.launcher``, it starts one rank per GPU, or one if there is no GPU.
 
     >>> @rw.launcher(ranks=2)  # doctest: +SKIP
     ... def main(learning_rate): ...
     >>> values = main(0.1)  # doctest: +SKIP
 
     Args:
-        fn: the function, where the decorator stands alone.
+        fn: the function, if the decorator has no arguments.
         ranks: as for :func:`launch`, like all that follow.
         device: see there.
         log_dir: see there.
@@ -135,7 +135,7 @@ def launcher(
         rendezvous: see there.
 
     Raises:
-        ConfigurationError: an argument is bad; when the function is defined, not when it is called.
+        ConfigurationError: an argument is invalid; raised when the function is defined, not when it is called.
     """
     options = _options(
         ranks=ranks,
@@ -152,7 +152,7 @@ def launcher(
 
         @functools.wraps(inner)
         def on_ranks(*args: P.args, **kwargs: P.kwargs) -> list[T]:
-            # By its name in a module stands what the decorator made, so that is what travels.
+            # The name in the module refers to the decorated function, so that is what is sent.
             return _run(FunctionCall(fn=on_ranks, args=args, kwargs=kwargs, is_decorated=True), options)
 
         return on_ranks
@@ -177,17 +177,22 @@ def _options(
         ("node_rank", node_rank, 0),
     ):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ConfigurationError(f"{name}={value!r} means nothing.", do=f"pass {name}={least} or more")
+            raise ConfigurationError(
+                f"{name} must be an int >= {least}, got {value!r}.", do=f"pass {name}={least} or more"
+            )
     if device not in {"auto", "cpu"}:
-        raise ConfigurationError(f"There is no device={device!r} for ranks.", do='pass device="auto" or device="cpu"')
+        raise ConfigurationError(
+            f'device must be "auto" or "cpu", got {device!r}.', do='pass device="auto" or device="cpu"'
+        )
     if num_nodes > 1 and rendezvous is None:
         raise ConfigurationError(
-            f"num_nodes={num_nodes}, and nothing says where the machines meet.",
-            do='pass rendezvous="host:port", an address of one of them, the same on all',
+            f"num_nodes={num_nodes} needs a rendezvous.",
+            do='pass rendezvous="host:port", an address of one of the machines, the same on all',
         )
     if node_rank is not None and node_rank >= num_nodes:
         raise ConfigurationError(
-            f"node_rank={node_rank} with num_nodes={num_nodes}.", do=f"number the machines from 0 to {num_nodes - 1}"
+            f"node_rank must be from 0 to {num_nodes - 1} with num_nodes={num_nodes}, got {node_rank}.",
+            do=f"number the machines from 0 to {num_nodes - 1}",
         )
     return LaunchOptions(
         num_ranks=ranks,
@@ -205,22 +210,22 @@ def _check_callable(fn: object) -> None:
         raise ConfigurationError(f"{fn!r} is not a function.", do="pass the function, then its arguments")
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise ConfigurationError(
-            f"{fn.__qualname__} does not run when it is called: it is asynchronous, or a generator.",
-            do="launch a plain function, which runs it: asyncio.run(...), list(...)",
+            f"{fn.__qualname__} does not run when called: it is asynchronous, or a generator.",
+            do="launch a plain function that runs it: asyncio.run(...), list(...)",
         )
 
 
 def _refuse_in_a_rank() -> None:
     if "RANKWISE_RUN_ID" in os.environ:
         raise ConfigurationError(
-            "This is a rank already, and cannot launch others.",
+            "This process is already a rank and cannot launch others.",
             evidence="RANKWISE_RUN_ID is set: rankwise started this process",
-            do="call launch() from a script that python itself runs, or keep this script and leave launch() out",
+            do="run the script with python instead of rankwise run, or remove launch() from it",
         )
     open_session = current_or_none()
     if open_session is not None:
         raise ConfigurationError(
-            "This process has joined a world, and cannot launch ranks of another.",
+            "This process has joined a world and cannot launch ranks of another.",
             where=rank_prefix(open_session.world.rank, open_session.world.world_size),
             do="call rankwise.join() in the launched function, not around launch(); or rankwise.leave() first",
         )
@@ -243,20 +248,20 @@ def _run(call: FunctionCall, options: LaunchOptions) -> list[Any]:
             raise ConfigurationError(
                 f"{name} cannot be sent to the ranks: {part} cannot be pickled.",
                 evidence=problem,
-                do="make it inside the function, or send what it is made from",
+                do="create it inside the function, or pass what it is created from",
             ) from None
         with file:
             process.give(file)
         process.wait()
         outcome = _outcome(process)
-    # Raised here and not where it is found: the fewer frames of ours the user has to read past.
+    # Raised here and not where it is found, so that the user sees fewer of rankwise's frames.
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
 
 
 def _outcome(process: LauncherProcess) -> list[Any] | BaseException:
-    """Return every rank's value, or what is to be raised."""
+    """Return every rank's value, or the exception to raise."""
     said = process.messages
     for message in said:
         if message.header["kind"] == "refused":
@@ -264,8 +269,8 @@ def _outcome(process: LauncherProcess) -> list[Any] | BaseException:
     ended = next((message for message in said if message.header["kind"] == "ended"), None)
     if ended is None:
         return LaunchError(
-            f"The launcher ended before its ranks, and they with it: exit code {process.exit_code}.",
-            do="look above for what it wrote, and for the out-of-memory killer in `dmesg`",
+            f"The launcher exited before its ranks, which were terminated with it: exit code {process.exit_code}.",
+            do="check its output above, and `dmesg` for the out-of-memory killer",
         )
     # Of several attempts only the last counts.
     of_ranks = [message for message in said if "rank" in message.header]
@@ -275,16 +280,16 @@ def _outcome(process: LauncherProcess) -> list[Any] | BaseException:
     if ended.header["exit_code"]:
         return _error(ended.header, report, of_ranks)
     values = {message.header["rank"]: message for message in of_ranks if message.header["kind"] == "value"}
-    # In the order in which they failed: the others went on without these.
+    # In the order in which they failed: the others continued without these.
     for rank, how in failed.items():
         if rank not in values:
             return _error_of_rank(rank, how, report, of_ranks)
     for rank in _ranks_here(of_ranks):
         if rank not in values:
             return RankFailed(
-                f"Rank {rank} ended with exit code 0 before the function had returned.",
+                f"Rank {rank} exited with code 0 before the function returned.",
                 rank=rank,
-                do="return from the function; os._exit() in it leaves no value",
+                do="return from the function; os._exit() in it discards the value",
             )
     return [_value(message) for _, message in sorted(values.items())]
 
@@ -306,13 +311,13 @@ def _value(message: CallerMessage) -> Any:  # noqa: ANN401 - whatever the functi
 
 
 def _error(ended: Mapping[str, Any], report: str, of_ranks: Sequence[CallerMessage]) -> BaseException:
-    """Return what the first rank to fail raised, or an error that says how it ended."""
+    """Return the exception of the first rank to fail, or an error with the way it exited."""
     blamed, exit_code = ended["blamed"], ended["exit_code"]
     if blamed is None and exit_code == STOPPED_EXIT_CODE:
-        return LaunchError("The ranks saved and stopped early, as they were asked to.", do="call it again to go on")
+        return LaunchError("The ranks saved and stopped early, as requested.", do="call it again to continue")
     if blamed is None:
         return LaunchError(
-            f"The launcher was ended, and every rank with it: exit code {exit_code}.", evidence=report or None
+            f"The launcher was terminated, and every rank with it: exit code {exit_code}.", evidence=report or None
         )
     rank, how = blamed
     return _error_of_rank(rank, how, report, of_ranks)
@@ -329,7 +334,7 @@ def _error_of_rank(rank: int, how: str, report: str, of_ranks: Sequence[CallerMe
 
 def _reraised(raised: Raised, rank: int, where: str, how: str) -> BaseException:
     if raised.type == SystemExit.__name__:
-        # Raised here it would end the caller.
+        # If raised here, it would end the caller.
         return RankFailed(f"Rank {rank} failed: {how}.", rank=rank, where=where, evidence=raised.message)
     error = pickling.exception(raised.pickled) if raised.pickled is not None else None
     if error is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process between a caller of ``rankwise.launch`` and its ranks: what ``rankwise run`` is to a shell.
+"""The process between a caller of ``rankwise.launch`` and its ranks, as ``rankwise run`` is for a shell.
 
-The caller is never forked: it may have threads and devices, and may be a notebook. The kernel ends the
-launcher with its caller, and the fork server ends the ranks with the launcher. Imported by the launch of
+The caller is never forked: it may have threads and devices, and may be a notebook. The kernel kills the
+launcher when its caller exits, and the fork server kills the ranks when the launcher exits. Imported by the launch of
 a function, and by the process itself.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import fcntl
+import gc
 import importlib
 import io
 import os
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     from rankwise.launch.report.failure import FailedAttempt, Failure
 
 LAST_WORDS_SECONDS = 5.0
-"""How long what a launcher has started may outlive it."""
+"""How long processes started by a launcher may outlive it."""
 
-# The path comes before the first import of anything that a file of the working directory could stand for.
+# The path is set before the first import that a file in the working directory could shadow.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from rankwise.launch.function.launcher_process import main; sys.exit(main(*map(int, sys.argv[1:3])))"
@@ -45,10 +46,10 @@ _PROGRAM = (
 
 
 class LauncherProcess:
-    """The caller's end: starts the process, gives it the call, shows what it writes. Leaving it ends all."""
+    """The caller's end: starts the process, sends it the call, shows its output. Leaving the block ends everything."""
 
     def __init__(self) -> None:
-        """Start the process, which begins to import torch at once."""
+        """Start the process, which starts importing torch at once."""
         self.messages: list[CallerMessage] = []
         self.exit_code: int | None = None
         self._shown: dict[int, tuple[TextIO, codecs.IncrementalDecoder]] = {}
@@ -57,7 +58,7 @@ class LauncherProcess:
         self._lifeline = open(writer, "wb", buffering=0)  # noqa: SIM115, PTH123 - closed with the process
         streams = (sys.stdout, sys.stderr)
         inherited = [_descriptor(stream) for stream in streams]
-        # subprocess knows which options Python was given; so does multiprocessing, from there.
+        # subprocess knows Python's command-line options; multiprocessing takes them from there.
         flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()
         words = [str(theirs.fileno()), str(lifeline), *map(str, sys.path)]
         try:
@@ -67,7 +68,7 @@ class LauncherProcess:
                 stdout=inherited[0],
                 stderr=inherited[1],
                 pass_fds=[theirs.fileno(), lifeline],
-                # Ctrl-C comes to the caller alone, who passes it on.
+                # Ctrl-C reaches the caller only, which forwards it.
                 start_new_session=True,
             )
         except BaseException:
@@ -85,19 +86,19 @@ class LauncherProcess:
         return self
 
     def give(self, file: IO[bytes]) -> None:
-        """Hand over what :func:`rankwise.launch.function.call.write` wrote."""
-        # A process that is gone already says why in its messages.
+        """Send the file that :func:`rankwise.launch.function.call.write` wrote."""
+        # A process that has already exited has sent the reason in its messages.
         with contextlib.suppress(BrokenPipeError, ConnectionError):
             send(self._socket, {}, file)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Show what the ranks write until all have ended, and keep their messages."""
+        """Show the output of the ranks until all have exited, and keep their messages."""
         pidfd = os.pidfd_open(self._process.pid)
         deadline = None if seconds is None else time.monotonic() + seconds
         with selectors.DefaultSelector() as selector, os.fdopen(pidfd) as ending:
             for source in (self._socket, ending, *self._shown):
                 selector.register(source, selectors.EVENT_READ)
-            # The socket is over when the launcher, the server and every rank are.
+            # The socket is closed when the launcher, the server and every rank have exited.
             while selector.get_map():
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -163,11 +164,11 @@ class LauncherProcess:
 
 
 def _descriptor(stream: TextIO | None) -> int:
-    """Return what a process that writes to ``stream`` is to be given: its file, a pipe, or nowhere."""
+    """Return the stdout or stderr for a process that writes to ``stream``: its file, a pipe, or nothing."""
     if stream is None:
         return subprocess.DEVNULL
     stream.flush()
-    # Others have a descriptor too, but not to where they write: a notebook's leads to the server's terminal.
+    # Other streams have a descriptor too, but of another file: a notebook's is the server's terminal.
     if isinstance(stream, io.TextIOWrapper):
         with contextlib.suppress(OSError):
             return stream.fileno()
@@ -178,16 +179,17 @@ def _descriptor(stream: TextIO | None) -> int:
 
 
 def main(caller_descriptor: int, lifeline: int) -> int:
-    """Be the launcher: run the call that the caller sends, and return the exit code.
+    """Run as the launcher: run the call that the caller sends, and return the exit code.
 
-    A rank leaves through here too, as :func:`rankwise.launch.fork_server.fork_server.fork_server` says.
+    A rank also returns through here, as :func:`rankwise.launch.fork_server.fork_server.fork_server` describes.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with(lifeline)
     os.set_inheritable(caller_descriptor, False)
     caller = socket.socket(fileno=caller_descriptor)
     send(caller, {"kind": "ready"})
-    # While the caller still pickles.
+    gc.disable()  # as launch() does, which is called later here
+    # While the caller is still pickling.
     importlib.import_module("torch")
     importlib.import_module("cloudpickle")
     from rankwise.launch.start import launch  # noqa: PLC0415 - all of it after torch has begun
@@ -202,7 +204,7 @@ def main(caller_descriptor: int, lifeline: int) -> int:
         exit_code = launch(function, function.context.options, reporter)
     except Exception as error:
         if os.getpid() != own_pid:
-            raise  # in a rank, which left through here
+            raise  # in a rank, which returned through here
         with tempfile.TemporaryFile(prefix="rankwise-") as file:
             pickling.dump(pickling.raised(error, traceback.format_exc()), file)
             send(caller, {"kind": "refused"}, file)
@@ -214,7 +216,7 @@ def main(caller_descriptor: int, lifeline: int) -> int:
 
 
 def _end_with(lifeline: int) -> None:
-    """Have the kernel kill this process when the caller closes the other end, however it ended.
+    """Have the kernel kill this process when the caller closes the other end, however it exits.
 
     Source: fcntl(2), F_SETSIG. A parent-death signal would follow the thread that called, not its process.
     """
@@ -222,32 +224,32 @@ def _end_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    # Had it been closed before, there would be no signal.
+    # If it was closed before, there is no signal.
     if select.select([lifeline], [], [], 0)[0]:
         os._exit(1)
 
 
 class _CallerReporter:
-    """Shows what the launcher says, but for its last word on a failure: the caller raises that."""
+    """Shows the launcher's output, except the final report of a failure: the caller raises that."""
 
     def __init__(self) -> None:
         self.last_report = ""
         self.blamed: tuple[int, str] | None = None
         """The first rank to fail in the last attempt, and how."""
         self.failed: dict[int, str] = {}
-        """How ranks of this machine failed in the last attempt, in words."""
+        """How ranks of this machine failed in the last attempt, as text."""
 
     def show(self, text: str) -> None:
-        """Show ``text``, below a report that was not the last word."""
+        """Show ``text``, after any report that was not final."""
         sys.stderr.write(self.last_report + text)
         sys.stderr.flush()
         self.last_report, self.blamed = "", None
 
     def report(self, failed: FailedAttempt, text: str) -> None:
-        """Keep the text of a failure, and whom it blames."""
+        """Keep the text of a failure, and the rank that caused it."""
         self.last_report = text
         self.blamed = failed.first.rank, failed.first.words
 
     def end(self, failures: Mapping[int, Failure]) -> None:
-        """Keep how ranks failed: the caller has no value of those that the others went on without."""
+        """Keep how ranks failed: the caller has no value of those that the others continued without."""
         self.failed = {rank: one.words for rank, one in failures.items()}

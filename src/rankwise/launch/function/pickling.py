@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between a caller and its ranks: functions, values and exceptions, pickled by value.
+"""Pickling of what is sent between a caller and its ranks: functions, values and exceptions, by value.
 
-Nothing that came over a network is unpickled here. Imported by the launch of a function, at both ends;
+Nothing received over a network is unpickled here. Imported by the launch of a function, at both ends;
 cloudpickle itself is imported when something is pickled.
 """
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _TRACKER = "_DYNAMIC_CLASS_TRACKER_BY_CLASS"
-"""Where cloudpickle keeps the classes it has pickled or made, to give them one identity in all processes."""
+"""Where cloudpickle keeps the classes it has pickled or created, so that each has one identity in all processes."""
 
 
 class Writable(Protocol):
-    """Where a pickle goes."""
+    """A file that a pickle is written to."""
 
-    def write(self, data: Any, /) -> object:  # noqa: ANN401 - bytes or a buffer, as the pickler likes
-        """Take the next bytes."""
+    def write(self, data: Any, /) -> object:  # noqa: ANN401 - bytes or a buffer, as the pickler chooses
+        """Write the next bytes."""
 
 
 class Readable(Protocol):
-    """Where a pickle comes from."""
+    """A file that a pickle is read from."""
 
     def read(self, num_bytes: int, /) -> bytes:
         """Return the next bytes."""
@@ -43,10 +43,10 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception on its way from a rank to the caller."""
+    """An exception as it is sent from a rank to the caller."""
 
     pickled: bytes | None
-    """The exception; ``None`` where it cannot be pickled, or would not come back the same."""
+    """The exception; ``None`` if it cannot be pickled, or would change when unpickled."""
     type: str
     message: str
     traceback: str
@@ -54,24 +54,24 @@ class Raised:
 
 
 def dump(thing: object, file: Writable) -> None:
-    """Write ``thing`` to ``file``; functions and classes of ``__main__`` go by value, of modules by name."""
+    """Write ``thing`` to ``file``; functions and classes of ``__main__`` by value, those of modules by name."""
     importlib.import_module("cloudpickle").dump(thing, file)
 
 
 def load(file: Readable) -> Any:  # noqa: ANN401 - whatever was dumped
-    """Read one thing back. A class that this process has already is that class, unchanged."""
+    """Read one object back. A class that this process already has is used, unchanged."""
     return _Unpickler(file).load()
 
 
 def raised(error: BaseException, traceback: str) -> Raised:
-    """Return ``error`` in the form that travels."""
+    """Return ``error`` in the form that is sent."""
     return Raised(_pickled(error), type(error).__name__, _text(error), traceback)
 
 
 def unpicklable_part(fn: object, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[str, str]:
-    """Return which part of a call cannot be pickled, in words, and what was said about it.
+    """Return a description of the part of a call that cannot be pickled, and pickle's error.
 
-    Looks one step into the function: its own variables are what it most often fails for.
+    Looks one step into the function: its own variables are the most frequent cause.
     """
     parts: list[tuple[str, object]] = [(f"argument {number + 1}", value) for number, value in enumerate(args)]
     parts += [(f"argument {name!r}", value) for name, value in kwargs.items()]
@@ -84,12 +84,12 @@ def unpicklable_part(fn: object, args: Sequence[object], kwargs: Mapping[str, ob
 
 
 def classes_of_main() -> list[type]:
-    """Return the classes of ``__main__`` that came by value, in arguments too."""
+    """Return the classes of ``__main__`` that were sent by value, including those in arguments."""
     tracked: Mapping[type, object] = getattr(importlib.import_module("cloudpickle.cloudpickle"), _TRACKER, {})
     return [kind for kind in list(tracked) if kind.__module__ == "__main__" and "." not in kind.__qualname__]
 
 
-def plain_function(fn: Any) -> Any:  # noqa: ANN401 - a function, or whatever else is called
+def plain_function(fn: Any) -> Any:  # noqa: ANN401 - a function, or any other callable
     """Return the function within partials, bound methods and decorators."""
     while True:
         if isinstance(fn, functools.partial):
@@ -111,7 +111,7 @@ def _variables_of(fn: object) -> Iterator[tuple[str, object]]:
 
 
 def _refusal(thing: object) -> str | None:
-    """Return why ``thing`` cannot be pickled, or ``None`` where it can."""
+    """Return why ``thing`` cannot be pickled, or ``None`` if it can."""
     try:
         dump(thing, io.BytesIO())
     except Exception as problem:  # noqa: BLE001 - a pickler may run any code of the user's
@@ -120,7 +120,7 @@ def _refusal(thing: object) -> str | None:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    # An __init__ of other arguments than it hands on fails when unpickled, or words its message twice.
+    # An __init__ that passes other arguments to super() fails when unpickled, or formats its message twice.
     for form in (error, _Rebuilt(type(error), error.args, dict(vars(error)))):
         try:
             file = io.BytesIO()
@@ -135,7 +135,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class _Rebuilt:
-    """An exception in parts, put together again without its ``__init__``."""
+    """An exception in parts, rebuilt without calling its ``__init__``."""
 
     kind: type[BaseException]
     args: tuple[object, ...]
@@ -143,7 +143,7 @@ class _Rebuilt:
 
 
 def exception(pickled: bytes) -> BaseException | None:
-    """Return the exception of a :class:`Raised`, or ``None`` where this process cannot make it."""
+    """Return the exception of a :class:`Raised`, or ``None`` if this process cannot rebuild it."""
     try:
         form: BaseException | _Rebuilt = load(io.BytesIO(pickled))
     except Exception:  # noqa: BLE001 - unpickling runs any code of the user's
@@ -164,7 +164,7 @@ def _text(error: BaseException) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Leaves alone the classes there are: cloudpickle fills in even those with what the other process made of them."""
+    """Keeps existing classes unchanged: cloudpickle would overwrite them with the other process's state."""
 
     def __init__(self, file: Readable) -> None:
         super().__init__(file)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--hosts``: all machines from one of them, over ssh."""
+"""``--hosts``: starts all machines from one, over ssh."""

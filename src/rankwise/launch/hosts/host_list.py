@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hosts of a job as a person writes them: ``a,b``, ``user@a``, ``a:4``, ``[::1]:4``.
+"""The hosts of a job as the user writes them: ``a,b``, ``user@a``, ``a:4``, ``[::1]:4``.
 
-Values only: looks no name up. Imported by the command line and by ``ssh``.
+Values only: resolves no names. Imported by the command line and by ``ssh``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Host:
     """One host to start ranks on."""
 
     name: str
-    """A name of ssh's configuration or of the network, or an address."""
+    """A name from ssh's configuration or the network, or an address."""
     user: str | None = None
     num_ranks: int | None = None
-    """How many ranks there; ``None`` where the host's own words name no number."""
+    """Number of ranks there; ``None`` if not given for the host."""
 
     @property
     def destination(self) -> str:
-        """What ssh calls it."""
+        """Its name for ssh."""
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
 
@@ -33,7 +33,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """Return the hosts in the order they were named; the first serves the job.
 
     Raises:
-        ConfigurationError: a host is named twice, or a word is no host.
+        ConfigurationError: a host is given twice, or a word is not a host.
     """
     hosts = tuple(_parse_host(word.strip(), text) for word in text.split(","))
     seen: dict[str, Host] = {}
@@ -41,8 +41,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         other = seen.setdefault(host.name.lower(), host)
         if other is not host:
             raise ConfigurationError(
-                f"The host {host.name} is named twice in --hosts {text}.",
-                do=f"name it once, with the number of its ranks: {host.name}:{_together(other, host)}",
+                f"The host {host.name} is given twice in --hosts {text}.",
+                do=f"give it once, with the number of its ranks: {host.name}:{_together(other, host)}",
             )
     return hosts
 
@@ -50,16 +50,16 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def _parse_host(word: str, text: str) -> Host:
     user, at, place = word.rpartition("@")
     name, number = _name_and_number(place)
-    # A word with a dash in front would be an option of ssh's.
+    # A word that starts with a dash would be an option of ssh.
     if not name or name.startswith("-") or user.startswith("-") or (at and not user) or " " in word:
-        raise ConfigurationError(f"{word!r} in --hosts {text} is no host.", do=EXAMPLE)
+        raise ConfigurationError(f"{word!r} in --hosts {text} is not a host.", do=EXAMPLE)
     if number is not None and not (number.isascii() and number.isdecimal() and int(number) > 0):
-        raise ConfigurationError(f"{word!r} in --hosts {text} names no number of ranks above 0.", do=EXAMPLE)
+        raise ConfigurationError(f"The number of ranks must be >= 1, got {word!r} in --hosts {text}.", do=EXAMPLE)
     return Host(name=name, user=user or None, num_ranks=None if number is None else int(number))
 
 
 def _name_and_number(place: str) -> tuple[str, str | None]:
-    """Return the two sides of the last colon; the colons of a bare IPv6 address separate nothing."""
+    """Return the two sides of the last colon; the colons of a bare IPv6 address do not count."""
     if place.startswith("["):
         name, bracket, rest = place[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):

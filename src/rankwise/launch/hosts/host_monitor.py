@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Monitors the hosts of a job to the end, and ends those that would wait for others without end.
+"""Monitors the hosts of a job to the end, and terminates those that would wait for others forever.
 
 Starts nothing. Imported by ``ssh``.
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from rankwise.launch.hosts.ssh_sessions import SshSession, SshSessions
 
 CONCLUDE_SECONDS = 20.0
-"""How long the hosts have to end by themselves where the job cannot go on."""
+"""How long the hosts may take to exit by themselves if the job cannot continue."""
 LEAVE_SECONDS = 10.0
-"""How long they have once they are told to."""
+"""How long they may take once told to."""
 
 
 class HostMonitor:
-    """What is known of the hosts, from the start of their ranks to the end of the last."""
+    """The state of the hosts, from the start of their ranks to the end of the last."""
 
     def __init__(self, sessions: SshSessions, min_nodes: int, show: Callable[[str], None]) -> None:
         self._sessions = sessions
@@ -40,7 +40,7 @@ class HostMonitor:
         """Return the exit code of the job.
 
         Raises:
-            ConfigurationError, LaunchError: a host's ranks could not be started; the others have been ended.
+            ConfigurationError, LaunchError: a host's ranks could not be started; the others have been terminated.
         """
         while self._sessions.running:
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -71,15 +71,15 @@ class HostMonitor:
 
     def _note_end(self, session: SshSession) -> None:
         name, last = session.host.name, session.message
-        # Without any but the first, as long as enough are left.
+        # Continues without any host but the first, as long as enough remain.
         continues = session is not self._sessions.all[0] and len(self._sessions.running) >= self._min_nodes
         if last is None and self._signal is None and not self._were_signalled:
-            rest = "; the job goes on without it" if continues else ""
-            self._show(f"[rankwise] {name} is gone: its ssh has ended with exit code {session.exit_code}{rest}\n")
+            rest = "; the job continues without it" if continues else ""
+            self._show(f"[rankwise] {name} was lost: its ssh exited with code {session.exit_code}{rest}\n")
         if isinstance(last, Refuse) and continues:
-            self._show(f"[rankwise] {name} takes no part. {error_of(last)}\n")
+            self._show(f"[rankwise] {name} does not take part. {error_of(last)}\n")
         elif isinstance(last, Refuse):
-            # Nothing will come of the others' waiting.
+            # The others would wait for it until their timeout.
             self._refusal = self._refusal or last
             self._end_within(0.0)
         elif not continues:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How ``rankwise run --hosts`` and a host exchange messages over ssh: lines of JSON on the host's stdin and stdout.
 
-A host's messages share its stdout with what its ranks write, and come behind a mark that no rank knows. Imported by
+A host's messages share its stdout with the output of its ranks, and follow a mark that no rank knows. Imported by
 both ends, ``ssh_sessions`` and ``remote``.
 """
 
@@ -13,7 +13,7 @@ from rankwise.launch.messages import Message, decode, encode
 
 
 def mark(token: str) -> bytes:
-    """Return what stands before each message of a host; ``token`` was drawn for this job."""
+    """Return the prefix of each message of a host; ``token`` was generated for this job."""
     return f"\x1erankwise {token} ".encode()
 
 
@@ -23,7 +23,7 @@ def line(message: Message) -> bytes:
 
 
 class MessageExtractor:
-    """Takes what a host writes to stdout apart: its messages, and what its ranks wrote."""
+    """Splits the stdout of a host into its messages and the output of its ranks."""
 
     def __init__(self, token: str, host: str) -> None:
         """Take the token of the job, and the name of the host for errors."""
@@ -33,14 +33,14 @@ class MessageExtractor:
         self._held = b""
 
     def take(self, data: bytes) -> tuple[bytes, list[Message]]:
-        """Return what of ``data``, and of what was held back before, is the ranks', and the messages in it.
+        """Return the output of the ranks in ``data`` and in data held back before, and the messages in it.
 
         Raises:
-            MessageError: what stands behind a mark is no message.
+            MessageError: the text after a mark is not a message.
         """
-        # Output and messages in turn.
+        # Output and messages alternate.
         *parts, output = self._message.split(self._held + data)
-        # No message holds the mark's first byte.
+        # No message contains the mark's first byte.
         _, begun, rest = output.rpartition(self._mark[:1])
         tail = begun + rest
         self._held = tail if begun and (tail.startswith(self._mark) or self._mark.startswith(tail)) else b""

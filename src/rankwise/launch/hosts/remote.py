@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One host's end of a job started over ssh: receives what to run on stdin, launches it, and ends with its caller.
+"""One host's end of a job started over ssh: receives what to run on stdin, launches it, and exits with its caller.
 
-Two processes: one follows the caller to the end, the other, forked from it, is the host's launcher. Started by ``ssh``
-through a shell of the host, and imported by nothing else.
+Two processes: one monitors the caller, the other, forked from it, is the host's launcher. Started by ``ssh``
+through a shell of the host, and not imported elsewhere.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound=Message)
 
 END_SECONDS = 10.0
-"""How long the launcher has to end its ranks after the caller is gone."""
+"""How long the launcher may take to terminate its ranks after the caller has exited."""
 REFUSED_EXIT_CODE = 2
 LEFT_EXIT_CODE = 1
 
 
 def main(token: str) -> NoReturn:
-    """Carry out what the caller sends, and end this process. A rank leaves through here too."""
+    """Execute what the caller sends, and exit. A rank also returns through here."""
     end_quietly()
     caller = _Caller(token)
     try:
@@ -67,27 +67,27 @@ def main(token: str) -> NoReturn:
         error.supplement(where=error.where or socket.gethostname())
         caller.send(refusal(error))
         exit_code = REFUSED_EXIT_CODE
-    # All is told and all is closed: what torch would still take down keeps the person waiting.
+    # Everything is reported and closed: torch's shutdown would only take longer.
     os._exit(exit_code)
 
 
 class _Caller:
-    """The ends of stdin and stdout that lead to the caller."""
+    """The stdin and stdout that are connected to the caller."""
 
     def __init__(self, token: str) -> None:
         self._mark = mark(token)
-        # Not sys.stdin, which is the ranks'.
+        # Not sys.stdin, which belongs to the ranks.
         self._stdin = os.fdopen(0, "rb", closefd=False)
 
     def send(self, message: Message) -> None:
-        """Send the caller a message; nothing happens where it has gone."""
+        """Send the caller a message; does nothing if it has exited."""
         data = self._mark + line(message)
         with contextlib.suppress(OSError):
             while data:
                 data = data[os.write(1, data) :]
 
     def receive(self, kind: type[Kind]) -> Kind:
-        """Return the caller's next message, waiting for it; end this process where it is none of this kind."""
+        """Return the caller's next message, waiting for it; exit if it is not of this kind."""
         text = self._stdin.readline()
         message = decode(text, "the caller") if text.endswith(b"\n") else None
         if not isinstance(message, kind):
@@ -99,7 +99,7 @@ class _Caller:
 
 
 def _address() -> str:
-    """Return the address of this host that other machines come to: the one that ssh came to."""
+    """Return the address at which other machines reach this host: the one that ssh connected to."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     if len(words) == 4 and not network.is_loopback(words[2]):  # noqa: PLR2004 - two addresses and two ports
         return words[2]
@@ -107,10 +107,10 @@ def _address() -> str:
 
 
 def _prepare(spec: HostSpec) -> tuple[Target, JobAddress | None]:
-    """Check what can be checked, and take the port where this host serves the job.
+    """Run all checks, and bind the port if this host serves the job.
 
     Raises:
-        ConfigurationError: the folder, the script or the interface is not there.
+        ConfigurationError: the folder, the script or the interface does not exist.
         LaunchError: the script is not valid Python.
     """
     try:
@@ -118,7 +118,7 @@ def _prepare(spec: HostSpec) -> tuple[Target, JobAddress | None]:
     except OSError as error:
         raise ConfigurationError(
             f"The working directory {spec.folder} cannot be entered: {error.strerror}.",
-            do="run rankwise in a folder that is at the same place on every host",
+            do="run rankwise in a folder that has the same path on every host",
         ) from error
     os.environ.update({**spec.variables, "PWD": spec.folder, SECRET_NAME: spec.secret})
     target = find_target(spec.command.target, spec.command.arguments, is_module=spec.command.is_module)
@@ -131,7 +131,7 @@ def _prepare(spec: HostSpec) -> tuple[Target, JobAddress | None]:
 
 
 def _follow(caller: _Caller) -> None:
-    """Return in a fork of this process: the launcher. This one passes on what the caller signals, and ends with it."""
+    """Return in a fork of this process: the launcher. This one forwards the caller's signals, and exits with it."""
     watcher = os.getpid()
     signal.signal(signal.SIGCHLD, _end_as_launcher)
     pid = os.fork()
@@ -150,7 +150,7 @@ def _follow(caller: _Caller) -> None:
         while True:
             os.kill(pid, signal.Signals[caller.receive(SignalHost).signal])
     finally:
-        # The caller is gone, or sends what is none of its signals.
+        # The caller has exited, or has sent something other than a signal.
         os.kill(pid, signal.SIGHUP)
         time.sleep(END_SECONDS)
         os.kill(pid, signal.SIGKILL)
@@ -158,16 +158,16 @@ def _follow(caller: _Caller) -> None:
 
 
 def _end_as_launcher(_number: int, _frame: FrameType | None) -> None:
-    """End this process as the launcher has ended, wherever it waits."""
+    """Exit this process as the launcher has exited, wherever it waits."""
     pid, status = os.waitpid(-1, os.WNOHANG)
     if pid:
         os._exit(shell_code(os.waitstatus_to_exitcode(status)))
 
 
 class _HostReporter(TerminalReporter):
-    """Names this host in what the launcher says. Keeps the report of a failure for the caller, who shows it last.
+    """Adds this host's name to the launcher's output. Keeps the report of a failure for the caller to show last.
 
-    The first host's report is whole; the others would only point to it.
+    The first host's report is complete; the others would only refer to it.
     """
 
     def __init__(self, *, is_first: bool) -> None:
@@ -176,7 +176,7 @@ class _HostReporter(TerminalReporter):
         self._prefix = f"[rankwise on {socket.gethostname()}] "
 
     def show(self, text: str) -> None:
-        """Show ``text``, behind a report that was not the last."""
+        """Show ``text``, after any report that was not the last."""
         shown = self.last_report + re.sub(r"^\[rankwise\] ", self._prefix, text, flags=re.MULTILINE)
         self.last_report = ""
         super().show(shown)

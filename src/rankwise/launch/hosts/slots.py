@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts with slots, as Horovod writes them: ``worker-0:2,worker-1:2``, or a file with a line for each host.
+"""Hosts with slots, as Horovod writes them: ``worker-0:2,worker-1:2``, or a file with one line per host.
 
 Values only. Imported by the command line and by ``horovod.run()``.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from rankwise.errors import ConfigurationError
 
 Slots = list[tuple[str, int]]
-"""Each host, and how many ranks it has room for."""
+"""Each host, and how many ranks it can run."""
 LOCAL = ("localhost", "127.0.0.1")
 
 
@@ -32,7 +32,7 @@ def from_text(text: str, what: str) -> Slots:
         matched = re.fullmatch(r"([\w.-]+):([0-9]+)", word.strip())
         if matched is None:
             raise ConfigurationError(
-                f"{word!r} in {what}{text} is no host.",
+                f"{word!r} in {what}{text} is not a host with slots.",
                 do=f"write {what}worker-0:2,worker-1:2",
             )
         found.append((matched[1], int(matched[2])))
@@ -55,12 +55,14 @@ def from_file(path: str) -> Slots:
         matched = re.fullmatch(r"([\w.-]+)\s+slots\s*=\s*([0-9]+)", text)
         if text and matched is None:
             raise ConfigurationError(
-                f"Line {number} of {path} names no host and its slots.", evidence=line, do="write: worker-0 slots=2"
+                f"Line {number} of {path} is not a host with slots.", evidence=line, do="write: worker-0 slots=2"
             )
         if matched is not None:
             found.append((matched[1], int(matched[2])))
     if not found:
-        raise ConfigurationError(f"The host file {path!r} names no host.", do="write a line for each: worker-0 slots=2")
+        raise ConfigurationError(
+            f"The host file {path!r} has no hosts.", do="write one line per host: worker-0 slots=2"
+        )
     return found
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a job's hosts over ssh: on all of them or on none.
+"""Starts a job's hosts over ssh: all of them or none.
 
-Runs no rank itself and imports no torch: it may be anybody's laptop. Imported by the command line.
+Runs no rank itself and does not import torch: it may run on a laptop. Imported by the command line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer", HostHere, Ready)
 
 SSH_OPTIONS = (
-    "BatchMode=yes",  # nobody is there to type a password
+    "BatchMode=yes",  # passwords cannot be typed
     "ConnectTimeout=15",
     "ServerAliveInterval=15",  # three unanswered ones end the connection
     "ControlMaster=no",  # an open one is used, but none made that would outlive the job
@@ -43,16 +43,16 @@ SSH_OPTIONS = (
     "RemoteCommand=none",
 )
 SSH_FAILED = 255
-"""How ssh ends where it is ssh that failed."""
+"""Exit code of ssh if ssh itself failed."""
 NOT_FOUND = {126, 127}
-"""How a shell ends where a command is not there, or cannot be run."""
+"""Exit codes of a shell if a command does not exist, or cannot be run."""
 ANSWER_SECONDS = 60.0
 """How long a host may take for each answer before its ranks start."""
 EVIDENCE_LINES = 5
 PASSED_ON = (*kinds.PASSED_ON, "OMP_NUM_THREADS", "RANKWISE_CHECK", "RANKWISE_DEVICE")
 _PREFIXES = ("NCCL_", "TORCH_")
 
-# A file of the home folder must not stand for a module; what ranks import from comes with their script.
+# A file in the home folder must not shadow a module; the ranks' import path is set with their script.
 _PROGRAM = (
     "import sys; sys.flags.safe_path or sys.path.__setitem__(0, sys.exec_prefix); "
     "from rankwise.launch.hosts.remote import main; main(sys.argv[1])"
@@ -74,23 +74,23 @@ def launch_on_hosts(
         command: what the ranks run, in this process's working directory, which must be on every host.
         hosts: the first one serves the others.
         options: of each host alone.
-        nodes: the fewest and the most hosts that the job goes on with; ``None`` means all.
-        ssh: the words of the ssh command.
-        show: shows text to the person.
+        nodes: the fewest and the most hosts that the job runs with; ``None`` means all.
+        ssh: the arguments of the ssh command.
+        show: shows text to the user.
 
     Returns:
-        What ``rankwise run`` returns on the first host, or 128 and the number of the signal that came before.
+        What ``rankwise run`` returns on the first host, or 128 plus the number of a signal received before.
 
     Raises:
         ConfigurationError: ``nodes`` does not fit the hosts; a host lacks the folder, the script, this version of
             rankwise; there is no ssh. Nothing is left running.
-        LaunchError: ssh does not lead to a host, or its ranks could not be started. Nothing is left running.
+        LaunchError: ssh cannot connect to a host, or its ranks could not be started. Nothing is left running.
     """
     least, most = nodes or (len(hosts), len(hosts))
     if most != len(hosts):
         raise ConfigurationError(
-            f"--hosts names {len(hosts)}, and --nodes allows up to {most}.",
-            do=f"leave --nodes out, or pass --nodes MIN:{len(hosts)} to go on when some hosts are lost",
+            f"--nodes allows up to {most} hosts, but --hosts has {len(hosts)}.",
+            do=f"remove --nodes, or pass --nodes MIN:{len(hosts)} to continue if some hosts are lost",
         )
     end_quietly()
     token = secrets.token_hex(8)
@@ -110,21 +110,23 @@ def split_command(text: str) -> list[str]:
     """Return the words of the ssh command as a shell splits them.
 
     Raises:
-        ConfigurationError: a quote is left open, or there are none.
+        ConfigurationError: a quote is not closed, or the command is empty.
     """
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigurationError(
-            f"--ssh {text!r} is no command: {error}.", do="for example --ssh 'ssh -F FILE'"
+            f"--ssh {text!r} cannot be parsed: {error}.", do="for example --ssh 'ssh -F FILE'"
         ) from None
     if not words:
-        raise ConfigurationError("--ssh names no command.", do="leave it out, or for example --ssh 'ssh -F FILE'")
+        raise ConfigurationError(
+            "The --ssh command is empty.", do="remove --ssh, or pass for example --ssh 'ssh -F FILE'"
+        )
     return words
 
 
 def ssh_argv(ssh: Sequence[str], host: Host, python: Sequence[str], token: str, python_path: str | None) -> list[str]:
-    """Return the words that start a host's end.
+    """Return the arguments that start a host's end.
 
     Args:
         ssh: the ssh command.
@@ -140,12 +142,12 @@ def ssh_argv(ssh: Sequence[str], host: Host, python: Sequence[str], token: str, 
 
 
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that hosts are given: few, since most describe this machine."""
+    """Return the variables that are passed to hosts: few, since most describe this machine."""
     return {name: value for name, value in variables.items() if name in PASSED_ON or name.startswith(_PREFIXES)}
 
 
 def _folder() -> str:
-    """Return the working directory by the name it was entered under: links may lead elsewhere on other machines."""
+    """Return the working directory by the path it was entered with: links may differ on other machines."""
     entered, real = os.environ.get("PWD", ""), Path.cwd()
     is_it = Path(entered).is_absolute() and Path(entered).exists() and Path(entered).samefile(real)
     return entered if is_it else str(real)
@@ -169,19 +171,19 @@ def _connect(sessions: SshSessions, hosts: Sequence[Host], ssh: Sequence[str], t
         except OSError as error:
             raise ConfigurationError(
                 f"The command {ssh[0]!r} cannot be run: {error.strerror}.",
-                do="apt-get install openssh-client, or name another one: --ssh 'ssh -F FILE'",
+                do="apt-get install openssh-client, or pass another command: --ssh 'ssh -F FILE'",
             ) from error
 
 
 def _start(
     sessions: SshSessions, ssh: Sequence[str], command: RemoteCommand, options: LaunchOptions, nodes: tuple[int, int]
 ) -> None:
-    """Start all hosts' ranks, or none: first all are there, then all are ready, then all start."""
+    """Start all hosts' ranks, or none: first all connect, then all are ready, then all start."""
     heres = _answers(sessions, ssh, HostHere)
     for session, here in zip(sessions.all, heres, strict=True):
         if here.rankwise != VERSION:
             raise ConfigurationError(
-                f"{session.host.name} has rankwise {here.rankwise}, and this machine {VERSION}.",
+                f"{session.host.name} has rankwise {here.rankwise}, but this machine has {VERSION}.",
                 do=_install(session.host, ssh),
             )
     options = replace(options, nodes=nodes, rendezvous=(heres[1].address, port.ANY) if heres[1:] else None)
@@ -198,11 +200,11 @@ def _start(
 
 
 def _answers(sessions: SshSessions, ssh: Sequence[str], kind: type[Answer]) -> list[Answer]:
-    """Return the next message of each host, which is of one kind.
+    """Return the next message of each host, all of one kind.
 
     Raises:
         ConfigurationError, LaunchError: one of them cannot take part.
-        Interrupted: a signal came.
+        Interrupted: a signal was received.
     """
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:
@@ -212,7 +214,7 @@ def _answers(sessions: SshSessions, ssh: Sequence[str], kind: type[Answer]) -> l
                 raise _refusal(session, answer)
             if answer is not None and not isinstance(answer, kind):
                 raise MessageError(
-                    f"{session.host.name} sent {type(answer).__name__}, and {kind.__name__} was expected."
+                    f"{session.host.name} sent {type(answer).__name__}, but {kind.__name__} was expected."
                 )
             if answer is None and session.exit_code is not None:
                 raise _never_began(session, ssh)
@@ -234,35 +236,35 @@ def _refusal(session: SshSession, refused: Refuse) -> ConfigurationError | Launc
     error = error_of(refused)
     if error.do is None and isinstance(error, ConfigurationError):
         folder = _folder()
-        error.supplement(do=f"bring it there: rsync -a {shlex.quote(folder)}/ {session.host.destination}:{folder}/")
+        error.supplement(do=f"copy it there: rsync -a {shlex.quote(folder)}/ {session.host.destination}:{folder}/")
     return error
 
 
 def _never_began(session: SshSession, ssh: Sequence[str]) -> ConfigurationError | LaunchError:
-    """Return the problem with a host that ended without having sent a message."""
+    """Return the error for a host whose session ended without a message."""
     host, code = session.host, session.exit_code
     said = [line.decode(errors="replace").strip() for line in session.early]
     evidence = "\n".join(said[-EVIDENCE_LINES:]) or None
     if code == SSH_FAILED:
         return LaunchError(
-            f"ssh does not lead to {host.name}.",
+            f"ssh cannot connect to {host.name}.",
             evidence=evidence,
-            do=f"{shlex.join([*ssh, host.destination])} true\nit has to end well without asking for anything",
+            do=f"{shlex.join([*ssh, host.destination])} true\nit must succeed without prompting",
         )
     if code in NOT_FOUND:
         return ConfigurationError(
-            f"There is no {sys.executable} on {host.name}.",
+            f"{sys.executable} does not exist on {host.name}.",
             evidence=evidence,
-            do="install the same environment at the same place on every host",
+            do="install the same environment at the same path on every host",
         )
     if any("No module named 'rankwise.launch" in line for line in said):
         return ConfigurationError(f"{host.name} has an older rankwise.", evidence=evidence, do=_install(host, ssh))
     if any("No module named 'rankwise'" in line for line in said):
         return ConfigurationError(
-            f"There is no rankwise for {sys.executable} on {host.name}.", evidence=evidence, do=_install(host, ssh)
+            f"rankwise is not installed for {sys.executable} on {host.name}.", evidence=evidence, do=_install(host, ssh)
         )
     return LaunchError(
-        f"{host.name} ended before any rank was started: exit code {code}.",
+        f"{host.name} exited before any rank was started: exit code {code}.",
         evidence=evidence,
         do=f"{shlex.join([*ssh, host.destination])} {sys.executable} -c 'import rankwise'",
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ssh connections of a job: what each host sends, and what its ranks write, on its way to the person.
+"""The ssh connections of a job: forwards each host's messages, and the output of its ranks to the user.
 
-Carries and shows; decides nothing. Imported by ``ssh``.
+Forwards and shows; decides nothing. Imported by ``ssh``.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from rankwise.launch.messages import Message
 
 LEAVE_SECONDS = 5.0
-"""How long a host has to leave once its stdin is closed."""
+"""How long a host may take to exit once its stdin is closed."""
 
 
 class SshSession:
-    """The ssh process that leads to one host."""
+    """The ssh process that is connected to one host."""
 
     def __init__(self, host: Host, argv: Sequence[str], token: str, terminals: dict[int, Terminal]) -> None:
         self.host = host
         self.message: Message | None = None
-        """The last that the host has sent: it waits for the answer to each before it sends another."""
+        """The last message of the host: it waits for the answer to each before it sends another."""
         self.early: deque[bytes] = deque(maxlen=TAIL_LINES)
-        """The last lines before the host's ranks start, which are not shown: of its shell, and of ssh."""
+        """The last lines before the host's ranks start, which are not shown: from its shell, and from ssh."""
         self.has_answered = False
         """Whether the host has sent anything at all."""
         self.exit_code: int | None = None
@@ -50,7 +50,7 @@ class SshSession:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Ctrl-C comes to this process alone, which passes it on.
+            # Ctrl-C reaches this process only, which forwards it.
             start_new_session=True,
         )
         pipes = (self.process.stdin, self.process.stdout, self.process.stderr)
@@ -66,7 +66,7 @@ class SshSession:
         return [*self._streams, self._ending]
 
     def send(self, message: Message) -> None:
-        """Send the host a message; nothing happens where it has ended."""
+        """Send the host a message; does nothing if it has exited."""
         with contextlib.suppress(OSError, ValueError):
             self._stdin.write(line(message))
             self._stdin.flush()
@@ -77,22 +77,22 @@ class SshSession:
         return taken
 
     def hang_up(self) -> None:
-        """Let the host end its part by itself."""
+        """Let the host exit by itself."""
         with contextlib.suppress(OSError):
             self._stdin.close()
 
     def read(self, source: int) -> None:
-        """Take in what has come; nothing happens where the session has ended."""
+        """Read the available data; does nothing if the session has ended."""
         if self.exit_code is not None:
             return
         if source == self._ending:
             self._end()
-        # Once: a host that writes without end must not keep signals and other hosts waiting.
+        # Once: a host that writes endlessly must not block signals and other hosts.
         elif not self._read(source):
             del self._streams[source]
 
     def show(self) -> None:
-        """Show what comes from now on."""
+        """Show the output from now on."""
         self.show_rest()
         self._lines = {number: Lines(terminal=terminal) for number, terminal in self._terminals.items()}
 
@@ -103,7 +103,7 @@ class SshSession:
         return any(lines.pending for lines in self._lines.values())
 
     def _end(self) -> None:
-        # To the last of what there is: others may hold the pipes of an ended ssh process open for long.
+        # Only what is available: other processes may keep the pipes of an exited ssh process open.
         for source in self._streams:
             while self._read(source):
                 pass
@@ -114,7 +114,7 @@ class SshSession:
         self.exit_code = self.process.returncode
 
     def _read(self, source: int) -> bool:
-        """Read what has come through stdout or stderr; return whether there was anything."""
+        """Read the available stdout or stderr; return whether there was any."""
         try:
             data = os.read(source, 1 << 16)
         except BlockingIOError:
@@ -129,7 +129,7 @@ class SshSession:
 
 
 class SshSessions:
-    """All of them, from the first to the end of the last; leaving the block ends what is left."""
+    """All sessions, from the first to the end of the last; leaving the block ends the remaining ones."""
 
     def __init__(self, token: str, signals: PendingSignals) -> None:
         self.all: list[SshSession] = []
@@ -145,7 +145,7 @@ class SshSessions:
         for session in self.running:
             session.hang_up()
             if not session.has_answered:
-                # Perhaps on its way to a host that never answers.
+                # It may be connecting to a host that never answers.
                 session.process.terminate()
         deadline = time.monotonic() + LEAVE_SECONDS
         while self.running:
@@ -153,22 +153,22 @@ class SshSessions:
             if left <= 0:
                 for session in self.running:
                     session.process.kill()
-            # What a host sends wrongly ends nothing any more.
+            # An invalid message no longer matters.
             with contextlib.suppress(MessageError):
                 self.turn(left if left > 0 else None)
 
     @property
     def running(self) -> list[SshSession]:
-        """Those that have not ended."""
+        """The sessions that have not ended."""
         return [one for one in self.all if one.exit_code is None]
 
     @property
     def is_unread(self) -> bool:
-        """Whether nobody reads this process's stdout or stderr any more."""
+        """Whether this process's stdout or stderr is no longer read."""
         return any(terminal.is_gone for terminal in self._terminals.values())
 
     def open(self, host: Host, argv: Sequence[str]) -> None:
-        """Start the way to one more host.
+        """Start the session of one more host.
 
         Raises:
             OSError: there is no such command.
@@ -176,15 +176,15 @@ class SshSessions:
         self.all.append(SshSession(host, argv, self._token, self._terminals))
 
     def send_all(self, message: Message) -> None:
-        """Send a message to every host that has not ended."""
+        """Send a message to every host that has not exited."""
         for session in self.running:
             session.send(message)
 
     def turn(self, timeout_seconds: float | None) -> signal.Signals | None:
-        """Take in what comes next, waiting for it at most so long; return a signal where one has come.
+        """Handle the next input, waiting for at most ``timeout_seconds``; return a signal if one was received.
 
         Raises:
-            MessageError: a host has sent what is no message.
+            MessageError: a host has sent an invalid message.
         """
         unfinished = [one for one in self.all if one.show_rest(after_seconds=IDLE_SECONDS)]
         if unfinished:

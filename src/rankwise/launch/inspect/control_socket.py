@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking a running launcher something from another terminal: a socket in the job's own folder.
+"""Queries to a running launcher from another terminal: a socket in the job's own folder.
 
-Only the user who started the job, and root, can reach it. One line of JSON asks, one answers. Imports no torch.
+Only the user who started the job, and root, can reach it. Request and answer are a line of JSON each. No torch.
 Imported by the agent, which answers, and by the command line, which asks.
 """
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
 FOLDER_PREFIX = "rankwise-"
-"""Begins the name of every job's temporary folder."""
+"""Prefix of the name of every job's temporary folder."""
 REQUEST_SECONDS = 1.0
-"""How long the launcher waits for a question: it has ranks to see to."""
+"""How long the launcher waits for a request: it also supervises ranks."""
 ANSWER_SECONDS = 20.0
 LONGEST_REQUEST_BYTES = 2**16
 _SOCKET = "control"
@@ -47,7 +47,7 @@ class RunningJob:
 
 
 class ControlSocket:
-    """The launcher's end: listens from now on. Close it with the job."""
+    """The launcher's end: listens until closed. Close it with the job."""
 
     def __init__(self, folder: str, *, ranks: list[int] | None = None, command: list[str] | None = None) -> None:
         """Listen.
@@ -55,7 +55,7 @@ class ControlSocket:
         Args:
             folder: the job's temporary folder, readable by this user only.
             ranks: of this machine.
-            command: what was typed; by default this process's words.
+            command: as typed; by default this process's arguments.
         """
         about = {"pid": os.getpid(), "ranks": ranks or [], "command": sys.argv if command is None else command}
         (Path(folder) / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
@@ -72,18 +72,18 @@ class ControlSocket:
         self.close()
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when somebody asks."""
+        """Return the descriptor that is readable when there is a request."""
         return self._listener.fileno()
 
     def serve_one(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Answer whoever asks; whatever is wrong with the question ends that connection only.
+        """Answer one request; an invalid request ends that connection only.
 
         Args:
-            answer: turns the question into the answer. A ``RankwiseError`` or ``OSError`` of it is told to the asker.
+            answer: turns the request into the answer. Its ``RankwiseError`` or ``OSError`` is sent to the requester.
         """
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # gone again, or no descriptors are left
+        except OSError:  # already closed, or no descriptors are left
             return
         with connection, contextlib.suppress(OSError):
             connection.settimeout(REQUEST_SECONDS)
@@ -108,7 +108,7 @@ def jobs() -> list[RunningJob]:
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
                 continue
             about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-            with _connected(str(folder)):  # nobody listens in what a launcher that was killed has left
+            with _connected(str(folder)):  # the socket of a killed launcher has no listener
                 found.append(RunningJob(folder=str(folder), **about))
     return found
 
@@ -117,7 +117,7 @@ def ask(job: RunningJob, request: dict[str, Any], timeout_seconds: float = ANSWE
     """Ask a launcher, and return its answer.
 
     Raises:
-        LaunchError: it is gone, or does not answer.
+        LaunchError: it has exited, or does not answer.
     """
     try:
         with _connected(job.folder) as connection:
@@ -127,11 +127,11 @@ def ask(job: RunningJob, request: dict[str, Any], timeout_seconds: float = ANSWE
         answer = json.loads(line or b"")
     except (OSError, ValueError) as error:
         raise LaunchError(
-            f"The launcher {job.pid} did not answer: {error}.", do="look whether it still runs: rankwise stacks"
+            f"The launcher {job.pid} did not answer: {error}.", do="check whether it still runs: rankwise stacks"
         ) from error
     if not isinstance(answer, dict) or "error" in answer:
         evidence = str(answer["error"] if isinstance(answer, dict) else answer)
-        do = "where its job has just ended there is nothing to see; else ask again: rankwise stacks"
+        do = "if its job has just ended, there is nothing to show; otherwise try again: rankwise stacks"
         raise LaunchError(f"The launcher {job.pid} could not answer.", evidence=evidence, do=do)
     return answer
 
@@ -140,14 +140,14 @@ def _answered(line: bytes, answer: Callable[[dict[str, Any]], dict[str, Any]]) -
     try:
         request = json.loads(line)
         if not isinstance(request, dict):
-            return {"error": "a question is a JSON object"}
+            return {"error": "a request must be a JSON object"}
         return answer(request)
     except (RankwiseError, OSError, ValueError, RuntimeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _read_line(connection: socket.socket, limit: int | None) -> bytes | None:
-    """Return what comes before the end of the line; ``None`` where the line is too long or does not end."""
+    """Return one line without its end; ``None`` if it is too long or does not end."""
     received = b""
     while not received.endswith(b"\n"):
         more = connection.recv(2**16)
@@ -158,7 +158,7 @@ def _read_line(connection: socket.socket, limit: int | None) -> bytes | None:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return who is at the other end. Source: unix(7), ``SO_PEERCRED``."""
+    """Return the user at the other end. Source: unix(7), ``SO_PEERCRED``."""
     credentials = struct.Struct("3i")
     return credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[1]
 
@@ -174,7 +174,7 @@ def _connected(folder: str) -> Generator[socket.socket]:
 
 @contextlib.contextmanager
 def _address(folder: str) -> Generator[str]:
-    """Yield an address of the socket, which may be 107 bytes long at most: a folder's name may be longer."""
+    """Yield an address of the socket, which may be at most 107 bytes long: a folder's path may be longer."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{_SOCKET}"

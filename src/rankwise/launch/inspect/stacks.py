@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ``rankwise stacks`` is answered: what every rank of the running attempt does, on all machines of the job.
+"""How ``rankwise stacks`` is answered: what every rank of the running attempt is doing, on all machines of the job.
 
-Ranks are asked over the job's store, and those that do not answer are looked at from outside, by the launcher of their
+Ranks are asked over the job's store, and those that do not answer are probed from outside, by the launcher of their
 machine; the parts are merged. Changes nothing. Imported by the agent.
 """
 
@@ -34,30 +34,30 @@ if TYPE_CHECKING:
 
 STORE_SECONDS = 3.0
 OTHERS_SECONDS = 8.0
-"""How long the other machines have to look at their ranks."""
+"""How long the other machines may take to probe their ranks."""
 
 
 class StacksService:
-    """Answers what one launcher is asked from another terminal, or by another machine's launcher that was."""
+    """Answers requests to one launcher from another terminal, or from another machine's launcher."""
 
     def __init__(self, control: ControlSocket, ranks: LocalRanks) -> None:
         self._control = control
         self._ranks = ranks
         self._received: queue.Queue[StacksAnswer] = queue.Queue()
         self._number = 0
-        """Of the latest question."""
+        """The number of the latest request."""
         self._one_at_a_time = threading.Lock()
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when there is a question."""
+        """Return the descriptor that is readable when there is a request."""
         return self._control.fileno()
 
     def serve(self, link: ControllerLink | LocalLink) -> None:
-        """Answer a question, without keeping the caller waiting."""
+        """Answer a request, without blocking the caller."""
         threading.Thread(target=self._control.serve_one, args=(lambda asked: self._answer(asked, link),)).start()
 
     def handle(self, message: StacksRequest | StacksAnswer, link: ControllerLink | LocalLink | None) -> None:
-        """Look at the ranks here for another machine's launcher, or keep what it has seen of its own."""
+        """Probe the ranks here for another machine's launcher, or keep its findings on its own ranks."""
         if isinstance(message, StacksAnswer):
             self._received.put(message)
         elif link is not None:
@@ -70,9 +70,9 @@ class StacksService:
     def _answer(self, asked: dict[str, Any], link: ControllerLink | LocalLink) -> dict[str, Any]:
         attempt = self._ranks.attempt
         if asked.get("kind") != "stacks":
-            raise LaunchError(f"This launcher cannot be asked for {asked.get('do')!r}.", do="rankwise stacks")
+            raise LaunchError(f"This launcher does not support the request {asked.get('do')!r}.", do="rankwise stacks")
         if attempt is None:
-            raise LaunchError("No rank has been started yet.", do="ask again when the other machines have come")
+            raise LaunchError("No rank has been started yet.", do="try again once the other machines have joined")
         with self._one_at_a_time:
             self._number += 1
             if attempt.num_nodes > 1:
@@ -81,13 +81,13 @@ class StacksService:
             with contextlib.suppress(queue.Empty):
                 while len(parts) < attempt.num_nodes:
                     answer = self._received.get(timeout=OTHERS_SECONDS)
-                    # A machine that was too slow for an earlier question may still answer it.
+                    # A machine that was too slow for an earlier request may still answer it.
                     if answer.number == self._number:
                         parts.append(answer.answers)
         return as_json(merge(parts), attempt.world_size)
 
     def look(self) -> Answers:
-        """Return what the ranks do: all that answer, and those of this machine that do not. Takes seconds.
+        """Return what the ranks are doing: all that answer, and those of this machine that do not. Takes seconds.
 
         Raises:
             OSError: the job's store cannot be reached.
@@ -109,7 +109,7 @@ class StacksService:
             opened.close()
 
 
-NOT_JOINED = "it runs, and has not joined the world yet or has left it"
+NOT_JOINED = "running, but it has not joined the world yet or has left it"
 MOST_AT_ONCE = 16
 
 
@@ -127,8 +127,8 @@ def look(
     Args:
         store: of the attempt, a connection of this thread's.
         world_size: number of ranks.
-        processes: process number of each rank of this machine that runs.
-        stack_files: what each of these writes its stack into.
+        processes: process id of each running rank of this machine.
+        stack_files: the file each of these writes its stack into.
         hostname: of this machine.
         send_signal: sends a rank of this machine a signal: rank, number.
     """
@@ -150,7 +150,7 @@ def look(
 
 
 def merge(parts: Iterable[Answers]) -> Answers:
-    """Return one view from those of several machines: what a rank said itself counts before what was seen of it."""
+    """Return one view from those of several machines: a rank's own answer takes precedence over a probe of it."""
     merged: Answers = {}
     for part in parts:
         for rank, answer in part.items():
@@ -161,7 +161,7 @@ def merge(parts: Iterable[Answers]) -> Answers:
 
 
 def as_json(answers: Answers, world_size: int) -> dict[str, Any]:
-    """Return what ``rankwise stacks`` is answered, as JSON: the text for a person, and what each rank said."""
+    """Return the answer to ``rankwise stacks`` as JSON: the text for people, and the answer of each rank."""
     return {
         "text": text(answers, world_size),
         "world_size": world_size,

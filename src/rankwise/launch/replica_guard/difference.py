@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between ranks of a hand-written script, judged from what each has posted. Values only.
+"""Finds differences between ranks of a hand-written script, from what each has posted. Values only.
 
-Used by guarded.
+Used by ``ranks``.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from rankwise.launch.replica_guard.schedule import Stepped
 
 Report = dict[str, Any]
-"""Of one rank: summaries of values and gradients, and the parameter groups' hyperparameters."""
+"""The report of one rank: summaries of values and gradients, and the parameter groups' hyperparameters."""
 
 MOST_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What ranks differ in, in words."""
+    """A description of a difference between ranks."""
 
     what: str
     evidence: str
     do: str
     has_own_gradients: bool
-    """Whether ranks have stepped with gradients of their own: nothing keeps them equal then, perhaps on purpose."""
+    """Whether ranks have stepped with different gradients: then nothing keeps them equal, perhaps on purpose."""
 
     def error(self) -> ReplicasDiffer:
-        """Return what is raised where DistributedDataParallel was to keep the ranks equal."""
+        """Return the error if DistributedDataParallel should have kept the ranks equal."""
         return ReplicasDiffer(self.what, evidence=self.evidence, do=self.do)
 
     def warning(self) -> str:
-        """Return what is said once where the ranks may differ on purpose."""
+        """Return the warning, given once, if the ranks may differ on purpose."""
         return (
-            f"{self.what} {'; '.join(self.evidence.splitlines())}; nothing known keeps them equal: {self.do}, or, "
-            "where ranks are meant to differ, leave --guard out"
+            f"{self.what} {'; '.join(self.evidence.splitlines())}; nothing keeps them equal: {self.do}; "
+            "if ranks are meant to differ, remove --guard"
         )
 
 
@@ -53,9 +53,9 @@ def difference_between(
 
     Args:
         reports: of each rank.
-        part: what has been compared, as this rank holds it.
+        part: the compared tensors of this rank.
         optimizer: its class.
-        num_steps: how many steps it has taken.
+        num_steps: number of its steps.
     """
     where = f"after step {num_steps} of {optimizer}"
     has_own_gradients = bool(_apart(reports, part, "gradients"))
@@ -66,7 +66,7 @@ def difference_between(
         return Difference(
             f"{key} of {optimizer} is not the same on all ranks {where}.",
             fold_values(held),
-            "set it from what is the same on all ranks: give a scheduler the mean of all ranks' losses, by all_reduce",
+            "set it from values that are the same on all ranks: give a scheduler the mean of all losses, by all_reduce",
             has_own_gradients,
         )
     apart = _apart(reports, part, "values")
@@ -78,9 +78,9 @@ def difference_between(
     return Difference(
         f"{'Parameter ' if part.is_wrapped else ''}{part.names[first]} is not the same on all ranks {where}.",
         f"{fold_values(norms)}\n{len(apart)} of {len(part.names)} tensors differ: {names}",
-        "load weights and the optimizer's state on every rank, and average what each rank does by itself by all_reduce"
+        "load weights and the optimizer's state on every rank, and average rank-local changes with all_reduce"
         if part.is_wrapped
-        else "wrap the module that holds it in DistributedDataParallel, or average its gradients by all_reduce",
+        else "wrap its module in DistributedDataParallel, or average its gradients with all_reduce",
         has_own_gradients,
     )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise run --guard``: ranks of a hand-written script compare their models every so many optimizer steps.
+"""``rankwise run --guard``: ranks of a hand-written script compare their models every few optimizer steps.
 
-Posts checksums in the job's store and waits for nobody: the last rank to post finds whether all agree. Where they do
-not, the ranks post details in the step that is due next, and the last one judges them; in the first steps, always.
+Posts checksums in the job's store and never waits: the last rank to post determines whether all agree. If they do
+not, the ranks post details at the next comparison, and the last one evaluates them; in the first steps, always.
 Imported by the worker.
 """
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from rankwise.store.values import Store
 
 MOST_STEPS = 128
-"""How many steps of an optimizer lie between two comparisons, once a training is under way."""
+"""How many optimizer steps are between two comparisons, after the first steps."""
 NUM_FIRST_STEPS = 64
-"""Before which step details are posted in every comparison."""
+"""Until which step details are posted in every comparison."""
 ANSWER_SECONDS = 10.0
 """How long the store may take to connect, and to return a key that is set."""
 
 
 def watch(world_size: int) -> None:
-    """Compare what optimizers of this process step with what those of the other ranks do.
+    """Compare what optimizers of this process step with those of the other ranks.
 
     Called by: each of several ranks, before its script runs.
 
@@ -50,13 +50,13 @@ def watch(world_size: int) -> None:
 
 
 class _Guarded:
-    """One optimizer: how often it has stepped, and what of it is compared."""
+    """One optimizer: the number of its steps, and its compared tensors."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.next_due = 1
         self.parts: list[tuple[str, Stepped]] = []
-        """Each with the key that ranks find one another by."""
+        """Each with the key by which ranks match it."""
 
 
 class _Guard:
@@ -67,13 +67,13 @@ class _Guard:
         self._pid = os.getpid()
         self._store: Store | None = None
         self._is_lost = False
-        # By identity: a dict with weak keys takes several times as long to look into, in every step.
+        # By identity: lookups in a dict with weak keys take several times as long, in every step.
         self._of: dict[int, tuple[ref[Optimizer], _Guarded]] = {}
         self._num_alike: dict[str, int] = {}
 
     @uncompiled_hook
     def after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        """Look at an optimizer after a step. Called by torch."""
+        """Check an optimizer after a step. Called by torch."""
         known = self._of.get(id(optimizer))
         if known is None or known[0]() is not optimizer:
             if not has_gradients(optimizer):
@@ -84,12 +84,12 @@ class _Guard:
         if guarded.num_steps < guarded.next_due or self._is_lost:
             return
         guarded.next_due = guarded.num_steps + min(guarded.num_steps, MOST_STEPS)
-        # What rankwise.replicate() has spread compares itself; a process that the script forked is not the rank.
+        # Models of rankwise.replicate() are compared by it; a process that the script forked is not the rank.
         if os.getpid() == self._pid and self._has_group_of_all() and current_or_none() is None:
             try:
                 self._compare(optimizer, guarded)
             except (OSError, TimeoutError, TypeError):
-                # The store is gone with the launcher; or tensors have no plain values.
+                # The launcher and its store have exited; or tensors have no plain values.
                 self._is_lost = True
 
     def _compare(self, optimizer: Optimizer, guarded: _Guarded) -> None:
@@ -109,14 +109,14 @@ class _Guard:
     def _compare_part(self, model: str, part: Stepped, optimizer: Optimizer, num_steps: int) -> None:
         opened = self._opened()
         key, asked = f"{model}/{num_steps}", f"{model}/asked"
-        # At first always: ranks that do not wait for one another may be past the step in which one would ask.
+        # At first always: ranks that do not wait for one another may be past the step in which details are requested.
         if num_steps < NUM_FIRST_STEPS or opened.check(asked):
             self._post_details(model, part, optimizer, num_steps)
         code = short(combined([part.checksum(), settings_checksum(optimizer)]))
         sums = [opened.add(f"{key}/{name}", number) for name, number in (("x", code), ("xx", code * code))]
         if opened.add(f"{key}/n", 1) < len(part.ranks):
             return
-        # The last one: the sums are those of all, though others have added to them since.
+        # The last rank: the sums include all ranks, even if others have added to them since.
         sums = [opened.add(f"{key}/{name}", 0) for name in ("x", "xx")]
         for name in ("x", "xx", "n"):
             opened.delete(f"{key}/{name}")
@@ -141,7 +141,7 @@ class _Guard:
             return
         if part.is_wrapped and not found.has_own_gradients and not opened.check(own_gradients):
             raise found.error()
-        # Ranks that step by themselves and are averaged now and then: also where gradients agree for once.
+        # Ranks that step alone and are averaged occasionally: even if their gradients happen to agree.
         opened.set(own_gradients, "1")
         if opened.add("told", 1) == 1:
             warn(found.warning(), all_ranks=True)
@@ -154,7 +154,7 @@ class _Guard:
         if self._store is None:
             reading = environments.read_process()
             if reading.address is None or reading.secret is None:
-                message = "the variables of rankwise's launcher are gone from this process"
+                message = "the variables of rankwise's launcher were removed from this process"
                 raise OSError(message)
             opened = opening.connect(*reading.address, ANSWER_SECONDS, secret=reading.secret.encode())
             self._store = opened.prefixed(f"attempt/{reading.attempt}/guard")

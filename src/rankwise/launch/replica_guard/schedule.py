@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one optimizer of a hand-written script steps: models of DistributedDataParallel, and tensors of no wrapper.
+"""What one optimizer of a hand-written script steps: models of DistributedDataParallel, and unwrapped tensors.
 
-Reads tensors, sends nothing. Used by guarded.
+Reads tensors, sends nothing. Used by ``ranks``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 REPLICATES = "DistributedDataParallel"
 SPREADS = "FullyShardedDataParallel"
-"""Classes of torch, by name: to import them would be to load what the script does not use."""
+"""Classes of torch, by name: importing them would load what the script does not use."""
 
 
 class Stepped:
-    """Tensors that an optimizer steps, and that one set of ranks is to hold alike."""
+    """Tensors that an optimizer steps, and that should be equal on a set of ranks."""
 
     def __init__(
         self, names: Sequence[str], tensors: Sequence[torch.Tensor], ranks: Sequence[int], *, is_wrapped: bool
@@ -36,9 +36,9 @@ class Stepped:
         self.names = list(names)
         self.tensors = list(tensors)
         self.ranks = list(ranks)
-        """That hold them too; of torch's default group."""
+        """The ranks that hold them too, in torch's default group."""
         self.is_wrapped = is_wrapped
-        """Whether DistributedDataParallel keeps them equal; otherwise nothing is known of them."""
+        """Whether DistributedDataParallel keeps them equal; otherwise it is unknown."""
         self._checksum = ChecksumOfAll()
 
     def checksum(self) -> int:
@@ -46,15 +46,15 @@ class Stepped:
         return self._checksum(self.tensors)
 
     def checksum_of_shapes(self) -> int:
-        """Return what ranks find one another by: those that step other shapes train other models on purpose."""
+        """Return the checksum by which ranks match: ranks that step other shapes train other models on purpose."""
         return zlib.crc32(str([(tuple(one.shape), str(one.dtype)) for one in self.tensors]).encode())
 
     def tolerances(self) -> list[float]:
-        """Return which part of its norm each tensor may be apart by rounding."""
+        """Return the relative difference in norm that rounding may cause for each tensor."""
         return [tolerance(one.dtype) for one in self.tensors]
 
     def details(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return summaries of values and gradients, and the hyperparameters, as JSON can carry them."""
+        """Return summaries of values and gradients, and the hyperparameters, in a form for JSON."""
         gradients = [one.grad for one in self.tensors]
         return {
             "values": [summary_of(one) for one in self.tensors],
@@ -64,7 +64,7 @@ class Stepped:
 
 
 def stepped_by(optimizer: Optimizer) -> list[Stepped]:
-    """Return what ranks compare of an optimizer: per model of DistributedDataParallel, and the rest together."""
+    """Return the tensors of an optimizer to compare: one entry per DistributedDataParallel, one for the rest."""
     held = {id(p): p for group in optimizer.param_groups for p in group["params"] if _is_plain(p)}
     found: list[Stepped] = []
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
@@ -85,7 +85,7 @@ def stepped_by(optimizer: Optimizer) -> list[Stepped]:
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Return whether a tensor has values of its own here. Only a DTensor has a mesh."""
+    """Return whether a tensor has plain values on this rank. Only a DTensor has a mesh."""
     has_mesh = getattr(parameter, "device_mesh", None) is not None
     return not (has_mesh or parameter.is_meta) and parameter.layout is torch.strided
 

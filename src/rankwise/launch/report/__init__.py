@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of how ranks ended."""
+"""Reports on how ranks exited."""

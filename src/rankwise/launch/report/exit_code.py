@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exit code in words, as a shell tells it, and what a killed process was killed by.
+"""An exit code as text, as a shell reports it, and what killed a process.
 
-Values and text only. Imported by whatever reports how a process ended.
+Values and text only. Imported by everything that reports how a process exited.
 """
 
 from __future__ import annotations
 
 import signal
 
-OUT_OF_MEMORY = "by the kernel: the machine, or its memory limit, had no memory left"
-KILLED = "by a person, a program or a scheduler, not by the kernel for memory"
+OUT_OF_MEMORY = "by the kernel: the machine was out of memory, or a memory limit was reached"
+KILLED = "by a user, a program or a scheduler, not by the kernel's out-of-memory killer"
 
 
 def shell_code(exit_code: int) -> int:
-    """Return an exit code as a shell tells it: 128 and the signal's number for a signal."""
+    """Return an exit code as a shell reports it: 128 plus the signal's number for a signal."""
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
@@ -26,25 +26,25 @@ def signal_name(number: int) -> str:
 
 
 def in_words(exit_code: int) -> str:
-    """Return how a process ended.
+    """Return how a process exited.
 
     Args:
-        exit_code: as ``wait`` tells it: negative for a signal.
+        exit_code: as ``wait`` reports it: negative for a signal.
     """
     if exit_code >= 0:
         return f"exit code {exit_code}"
     hint = ""
     if -exit_code == signal.SIGKILL:
-        hint = "; where nobody killed it, the machine was out of memory (see `dmesg`)"
+        hint = "; if no one killed it, the machine was out of memory (see `dmesg`)"
     return f"killed by {signal_name(-exit_code)}, exit code {shell_code(exit_code)}{hint}"
 
 
 def killed_in_words(exit_code: int, *, out_of_memory: bool | None) -> str:
-    """Return who killed a process; empty where it was not killed, or nobody knows.
+    """Return what killed a process; empty if it was not killed, or if unknown.
 
     Args:
-        exit_code: as ``wait`` tells it.
-        out_of_memory: whether the kernel has killed for memory meanwhile; ``None`` where that cannot be known.
+        exit_code: as ``wait`` reports it.
+        out_of_memory: whether the OOM killer has run meanwhile; ``None`` if unknown.
     """
     if exit_code != -signal.SIGKILL or out_of_memory is None:
         return ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank failed, as a value: made from its exception or its exit, written to the one file it leaves, and ordered.
+"""How a rank failed, as a value: built from its exception or its exit, written to the one file it leaves, and ordered.
 
-Starts and stops nothing. Imported by the worker, which writes the file, and by the agent, which reads it.
+Starts and stops no process. Imported by the worker, which writes the file, and by the agent, which reads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOST_PEER_WORDS = (
     "connection was likely closed",
     "remote process exited or there was a network error",
 )
-"""What Gloo, NCCL and the store say when the process at the other end has died."""
+"""Messages of Gloo, NCCL and the store if the process at the other end has died."""
 
 LONGEST_TEXT = 1 << 16
 
@@ -39,29 +39,29 @@ class Failure:
 
     rank: int
     type: str
-    """Name of the exception class, or of the signal; ``"exit"`` where the process just ended."""
+    """Name of the exception class, or of the signal; ``"exit"`` if the process just exited."""
     message: str
     traceback: str
-    """From the user's first frame on; empty where Python left none."""
+    """From the user's first frame on; empty if Python left none."""
     time: float
     """When, in seconds since the epoch."""
     secondary: bool
     """Whether it is only the echo of another rank's failure."""
     exit_code: int
-    """Of the process as ``wait`` tells it: negative for a signal."""
+    """The exit code as ``wait`` reports it: negative for a signal."""
     how: str = ""
-    """In words, where exit code and signal do not tell it."""
+    """A description, if exit code and signal do not show it."""
     at: str = ""
-    """Where a rank that was killed had last been seen, in words; empty where that is not known."""
+    """Where a killed rank was last seen, as text; empty if unknown."""
 
     @property
     def words(self) -> str:
-        """How it ended."""
+        """How it exited."""
         return self.how or in_words(self.exit_code)
 
     @property
     def brief(self) -> str:
-        """The same in a few words, for a line that says more: ``ValueError: boom``, ``SIGKILL``."""
+        """The same in short, for part of a line: ``ValueError: boom``, ``SIGKILL``."""
         if self.traceback:
             first_line = self.message.strip().partition("\n")[0]
             return f"{self.type}: {first_line}" if first_line else self.type
@@ -72,27 +72,27 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedAttempt:
-    """How all ranks of one attempt ended, after one of them had failed."""
+    """How all ranks of one attempt exited, after one of them had failed."""
 
     attempt: int
     """0, then the number of the restart."""
     world_size: int
     failures: tuple[Failure, ...]
-    """At least one, in the order of blame: what came first, then the rest, then the echoes."""
+    """At least one, the cause first: in the order they failed, then the echoes."""
     ends: dict[int, str]
-    """How each rank that did not fail ended, in a few words."""
+    """How each rank that did not fail exited, in short."""
     tolerated: tuple[int, ...] = ()
-    """Ranks whose failure had not ended the others."""
+    """Ranks whose failure did not end the others."""
     hostname: str = ""
     """Where the first failure happened."""
     stderr_tail: tuple[str, ...] = ()
-    """The last lines that rank wrote, shown where there is no traceback."""
+    """The last lines of that rank, shown if there is no traceback."""
     log_path: str | None = None
-    """Where its whole stderr is."""
+    """The file with its complete stderr."""
 
     @property
     def first(self) -> Failure:
-        """The failure to blame."""
+        """The failure that is the cause."""
         return self.failures[0]
 
 
@@ -118,22 +118,25 @@ def _text(error: BaseException) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return ``text`` with the middle left out where it is too long to be read, or sent."""
+    """Return ``text`` without its middle if it is too long to be read or sent."""
     if len(text) <= LONGEST_TEXT:
         return text
     head, tail = LONGEST_TEXT // 4, LONGEST_TEXT // 2
-    return f"{text[:head]}\n... {len(text) - head - tail} characters are left out here ...\n{text[-tail:]}"
+    return f"{text[:head]}\n... {len(text) - head - tail} characters omitted ...\n{text[-tail:]}"
 
 
-def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | None = None, at: str = "") -> Failure:
-    """Describe a process that ended badly without recording a failure: a signal, or ``os._exit``.
+def from_exit(
+    rank: int, exit_code: int, when: float, *, out_of_memory: bool | None = None, at: str = "", is_echo: bool = False
+) -> Failure:
+    """Describe a process that failed without recording it: by a signal, or ``os._exit``.
 
     Args:
         rank: which one.
-        exit_code: of the process as ``wait`` tells it.
-        when: it ended, in seconds since the epoch.
-        out_of_memory: whether the kernel has killed for memory meanwhile; ``None`` where that cannot be known.
-        at: where it had last been seen, in words, where that is known.
+        exit_code: of the process as ``wait`` reports it.
+        when: it exited, in seconds since the epoch.
+        out_of_memory: whether the OOM killer has run meanwhile; ``None`` if unknown.
+        at: where it was last seen, as text, if known.
+        is_echo: whether it has recorded that only another rank's failure ended it.
     """
     name = signal_name(-exit_code) if exit_code < 0 else "exit"
     how = killed_in_words(exit_code, out_of_memory=out_of_memory)
@@ -143,7 +146,7 @@ def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | N
         message="",
         traceback="",
         time=when,
-        secondary=False,
+        secondary=is_echo,
         exit_code=exit_code,
         how=how,
         at=at,
@@ -151,14 +154,14 @@ def from_exit(rank: int, exit_code: int, when: float, *, out_of_memory: bool | N
 
 
 def from_stop(rank: int, seconds: float, when: float) -> Failure:
-    """Describe a rank that somebody has stopped: its process is there, and does not run.
+    """Describe a rank that has been stopped: its process exists, but does not run.
 
     Args:
         rank: which one.
         seconds: for how long.
         when: that was seen, in seconds since the epoch.
     """
-    how = f"stopped for {seconds:.0f} s by SIGSTOP, Ctrl-Z or a debugger, while the other ranks ran"
+    how = f"stopped for {seconds:.0f} s by SIGSTOP, Ctrl-Z or a debugger, while the other ranks were running"
     return _seen_from_outside(rank, "stopped", how, when, exit_code=-signal.SIGSTOP)
 
 
@@ -168,9 +171,9 @@ def from_lost_node(rank: int, hostname: str, when: float) -> Failure:
     Args:
         rank: any of its ranks.
         hostname: of the machine.
-        when: it was given up, in seconds since the epoch.
+        when: it was declared lost, in seconds since the epoch.
     """
-    how = f"{hostname} is lost: the machine or its network went down, or its launcher was killed"
+    how = f"{hostname} was lost: the machine or its network went down, or its launcher was killed"
     return _seen_from_outside(rank, "lost", how, when, exit_code=1)
 
 
@@ -181,14 +184,14 @@ def _seen_from_outside(rank: int, kind: str, how: str, when: float, *, exit_code
 
 
 def write(failure: Failure, path: str) -> None:
-    """Write ``failure`` to ``path`` whole or not at all."""
+    """Write ``failure`` to ``path`` atomically."""
     partial = Path(f"{path}.partial")
     partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     partial.replace(path)
 
 
 def read(path: str) -> Failure | None:
-    """Return what a rank wrote to ``path``, or ``None`` where it wrote nothing."""
+    """Return what a rank wrote to ``path``, or ``None`` if it wrote nothing."""
     try:
         return Failure(**json.loads(Path(path).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -196,7 +199,7 @@ def read(path: str) -> Failure | None:
 
 
 def causes_first(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Return failures in the order they came, echoes of others last."""
+    """Return failures in the order they occurred, echoes last."""
     return tuple(sorted(failures, key=lambda failure: (failure.secondary, failure.time)))
 
 

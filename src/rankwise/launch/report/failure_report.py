@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person is shown of a failed attempt: who failed first, how the others ended, the error, what to write instead.
+"""The report on a failed attempt: which rank failed first, how the others exited, the error, what to write instead.
 
-Values in, text out; the advice is a table of errors that scripts written for other tools are known for. Imported by
+Values in, text out; the advice is a table of known errors of scripts written for other tools. Imported by
 the agent.
 """
 
@@ -16,45 +16,45 @@ if TYPE_CHECKING:
     from rankwise.launch.report.failure import FailedAttempt
 
 LONGEST_BRIEF = 300
-"""How much is shown of the message of a rank that failed after the first."""
+"""How much of the message of a rank that failed after the first is shown."""
 _NO_NCCL = (
-    'NCCL is for GPUs, and this rank sees none: write init_process_group(backend="gloo"), leave the backend out '
-    "(torch takes the one that fits), or call rankwise.join(), which chooses by the device"
+    'NCCL needs GPUs, but this rank sees none: write init_process_group(backend="gloo"), omit the backend '
+    "(torch then chooses it), or call rankwise.join(), which chooses it for the device"
 )
 _NO_GPU = (
     f"this rank sees no GPU: {ASK_FIRST}, or use the device that "
-    "rankwise.join() decides: `world = rankwise.join(); model.to(world.device)`"
+    "rankwise.join() chooses: `world = rankwise.join(); model.to(world.device)`"
 )
 _NO_GROUP = (
     "call torch.distributed.init_process_group() before this line; under `rankwise run` it needs no arguments. Or call "
-    "rankwise.join(), with rankwise.DataLoader in place of the sampler and rankwise.replicate(model) of the wrapper"
+    "rankwise.join(), with rankwise.DataLoader for the sampler and rankwise.replicate(model) for the wrapper"
 )
 _TWICE = (
-    "call init_process_group() once per process, and guard a second call by torch.distributed.is_initialized(); "
-    "rankwise.join() has opened it already where the script calls that"
+    "call init_process_group() once per process, and guard a second call with torch.distributed.is_initialized(); "
+    "rankwise.join() has already called it if the script uses that"
 )
 _UNUSED = (
-    "some parameters had no part in the loss: rankwise.replicate(model) needs no flag for that; with "
+    "some parameters were not used in the loss: rankwise.replicate(model) needs no flag for that; with "
     "DistributedDataParallel pass find_unused_parameters=True"
 )
 _PORT_TAKEN = (
-    "another process holds the port that the script names: leave init_method out, since `rankwise run` has a port of "
-    "its own that init_process_group() finds; a script that starts its own processes runs under `rankwise run -n 1`, "
-    "and names a free port in init_method or MASTER_PORT"
+    "another process uses the script's port: remove init_method, since `rankwise run` has its "
+    "own port that init_process_group() finds; run a script that starts its own processes under `rankwise run -n 1`, "
+    "and pass a free port in init_method or MASTER_PORT"
 )
 _HOROVOD = (
-    "rankwise has Horovod's calls: start the script by `rankwise horovodrun -np 4 python train.py`, with not a line "
-    "changed, or write import rankwise.compat.horovod as hvd"
+    "rankwise implements Horovod's API: start the script with `rankwise horovodrun -np 4 python train.py`, "
+    "unchanged, or write import rankwise.compat.horovod as hvd"
 )
 _MEGENGINE = (
-    "rankwise has MegEngine's calls for several ranks, on torch's tensors and modules: start the script by "
+    "rankwise implements MegEngine's API for several ranks, on torch's tensors and modules: start the script with "
     "`rankwise run -n 4 -m rankwise.compat.megengine train.py`, or write "
     "import rankwise.compat.megengine.distributed as dist"
 )
 
 _NO_STDIN = (
-    "there was nothing to read from stdin, and with several ranks there never is: debug with `rankwise run -n 1` in a "
-    "terminal, or see where ranks are by `rankwise stacks`; give what a script asks for as an "
+    "stdin is empty if there are several ranks: debug with `rankwise run -n 1` in a "
+    "terminal, or show where ranks are with `rankwise stacks`; pass input of the script as an "
     "argument"
 )
 
@@ -66,7 +66,7 @@ WHAT_TO_DO = (
     *((words, _NO_GPU) for words in MISSING_GPU),
     (
         "DistributedDataParallel device_ids and output_device arguments only work with",
-        "leave device_ids and output_device out for a model on the CPU; rankwise.replicate(model) takes neither",
+        "omit device_ids and output_device for a model on the CPU; rankwise.replicate(model) needs neither",
     ),
     ("Default process group has not been initialized", _NO_GROUP),
     ("trying to initialize the default process group twice", _TWICE),
@@ -77,11 +77,11 @@ WHAT_TO_DO = (
     ("No module named 'horovod'", _HOROVOD),
     ("No module named 'megengine'", _MEGENGINE),
 )
-"""Words of the error, mostly torch's, and what mends it; the first row that fits counts."""
+"""Parts of errors, mostly torch's, and their fixes; the first matching row is used."""
 
 
 def whole(failed: FailedAttempt) -> str:
-    """Return the text for a person: the first failure, how the others ended, then the first failure's error, whole."""
+    """Return the full report: the first failure, how the others exited, then the first failure's complete error."""
     first = failed.first
     lines = [_first_line(failed)]
     if first.at:
@@ -103,10 +103,10 @@ def whole(failed: FailedAttempt) -> str:
 
 
 def _ends_of_others(failed: FailedAttempt) -> list[str]:
-    """Return how the other ranks ended, those that failed in the order they did; ranks that ended alike on one line."""
+    """Return how the other ranks exited, failures in order; ranks that exited alike share a line."""
     ranks_of: dict[str, list[int]] = {}
     for one in failed.failures[1:]:
-        came = "failed on the way" if one.rank in failed.tolerated else "then failed too"
+        came = "failed earlier" if one.rank in failed.tolerated else "then also failed"
         seen = f", last seen {one.at}" if one.at else ""
         ranks_of.setdefault(f"{came}: {one.brief[:LONGEST_BRIEF]}{seen}", []).append(one.rank)
     for rank, how in sorted(failed.ends.items()):
@@ -115,9 +115,9 @@ def _ends_of_others(failed: FailedAttempt) -> list[str]:
 
 
 def one_line(failed: FailedAttempt) -> str:
-    """Return the one line for a machine whose launcher leaves the whole report to node 0's."""
+    """Return the one line for a machine whose launcher leaves the full report to node 0's."""
     error = f" ({failed.first.type}: {failed.first.message.splitlines()[0]})" if failed.first.message else ""
-    return f"{_first_line(failed)}{error}; node 0 shows it whole\n"
+    return f"{_first_line(failed)}{error}; node 0 shows the full report\n"
 
 
 def _first_line(failed: FailedAttempt) -> str:
@@ -128,11 +128,11 @@ def _first_line(failed: FailedAttempt) -> str:
 
 
 def advice_for(error: str) -> str | None:
-    """Return what to write instead, or ``None`` where the error is not a known one or says so itself.
+    """Return what to write instead, or ``None`` if the error is unknown or contains the fix.
 
     Args:
         error: the exception that ended a rank, as ``ValueError: its message``.
     """
-    if "\n  do  " in error:  # as rankwise's own errors end
+    if "\n  do  " in error:  # the last part of rankwise's own errors
         return None
     return next((advice for words, advice in WHAT_TO_DO if words in error), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is shown what the launcher reports: a terminal, a caller of ``launch()``, another machine's launcher."""
+"""Receivers of the launcher's reports: a terminal, a caller of ``launch()``, another machine's launcher."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Reporter(Protocol):
     """Called from the launcher's one thread."""
 
     def show(self, text: str) -> None:
-        """Show whole lines."""
+        """Show complete lines."""
         ...
 
     def report(self, failed: FailedAttempt, text: str) -> None:
-        """Show how an attempt failed; ``text`` says it in whole lines."""
+        """Show how an attempt failed; ``text`` is the report in complete lines."""
         ...
 
     def end(self, failures: Mapping[int, Failure]) -> None:
-        """Take in how ranks of this machine failed in the last attempt; others may have continued without them."""
+        """Receive how ranks of this machine failed in the last attempt; others may have continued without them."""
         ...
 
 
@@ -33,12 +33,12 @@ class TerminalReporter:
     """Shows everything on stderr."""
 
     def show(self, text: str) -> None:
-        """Show whole lines; a full disk behind stderr ends nothing."""
+        """Show complete lines; a full disk behind stderr is ignored."""
         with contextlib.suppress(OSError):
             sys.stderr.write(text)
             sys.stderr.flush()
 
-    def report(self, failed: FailedAttempt, text: str) -> None:  # noqa: ARG002 - the text says it all
+    def report(self, failed: FailedAttempt, text: str) -> None:  # noqa: ARG002 - the text is complete
         """Show how an attempt failed."""
         self.show(text)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several ranks that write one file: noticed when the second one opens it, and reported once per job and machine.
+"""Several ranks that write one file: detected when the second one opens it, and reported once per job and machine.
 
-Python reports what it opens by its audit events, torch.save by a hook of ours. What each rank has opened stands in the
-job's temporary folder, as links whose name is the file's and whose target is the rank. Imported by the worker.
+Python reports opened files by audit events, torch.save by a hook. The files each rank has opened are recorded in the
+job's temporary folder, as links named after the file whose target is the rank. Imported by the worker.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from pathlib import Path
 from rankwise.log import warn
 
 MOST_FILES = 10_000
-"""How many files of one rank are followed."""
+"""How many files of one rank are tracked."""
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 _LOCKS = (".lock", ".lck")
 _MEANS = ("rankwise.launch.", "rankwise.torch_private.")
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"numpy", "torch"}
-"""Through which somebody else opens a file: whether that is rankwise is looked for above them."""
+"""Modules that open files for others: their callers determine whether it is rankwise."""
 
 
 def watch(rank: int, error_file: str) -> None:
-    """Follow which files this process, and what it forks, opens for writing.
+    """Track which files this process and its forks open for writing.
 
     Called by: each of several ranks, once, before its script runs.
 
     Args:
         rank: of this process.
-        error_file: what the rank writes its failure to; what ranks have opened stands beside it.
+        error_file: the file the rank writes its failure to; the records of opened files are beside it.
     """
     from rankwise.torch_private.saving import on_save  # noqa: PLC0415 - imports torch
 
     opened = _Opened(rank, Path(error_file).parent, Path(error_file).name.partition("-rank-")[0])
 
     def look(event: str, args: tuple[object, ...]) -> None:
-        # Called for each audit event of the process: the common case is this comparison.
+        # Called for every audit event of the process: the common case is this comparison.
         if event == "open" and isinstance(args[1], str) and "w" in args[1]:
             opened.note(args[0])
 
@@ -56,10 +56,10 @@ class _Opened:
         self._is_looking = False
 
     def note(self, name: object) -> None:
-        """Note that ``name`` is about to be opened. Raises nothing: it would be the script's error."""
+        """Record that ``name`` is about to be opened. Never raises: that would be the script's error."""
         if self._is_looking or not isinstance(name, str | bytes | os.PathLike) or len(self._seen) >= MOST_FILES:
             return
-        # What follows opens files itself where the user's logging does.
+        # The code below opens files itself if the user's logging does.
         self._is_looking = True
         try:
             self._look(os.fsdecode(name))
@@ -78,18 +78,18 @@ class _Opened:
         if _is_made(link, self._rank):
             return
         other = int(os.readlink(link))  # noqa: PTH115 - text, not a path
-        # One report per job: the rank that makes this link gives it.
+        # One report per job, by the rank that creates this link.
         if other != self._rank and _is_made(self._links / "told", self._rank):
             first, second = sorted((self._rank, other))
             warn(
-                f"ranks {first} and {second} have both opened {name} for writing: what one writes overwrites what the "
-                "other wrote; write on one rank (`if world.rank == 0:`), or put the rank into the name",
+                f"ranks {first} and {second} have both opened {name} for writing and overwrite each other's "
+                "data; write on one rank only (`if world.rank == 0:`), or add the rank to the name",
                 all_ranks=True,
             )
 
 
 def _is_made(link: Path, rank: int) -> bool:
-    """Make a link that holds ``rank``; return whether it was not there already."""
+    """Create a link that holds ``rank``; return whether it did not exist."""
     try:
         link.symlink_to(str(rank))
     except FileExistsError:
@@ -98,17 +98,17 @@ def _is_made(link: Path, rank: int) -> bool:
 
 
 def _counts(name: str, path: str) -> bool:
-    """Return whether a file is one whose content is lost when two ranks write it: no device, lock or cache."""
+    """Return whether a file would be corrupted if two ranks write it: not a device, lock or cache."""
     if name.startswith(_NOT_FILES) or path.startswith(_NOT_FILES) or path.endswith(_LOCKS):
         return False
     if os.path.lexists(path) and not Path(path).is_file():
         return False
-    # Caches lie in hidden folders, and libraries share them on purpose; the script's own folder may lie in one.
+    # Caches are in hidden folders, and libraries share them on purpose; the script's own folder may be in one.
     return not any(part.startswith(".") for part in Path(path.removeprefix(f"{Path.cwd()}/")).parts)
 
 
 def _is_ours() -> bool:
-    """Return whether rankwise opens the file: the nearest caller that is not the means by which files are opened."""
+    """Return whether rankwise opens the file: the nearest caller that does not open files for others."""
     frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")

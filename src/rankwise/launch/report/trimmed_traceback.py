@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trims the launcher's own frames off a rank's traceback: the user's come first. Imported by what runs in a rank."""
+"""Trims the launcher's frames off a rank's traceback: the user's come first. Imported by code that runs in a rank."""
 
 from __future__ import annotations
 

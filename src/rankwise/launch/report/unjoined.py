@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that trains by itself although it has peers: its script never joins them.
+"""A rank that trains alone although it has peers: its script never joins them.
 
-Watches optimizers by torch's own hook, in a rank that the launcher started. Imported by the worker, which sets
+Observes optimizers through torch's own hook, in a rank that the launcher started. Imported by the worker, which sets
 the hook, and by the coordinator, which repeats the report at the end.
 """
 
@@ -33,7 +33,7 @@ def watch(world_size: int, note: str) -> None:
 
     Args:
         world_size: ranks of the job.
-        note: path of a file that is written then, for the launcher to remind of it at the end.
+        note: path of a file that is then written, so that the launcher repeats the report at the end.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - in memory already
 
@@ -45,14 +45,14 @@ def watch(world_size: int, note: str) -> None:
     @uncompiled
     def look(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         nonlocal has_looked
-        # Not removed instead: torch is going through the hooks.
+        # Not removed here: torch is iterating over the hooks.
         if has_looked or not has_gradients(optimizer):
             return
         has_looked = True
         # A process that the script forked is not the rank.
         if os.getpid() == own_pid and not _is_connected():
             warn(
-                f"rank 0 has taken an optimizer step and has not joined the other ranks: {world_size} ranks each train "
+                f"rank 0 has taken an optimizer step without joining the other ranks: {world_size} ranks each train "
                 f"alone, and each writes the script's files; {_WHAT_TO_DO}"
             )
             with contextlib.suppress(OSError):
@@ -62,7 +62,7 @@ def watch(world_size: int, note: str) -> None:
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step of ``optimizer`` can have changed anything."""
+    """Return whether a step of ``optimizer`` may have changed parameters."""
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
@@ -72,7 +72,7 @@ def reminder(world_size: int) -> str:
 
 
 def _is_connected() -> bool:
-    """Return whether this process has joined other ranks, in whichever way."""
+    """Return whether this process has joined other ranks in any way."""
     import torch.distributed as dist  # noqa: PLC0415 - in memory already
 
     if current_or_none() is not None or dist.is_initialized():

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Slurm adds: its steps, and ``rankwise submit``."""
+"""Support for Slurm: its steps, and ``rankwise submit``."""

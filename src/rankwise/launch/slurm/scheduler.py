@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler around this launcher says, where it has started one on each machine. No torch.
+"""Settings from a scheduler that has started one launcher on each machine. No torch.
 
 Imported by the launcher's start.
 """
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def unused_nodes() -> str:
-    """Return a warning where this launcher stands in a Slurm job of several nodes and uses one; empty elsewhere."""
+    """Return a warning if this launcher is in a Slurm job of several nodes and uses only one; else an empty text."""
     number = environments.nodes_of_job()
     if number < 2:  # noqa: PLR2004 - a job of one node leaves none unused
         return ""
     return (
-        f"[rankwise] this Slurm job has {number} nodes, and this launcher uses one of them; for all of them: "
+        f"[rankwise] this Slurm job has {number} nodes, but this launcher uses only one; to use all: "
         "srun --ntasks-per-node=1 rankwise run ...\n"
     )
 
 
 def with_scheduler(options: LaunchOptions) -> LaunchOptions:
-    """Return ``options`` with the machines that a scheduler, having started one launcher on each, tells of.
+    """Return ``options`` with the machines of a scheduler that has started one launcher on each.
 
     Slurm's step variables, and plain ``RANK`` and ``WORLD_SIZE`` as Kubernetes' PyTorchJob sets them, then number
     the machines.
@@ -43,7 +43,7 @@ def with_scheduler(options: LaunchOptions) -> LaunchOptions:
         return options
     if (reading.local_world_size or 1) > 1:
         raise ConfigurationError(
-            f"{reading.local_world_size} launchers were started on this machine, and one is enough.",
+            f"{reading.local_world_size} launchers were started on this machine, but one is enough.",
             evidence=reading.reason,
             do="srun --ntasks-per-node=1 rankwise run -n RANKS_PER_NODE train.py\n"
             "or start the ranks themselves: srun python train.py",

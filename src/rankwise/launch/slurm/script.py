@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch script of a Slurm job, as text: what was asked for in, the lines that sbatch reads out.
+"""The batch script of a Slurm job, as text: options in, the lines that sbatch reads out.
 
 Pure: calls no Slurm command, reads no variable. Imported by the command line and by ``slurm``.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SAVE_SECONDS = 120
 SLACK_SECONDS = 60
-"""How much earlier than asked Slurm may send its signal (sbatch(1), ``--signal``)."""
+"""How much earlier than requested Slurm may send its signal (sbatch(1), ``--signal``)."""
 
 OWN_WORDS = {
     "nodes": "--nodes",
@@ -33,7 +33,7 @@ OWN_WORDS = {
     "ntasks-per-node": "--ranks-per-node",
     "signal": "--save-seconds",
 }
-"""By which option of ``rankwise submit`` a directive of sbatch is set, where there is one."""
+"""The option of ``rankwise submit`` that sets an sbatch directive, if there is one."""
 SHORT_NAMES = {
     "N": "nodes",
     "t": "time",
@@ -43,44 +43,45 @@ SHORT_NAMES = {
     "o": "output",
     "c": "cpus-per-task",
 }
-"""What sbatch's short options set, of those that rankwise writes."""
+"""The directives that sbatch's short options set, of those that rankwise writes."""
 OPPOSITES = {"no-requeue": "requeue"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """What is asked of Slurm. ``None`` leaves it to the cluster."""
+    """The options of a Slurm job. ``None`` leaves the choice to the cluster."""
 
     nodes: int = 1
     ranks_per_node: int | None = None
-    """``None``: one per GPU, or one where no GPUs are asked for."""
+    """``None``: one per GPU, or one if no GPUs are requested."""
     time: str | None = None
-    """As sbatch takes it: ``2:00:00``."""
+    """In sbatch's format: ``2:00:00``."""
     partition: str | None = None
     account: str | None = None
     gpus_per_node: int = 0
     cpus_per_rank: int = 1
     job_name: str = "rankwise"
     output: str | None = None
-    """Where the job's words go, with sbatch's patterns; ``NAME-%j.log`` by default."""
+    """The job's log file, with sbatch's patterns; ``NAME-%j.log`` by default."""
     save_seconds: int = SAVE_SECONDS
-    """How long before the time limit the ranks are told to save and stop; 0 tells them nothing."""
+    """How long before the time limit the ranks are notified to save and stop; 0: never."""
     more: Sequence[str] = ()
-    """Further options of sbatch, each whole: ``--qos=high``."""
+    """Further options of sbatch, each complete: ``--qos=high``."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Reject invalid options."""
         for name, least in (("nodes", 1), ("cpus_per_rank", 1), ("gpus_per_node", 0), ("save_seconds", 0)):
             if getattr(self, name) < least:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigurationError(
-                    f"{option} is {getattr(self, name)}.", do=f"pass {option} {least} or more, or leave it out"
+                    f"{option} must be >= {least}, got {getattr(self, name)}.",
+                    do=f"pass {option} {least} or more, or remove it",
                 )
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ConfigurationError(f"--ranks-per-node is {self.ranks_per_node}.", do="pass 1 or more")
+            raise ConfigurationError(f"--ranks-per-node must be >= 1, got {self.ranks_per_node}.", do="pass 1 or more")
         if 0 < self.gpus_per_node < self.num_ranks:
             raise ConfigurationError(
-                f"{self.num_ranks} ranks per node cannot have a GPU each of {self.gpus_per_node}.",
+                f"{self.num_ranks} ranks per node need one GPU each, but --gpus-per-node is {self.gpus_per_node}.",
                 do=f"pass --ranks-per-node {self.gpus_per_node}, or --gpus-per-node {self.num_ranks}",
             )
         self._check_words()
@@ -89,24 +90,24 @@ class JobOptions:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks each node gets."""
+        """The number of ranks per node."""
         return self.ranks_per_node or self.gpus_per_node or 1
 
     @property
     def cpus_per_node(self) -> int:
-        """How many CPU cores each node's agent gets, with its ranks."""
+        """The number of CPU cores for each node's agent and its ranks."""
         return self.num_ranks * self.cpus_per_rank
 
     def _check_words(self) -> None:
         for word in (self.time, self.partition, self.account, self.job_name, self.output, *self.more):
             if word is not None and (not word or any(letter in word for letter in "\r\n")):
-                raise ConfigurationError(f"{word!r} is not a value that a line of sbatch can hold.")
+                raise ConfigurationError(f"{word!r} cannot be written in an #SBATCH line.")
         for option in self.more:
             if not option.startswith("-"):
-                raise ConfigurationError(f"{option!r} is not an option of sbatch.", do="pass --sbatch=--qos=high")
+                raise ConfigurationError(f"{option!r} is not an sbatch option.", do="pass --sbatch=--qos=high")
 
     def _check_more(self) -> None:
-        """Refuse what would give a directive a second value; sbatch goes by the last one, and says nothing."""
+        """Reject a second value for a directive; sbatch silently uses the last one."""
         written: dict[str, str] = {}
         own = {directive_name(line): line for line in _own_directives(self)}
         for option in map(_option, self.more):
@@ -114,32 +115,32 @@ class JobOptions:
             if name in own and option != own[name]:
                 what = OWN_WORDS.get(name)
                 raise ConfigurationError(
-                    f"--sbatch={option} gives a directive of the batch script a second value.",
+                    f"--sbatch={option} sets a directive of the batch script a second time.",
                     evidence=f"rankwise writes #SBATCH {own[name]}",
-                    do=f"leave it out, and pass {what} to rankwise submit"
+                    do=f"remove it, and pass {what} to rankwise submit"
                     if what
-                    else "leave it out: ranks are "
-                    "started, stopped and requeued by rankwise's own; for others, write the batch script by hand",
+                    else "remove it: rankwise starts, "
+                    "stops and requeues ranks with its own value; to change it, write the batch script by hand",
                 )
             if written.setdefault(name, option) != option:
                 raise ConfigurationError(
-                    "One directive was given two values.",
+                    "A directive was given two values.",
                     evidence=f"--sbatch={written[name]}\n--sbatch={option}",
-                    do="leave one of them out",
+                    do="remove one of them",
                 )
 
     def _check_time(self) -> None:
         limit_seconds = seconds_of(self.time) if self.time is not None else None
         if limit_seconds is not None and self.save_seconds and limit_seconds <= self.save_seconds + SLACK_SECONDS:
             raise ConfigurationError(
-                f"Within --time {self.time} the ranks would be told to stop as soon as they start.",
-                evidence=f"Slurm may tell them {self.save_seconds} + {SLACK_SECONDS} s before the limit",
+                f"With --time {self.time} the ranks would be notified to stop as soon as they start.",
+                evidence=f"Slurm may notify them {self.save_seconds} + {SLACK_SECONDS} s before the limit",
                 do="pass a longer --time, or a smaller --save-seconds",
             )
 
 
 def seconds_of(time: str) -> int | None:
-    """Return a time limit as Slurm reads it, or ``None`` where it has no number (``UNLIMITED``).
+    """Return a time limit as Slurm reads it, or ``None`` if it is not a number (``UNLIMITED``).
 
     Source: sbatch(1): minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
         days-hours:minutes:seconds.
@@ -162,8 +163,8 @@ def batch_script(options: JobOptions, python: str, target: Sequence[str]) -> str
     """Return the text for sbatch.
 
     Args:
-        options: what is asked for.
-        python: the interpreter, which the nodes find under the same path.
+        options: of the job.
+        python: the interpreter, which must have the same path on the nodes.
         target: words of the command after ``rankwise run`` and its options: ``["train.py", "--lr", "0.1"]``.
     """
     run = [python, "-m", "rankwise", "run", "-n", str(options.num_ranks), *target]
@@ -172,16 +173,16 @@ def batch_script(options: JobOptions, python: str, target: Sequence[str]) -> str
         *_directives(options),
         *_further_directives(options),
         "",
-        "# Drawn here, so that no file holds it: by it the agents and ranks of this job know one another.",
+        "# Generated here, so that it is in no file: the agents and ranks of this job authenticate with it.",
         "export RANKWISE_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         "",
-        "# One agent per node, which starts the ranks there. One that ends does not take the others with it: they have",
-        "# heard of it, and may still be saving.",
+        "# One agent per node, which starts the ranks there. If one exits, the others are not killed: they have been",
+        "# notified, and may still be saving.",
         f"srun --export=ALL --cpus-per-task={options.cpus_per_node} --kill-on-bad-exit=0 \\",
         f"    {shlex.join(run)}",
         "code=$?",
         "",
-        f"# {STOPPED_EXIT_CODE}: the ranks were told to stop, and have saved. The job goes back into the queue.",
+        f"# {STOPPED_EXIT_CODE}: the ranks were asked to stop, and have saved. The job is requeued.",
         f"if [ $code = {STOPPED_EXIT_CODE} ]; then",
         "    scontrol requeue $SLURM_JOB_ID",
         "fi",
@@ -192,7 +193,7 @@ def batch_script(options: JobOptions, python: str, target: Sequence[str]) -> str
 
 
 def directive_name(option: str) -> str:
-    """Return which directive an option of sbatch sets, by its long name: ``nodes`` of ``-N4`` and ``--nodes=4``."""
+    """Return the directive that an sbatch option sets, by its long name: ``nodes`` for ``-N4`` and ``--nodes=4``."""
     if option.startswith("--"):
         name = re.split(r"[=\s]", option[2:], maxsplit=1)[0]
         return OPPOSITES.get(name, name)
@@ -200,7 +201,7 @@ def directive_name(option: str) -> str:
 
 
 def _own_directives(options: JobOptions) -> list[str]:
-    """Return the options that rankwise writes itself, without the comments between them."""
+    """Return the options that rankwise writes itself, without comments."""
     return [line.removeprefix("#SBATCH ") for line in _directives(options) if line.startswith("#SBATCH ")]
 
 
@@ -217,30 +218,30 @@ def _directives(options: JobOptions) -> list[str]:
         "gpus-per-node": options.gpus_per_node or None,
     }
     lines = [f"#SBATCH --{name}={_word(str(value))}" for name, value in given.items() if value is not None]
-    lines += ["# Preempted or stopped early, the job comes back, and adds to its log.", "#SBATCH --requeue"]
+    lines += ["# If preempted or stopped early, the job is requeued, and appends to its log.", "#SBATCH --requeue"]
     lines += ["#SBATCH --open-mode=append"]
     if options.save_seconds:
         lines += [
-            f"# So long before the limit, or up to {SLACK_SECONDS} s earlier, the ranks are told to save and stop.",
+            f"# This long before the limit, or up to {SLACK_SECONDS} s earlier, the ranks are told to save and stop.",
             f"#SBATCH --signal=USR2@{options.save_seconds}",
         ]
     return lines
 
 
 def _further_directives(options: JobOptions) -> list[str]:
-    """Return the user's own, each once, without those that rankwise writes already."""
+    """Return the user's own options, each once, without those that rankwise already writes."""
     own = _own_directives(options)
     return [f"#SBATCH {option}" for option in dict.fromkeys(map(_option, options.more)) if option not in own]
 
 
 def _option(text: str) -> str:
-    """Return an option of the user's with its value as one word, unless it is quoted already."""
+    """Return a user's option with its value as one word, unless it is already quoted."""
     name, equals, value = text.partition("=")
     return text if '"' in value or "'" in value else f"{name}{equals}{_word(value) if value else ''}"
 
 
 def _word(value: str) -> str:
-    """Return ``value`` as sbatch reads one word: it knows double quotes."""
+    """Return ``value`` quoted as one word for sbatch, which accepts double quotes."""
     if all(letter.isalnum() or letter in "%_-./:,+=@" for letter in value):
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')

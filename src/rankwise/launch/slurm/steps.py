@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handing a batch script to Slurm, and following the job to its end through every requeue.
+"""Submitting a batch script to Slurm, and following the job to its end through every requeue.
 
 Calls sbatch and scontrol; writes no script itself. Never prints. Imported by the command line.
 """
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LOOK_SECONDS = 1.0
-"""How often the job is looked at: scontrol asks the one controller of the cluster."""
+"""How often the job is polled: scontrol queries the one controller of the cluster."""
 ASKING_SECONDS = 120.0
-"""How long a controller that does not answer is asked again: it may be restarting."""
+"""How long to retry a controller that does not answer: it may be restarting."""
 ENDED = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -31,47 +31,47 @@ ENDED = {
     "OUT_OF_MEMORY",
     "TIMEOUT",
 }
-"""States that a job does not leave by itself."""
+"""Final states of a job."""
 
 
 def submit(script: str) -> str:
-    """Hand a batch script to Slurm and return the number of the job.
+    """Submit a batch script to Slurm and return the number of the job.
 
     Raises:
         ConfigurationError: there is no sbatch here.
-        LaunchError: sbatch refused; its own words are the evidence.
+        LaunchError: sbatch failed; its error is the evidence.
     """
     try:
         done = _run(["sbatch", "--parsable"], script)
     except FileNotFoundError as error:
         raise ConfigurationError(
-            "There is no sbatch on this machine.",
+            "sbatch was not found on this machine.",
             do="run the command on a login node of the cluster, or `rankwise run` to start ranks here",
         ) from error
     if done.returncode != 0:
         raise LaunchError(
-            "Slurm did not take the job.",
+            "Slurm did not accept the job.",
             evidence=(done.stderr or done.stdout).strip(),
             do="sinfo shows the partitions and their limits; --dry-run shows the script",
         )
-    # Number;cluster where there are several clusters.
+    # Number;cluster if there are several clusters.
     return done.stdout.strip().partition(";")[0]
 
 
 def follow(job_id: str, show: Callable[[str], None]) -> int:
-    """Show what a job writes, and its state whenever that changes, until it ends; return its exit code.
+    """Show a job's output, and its state on every change, until it ends; return its exit code.
 
-    A job that goes back into the queue is followed on.
+    A requeued job is followed further.
 
     Args:
         job_id: as :func:`submit` returned it.
-        show: shows text to the person.
+        show: shows text to the user.
 
     Returns:
-        The job's exit code; 128 and the signal's number where a signal ended it; 1 where it ended badly with code 0.
+        The job's exit code; 128 plus the signal's number if a signal ended it; 1 if it failed with code 0.
 
     Raises:
-        LaunchError: Slurm does not tell of the job any more.
+        LaunchError: Slurm no longer knows the job, or does not answer.
     """
     log = _Log()
     state_said = ""
@@ -104,7 +104,7 @@ def exit_code(state: str, told: str) -> int:
 
 
 def fields_of(line: str) -> dict[str, str]:
-    """Return what ``scontrol show job --oneliner`` says of a job, by name."""
+    """Return the fields of ``scontrol show job --oneliner``, by name."""
     return dict(re.findall(r"(\S+?)=(.*?)(?=\s+[\w/:]+=|\s*$)", line))
 
 
@@ -120,7 +120,7 @@ class _Log:
                 file.seek(self._num_bytes)
                 new = file.read()
         except OSError:
-            # Not there yet, or not on this machine; the state is still told.
+            # Not there yet, or not on this machine; the state is still shown.
             return
         self._num_bytes += len(new)
         if new:
@@ -136,7 +136,7 @@ def _look(job_id: str) -> dict[str, str]:
         is_gone = "Invalid job id" in done.stderr
         if is_gone or time.monotonic() > deadline:
             raise LaunchError(
-                f"Slurm does not tell of job {job_id} any more.",
+                f"Slurm no longer reports job {job_id}.",
                 evidence=done.stderr.strip(),
                 do=f"sacct -j {job_id}" if is_gone else f"squeue -j {job_id}",
             )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.parallel.compress.error_feedback import ErrorFeedback
+from rankwise.tensors.as_bytes import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -52,7 +52,8 @@ class PowerSGD:
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
             raise ConfigurationError(
-                f"PowerSGD has no rank {self.rank!r}.", do="pass rank= a whole number of columns, at least 1"
+                f"rank of PowerSGD must be an integer of at least 1, got {self.rank!r}.",
+                do="pass rank= the number of columns",
             )
 
 
@@ -76,7 +77,7 @@ class TopK:
     def __post_init__(self) -> None:
         if isinstance(self.share, bool) or not isinstance(self.share, Real) or not 0.0 < self.share <= 1.0:
             raise ConfigurationError(
-                f"TopK cannot send a share of {self.share!r}.", do="pass share= a number above 0, up to 1"
+                f"share of TopK must be above 0 and at most 1, got {self.share!r}.", do="pass share=0.01, for example"
             )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.backends.tensor_memory import bytes_of
+from rankwise.tensors.as_bytes import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

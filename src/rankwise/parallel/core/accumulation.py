@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.core.earlier_gradients import Earlier, add_back, set_aside
 from rankwise.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Accumulation:
         """What the weights of its microsteps count, in words, once one has come that counts anything."""
         self._names = names
         self._parameters = parameters
-        self._earlier: dict[int, torch.Tensor] = {}
+        self._earlier: Earlier = []
         self._marks: dict[int, tuple[torch.Tensor, int]] = {}
         self._scalers: dict[int, tuple[Node, torch.utils.hooks.RemovableHandle]] = {}
         """Each with what adds its gradient up, which nobody else keeps."""
@@ -108,17 +109,14 @@ class Accumulation:
 
     def give_back_earlier(self) -> None:
         """End the accumulation; gradients from before it, which were exact already, are added."""
-        for number, earlier in self._earlier.items():
-            parameter = self._parameters[number]
-            parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        add_back(self._earlier)
         self.close()
 
     def close_empty(self) -> None:
         """Undo the beginning of an accumulation if nothing was added up: ``torch.autograd.grad`` adds nothing."""
         if not self.is_open or self._marks:
             return
-        for number, earlier in self._earlier.items():
-            self._parameters[number].grad = earlier
+        add_back(self._earlier)
         self._earlier.clear()
         self.is_open = False
 
@@ -141,10 +139,7 @@ class Accumulation:
     def put_earlier_gradients_aside(self) -> None:
         """Keep what is in ``grad`` out of the next backward, until :meth:`give_back_earlier`."""
         self.is_begun = True
-        for number, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                self._earlier[number] = parameter.grad.clone()
-                parameter.grad = None
+        self._earlier += set_aside(self._parameters)
 
     def _was_cleared(self) -> bool:
         """Return whether the user has cleared all gradients since the last microstep."""
@@ -160,6 +155,6 @@ class Accumulation:
         left = next((number for number in self._marks if not changed.get(number, False)), 0)
         raise ConfigurationError(
             "Gradients were changed in the middle of an accumulation.",
-            evidence=f"{self._names[left]} still holds a part of it, and others do not, or it was changed in place",
+            evidence=f"{self._names[left]} still holds a part of it while others do not, or it was changed in place",
             do="clear the gradients of the whole model (model.zero_grad()), and clip them after the last microstep",
         )

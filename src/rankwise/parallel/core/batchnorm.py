@@ -87,7 +87,7 @@ def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchan
         if replacement is None and isinstance(module, BatchNorm) and not isinstance(module, SYNCHRONISED):
             raise ConfigurationError(
                 f"sync_batchnorm=True does not know {type(module).__name__}, the class of {name or 'the model'}.",
-                do="use torch.nn.BatchNorm1d, 2d or 3d there; a subclass may do anything in its forward",
+                do="use torch.nn.BatchNorm1d, 2d or 3d there; the forward of a subclass may do something else",
             )
         if replacement is not None:
             module.__class__ = replacement  # pyright: ignore[reportAttributeAccessIssue] - a subclass of its own
@@ -117,9 +117,9 @@ def _warn_of_lacking_gradients(sync: GradientSync) -> None:
     if sync not in _lacking:
         _lacking.add(sync)
         warn(
-            "the samples of this rank do not count in the loss, and BatchNorm takes statistics of them: gradients of "
-            "the layers before it lack what depends on these samples, so that the result depends on the number of "
-            "ranks; leave such samples out before the model is called, or give each rank some that count",
+            "the samples of this rank have no weight in the loss, but BatchNorm includes them in its statistics: "
+            "the gradients of earlier layers miss their contribution, so the result depends on the number of "
+            "ranks; remove such samples before calling the model, or give each rank samples that count",
             all_ranks=True,
         )
 

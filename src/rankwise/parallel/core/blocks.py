@@ -79,7 +79,7 @@ def reasons(model: nn.Module, keep_whole: Kept | Iterable[Kept] = ()) -> dict[st
     for kind in classes:
         if not any(isinstance(module, kind) for module in model.modules()):
             raise ConfigurationError(
-                f"keep_whole names the class {kind.__name__}, and the model has no module of it.",
+                f"keep_whole names the class {kind.__name__}, but the model has no module of this class.",
                 do="name a class of a module of this model, or the module itself",
             )
     no_split = {str(word) for module in model.modules() for word in getattr(module, "_no_split_modules", None) or ()}
@@ -121,8 +121,8 @@ def _kept(keep_whole: Kept | Iterable[Kept]) -> tuple[Kept, ...]:
         if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, nn.Module)):
             what = f"a {type(one).__name__}" if isinstance(one, nn.Module) else repr(one)
             raise ConfigurationError(
-                f"keep_whole holds {what}, which is neither a name nor a class of modules.",
-                do='name modules as model.named_modules() does, or pass their class: keep_whole=["layers.0", Block]',
+                f"keep_whole must contain names or classes of modules, got {what}.",
+                do='use names from model.named_modules(), or pass their class: keep_whole=["layers.0", Block]',
             )
     return kept
 
@@ -179,7 +179,7 @@ def _why_whole(module: nn.Module, container: str | None) -> str | None:
         return None
     if not inner:
         return f"{kind} holds no container of blocks"
-    return None if _only_hands_on(module) else f"{kind} combines values of its parts"
+    return None if _only_hands_on(module) else f"{kind} combines values of its submodules"
 
 
 def _only_hands_on(module: nn.Module) -> bool:

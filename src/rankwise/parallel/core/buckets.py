@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many gradients that travel as one.
 
-Plans which parameters share a bucket, moves their gradients into its channel and back, and keeps the order in which
-buckets are sent. Used by gradient_sync and gradient_mean.
+Plans which parameters share a bucket, and moves their gradients into its channel and back. Used by gradient_buckets.
 """
 
 from __future__ import annotations
@@ -16,19 +15,17 @@ from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import nn
+    from collections.abc import Sequence
 
     from rankwise.comm.backends.protocol import BucketChannel
 
-MEBIBYTE_BYTES = 2**20
+FIRST_BUCKET_BYTES = 2**20
 COARSE_BYTES = 2**16
 """Mean size of a gradient from which on memory costs more than calls."""
 
 
 def plan(
-    parameters: Sequence[nn.Parameter], order: Sequence[int], first_bytes: int, limit_bytes: int
+    parameters: Sequence[torch.Tensor], order: Sequence[int], first_bytes: int, limit_bytes: int
 ) -> list[list[int]]:
     """Return buckets of parameter numbers, filled in ``order``.
 
@@ -61,7 +58,7 @@ def plan(
 class Bucket:
     """Gradients that travel together on a channel, each a view into it."""
 
-    def __init__(self, numbers: Sequence[int], parameters: Sequence[nn.Parameter], channel: BucketChannel) -> None:
+    def __init__(self, numbers: Sequence[int], parameters: Sequence[torch.Tensor], channel: BucketChannel) -> None:
         self.numbers = list(numbers)
         self.parameters = [parameters[number] for number in numbers]
         self._is_split = any(own_part(parameter) is not parameter for parameter in self.parameters)
@@ -137,46 +134,7 @@ class Bucket:
         return flat.split([own_part(parameter).numel() for parameter in self.parameters])
 
 
-class BucketQueue:
-    """Buckets that are sent in one order on all ranks, each when it and those before it are full.
-
-    Args:
-        buckets: in that order.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.buckets = list(buckets)
-        self._num_sent = 0
-
-    def full(self) -> Iterator[Bucket]:
-        """Yield the next buckets to send, as long as they are full and need not wait."""
-        while self._num_sent < len(self.buckets):
-            bucket = self.buckets[self._num_sent]
-            # To wait here could be for ever: another rank may wait for this one elsewhere in its backward.
-            if bucket.num_missing > 0 or not bucket.channel.can_claim():
-                return
-            yield bucket
-            self._num_sent += 1
-
-    def rest(self) -> Iterator[Bucket]:
-        """Yield the others, full or not."""
-        while self._num_sent < len(self.buckets):
-            yield self.buckets[self._num_sent]
-            self._num_sent += 1
-
-    def take_back(self) -> None:
-        """Wait for the means of all, which become the gradients."""
-        for bucket in self.buckets:
-            bucket.take_back()
-
-    def start_over(self) -> None:
-        """Begin a step."""
-        self._num_sent = 0
-        for bucket in self.buckets:
-            bucket.start_over()
-
-
-def own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of what this rank holds of a parameter."""
     gradient = parameter.grad
     if gradient is None or own_part(parameter) is parameter:
@@ -187,7 +145,7 @@ def own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return own_part(gradient)
 
 
-def gradient_of(parameter: nn.Parameter, own: torch.Tensor) -> torch.Tensor:
+def gradient_of(parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a parameter from that of what this rank holds of it."""
     if own_part(parameter) is parameter:
         return own
@@ -199,14 +157,14 @@ def gradient_of(parameter: nn.Parameter, own: torch.Tensor) -> torch.Tensor:
     )
 
 
-def channel_size(numbers: Sequence[int], parameters: Sequence[nn.Parameter]) -> ChannelSize:
+def channel_size(numbers: Sequence[int], parameters: Sequence[torch.Tensor]) -> ChannelSize:
     """Return what a bucket of these parameters needs."""
     first = parameters[numbers[0]]
     num_elements = sum(own_part(parameters[number]).numel() for number in numbers)
     return ChannelSize(num_elements, len(numbers), first.dtype, first.device)
 
 
-def _views(body: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+def _views(body: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return a view of ``body`` per parameter, in the parameter's own memory format."""
     views = []
     offset = 0

@@ -105,14 +105,14 @@ def exchange_along(*names: str) -> Exchange | None:
 def _axes() -> Axes:
     axes = current().axes
     if axes is None:
-        raise ConfigurationError("The ranks are not laid out along axes.", do="call rankwise.mesh() first")
+        raise ConfigurationError("The ranks have no mesh.", do="call rankwise.mesh() first")
     return axes
 
 
 def _device_mesh() -> DeviceMesh:
     device_mesh = current().device_mesh
     if not isinstance(device_mesh, DeviceMesh):
-        raise ConfigurationError("The ranks are not laid out along axes.", do="call rankwise.mesh() first")
+        raise ConfigurationError("The ranks have no mesh.", do="call rankwise.mesh() first")
     return device_mesh
 
 
@@ -124,7 +124,7 @@ def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
     of_rank = gather_json(str(axes), what=caller)
     if len(set(of_rank)) > 1:
         raise ConfigurationError(
-            f"{caller} was given different sizes on different ranks.",
+            f"{caller} received different sizes on different ranks.",
             where=f"reported on {session.world}",
             evidence=fold_values(dict(enumerate(of_rank))),
             do="pass the same sizes on every rank",
@@ -148,9 +148,8 @@ def _check_carried(world: World, caller: str) -> None:
     if goes_through_host(world.device, backend):
         kind = type_of(world.device)
         raise ConfigurationError(
-            f"{caller} needs a backend of torch that carries tensors on {kind}, and {backend} does not.",
-            do="use rankwise.replicate(), which exchanges through the memory of the host, or "
-            "rankwise.join(device='cpu')",
+            f"{caller} needs a torch backend that supports {kind} tensors, and {backend} does not.",
+            do="use rankwise.replicate(), which exchanges through host memory, or rankwise.join(device='cpu')",
         )
 
 
@@ -162,17 +161,17 @@ def _do_islands_meet() -> bool:
 def _check_islands_meet() -> None:
     if not _do_islands_meet():
         raise ConfigurationError(
-            "The islands train apart, and a save holds the state of the first one only.",
-            evidence=f"the ranks are laid out as {current().axes}, and no model went through local_sgd()",
-            do="call rankwise.local_sgd(model, every=...) before training, or lay the ranks out without islands",
+            "The islands train independently, and a checkpoint would contain the state of the first one only.",
+            evidence=f"the mesh is {current().axes}, and local_sgd() was not called",
+            do="call rankwise.local_sgd(model, every=...) before training, or create the mesh without islands",
         )
 
 
 def _warn_unless_islands_meet() -> None:
     if not _do_islands_meet():
         warn(
-            "the ranks are laid out in islands, and no model went through local_sgd(): nothing was averaged between "
-            "islands; call rankwise.local_sgd(model, every=...) before training"
+            "the mesh has islands, but local_sgd() was not called: nothing was averaged between islands; call "
+            "rankwise.local_sgd(model, every=...) before training"
         )
 
 
@@ -180,11 +179,11 @@ def _refuse_if_laid_out(caller: str, axes: Axes) -> None:
     session = current()
     if session.axes is not None:
         raise ConfigurationError(
-            f"{caller} came after the ranks had been laid out ({session.axes}).",
+            f"{caller} was called after the mesh was created ({session.axes}).",
             do="call rankwise.mesh() once, right after rankwise.join()",
         )
     if session.data_parts is not None and axes.data_world_size != session.world.world_size:
         raise ConfigurationError(
-            f"{caller} came after {session.data_parts}, which took every rank for one with samples of its own.",
-            do="lay the ranks out first: call rankwise.mesh() right after rankwise.join()",
+            f"{caller} was called after {session.data_parts}, which assumed that every rank has its own samples.",
+            do="create the mesh first: call rankwise.mesh() right after rankwise.join()",
         )

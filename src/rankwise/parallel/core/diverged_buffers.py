@@ -180,13 +180,13 @@ class DivergedBuffers:
         module, name = place
         prefix = next((prefix for prefix, one in self._model.named_modules() if one is module), "")
         full_name = f"{prefix}.{name}" if prefix else name
-        among = "" if self._exchange.world_size == self._exchange.detector.world_size else " of those with a copy"
+        among = "" if self._exchange.world_size == self._exchange.detector.world_size else " of the ranks with a copy"
         warn(
             f"buffer {full_name} of {self._model_name} differed between ranks after training forward "
-            f"{self._num_forwards}, as where each updates it from its own samples: element {index:g} was {first:g} on "
-            f"rank 0 and {own:g} on rank {rank}{among}; all ranks continue with rank 0's, so that the buffer depends "
-            "on the number of ranks; update it from all samples: from rankwise.all_reduce(total) and "
-            "rankwise.all_reduce(count), or from what rankwise.all_gather_uneven(x) returns"
+            f"{self._num_forwards}, as when each rank updates it from its own samples: element {index:g} was "
+            f"{first:g} on rank 0 and {own:g} on rank {rank}{among}; all ranks continue with rank 0's value, so "
+            "the buffer depends on the number of ranks; compute it from all samples, with "
+            "rankwise.all_reduce(total) and rankwise.all_reduce(count), or with rankwise.all_gather_uneven(x)"
         )
 
 

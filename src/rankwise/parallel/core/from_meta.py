@@ -60,8 +60,8 @@ class FromMeta:
                 continue
             if tensor.is_meta:
                 raise ConfigurationError(
-                    f"{name} is on the meta device still.",
-                    do="call rankwise.shard() next, where ranks lie along dp_shard, or build the model on a device",
+                    f"{name} is still on the meta device.",
+                    do="call rankwise.shard() next if the mesh has dp_shard, or build the model on a device",
                 )
             if self._is_unfilled(name, tensor):
                 raise unfilled(self._strategy, name, is_saved=name in kept)
@@ -82,10 +82,10 @@ def unfilled(strategy: str, name: str, *, is_saved: bool) -> ConfigurationError:
         is_saved: whether checkpoints have it.
     """
     return ConfigurationError(
-        f"{name} was on the meta device in {strategy}(), and has not been filled since.",
-        do="fill the model first: rankwise.load_weights(path, model), or restore a checkpoint"
+        f"{name} was on the meta device in {strategy}() and has not been initialized since.",
+        do="initialize the model first: rankwise.load_weights(path, model), or restore a checkpoint"
         if is_saved
-        else "compute it: it is a buffer that checkpoints leave out (persistent=False)",
+        else "compute it: it is a buffer that checkpoints do not contain (persistent=False)",
     )
 
 
@@ -96,10 +96,10 @@ def check_same_meta(model: nn.Module, strategy: str) -> None:
     )
     if any(names != of_rank[0] for names in of_rank):
         raise ConfigurationError(
-            "Ranks have different parts of the model on the meta device.",
+            "Different parts of the model are on the meta device on different ranks.",
             where=f"reported on {current().world}",
             evidence=fold_values({rank: f"{len(names)} tensors" for rank, names in enumerate(of_rank)}),
-            do="build it under `with torch.device('meta'):` on every rank or on none, and rankwise.load() afterwards",
+            do="build it under `with torch.device('meta'):` on every rank or on none, then call rankwise.load()",
         )
 
 

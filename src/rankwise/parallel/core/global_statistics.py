@@ -127,7 +127,9 @@ def combined(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
     total = counts.sum()
     if total <= 1:
-        raise ValueError(f"BatchNorm needs more than one value per channel to train, and all ranks have {int(total)}")
+        raise ValueError(
+            f"BatchNorm needs more than one value per channel for training; all ranks together have {int(total)}"
+        )
     mean = (means * counts).sum(0) / total
     squares = (squares + counts * (means - mean) ** 2).sum(0)
     return mean, squares / total, total

@@ -8,28 +8,26 @@ all ranks share. Used by replicate, local_sgd and the parameter servers.
 
 from __future__ import annotations
 
-import math
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.compress.error_feedback import carry_over
 from rankwise.parallel.compress.methods import Narrow
-from rankwise.parallel.compress.open_channels import open_channels
 from rankwise.parallel.core.accumulation import Accumulation
-from rankwise.parallel.core.buckets import MEBIBYTE_BYTES, Bucket, BucketQueue, channel_size, own_gradient, plan
+from rankwise.parallel.core.buckets import own_gradient
+from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights
+from rankwise.parallel.core.gradient_hooks import call_when_accumulated
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.core.registrations import count_registrations
 from rankwise.parallel.core.same_inputs import FirstCall, first_call_of, report_first_calls
+from rankwise.parallel.core.weight_unit import WeightUnit
 from rankwise.parallel.loss.hooks import mark_output, samples_of, sizes_of_first, tensors_with_grad
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, model_numbers
 from rankwise.parallel.loss.terms import ForwardCall
 from rankwise.torch_private import foreach
 from rankwise.torch_private.autograd import in_backward, run_after_backward
 from rankwise.torch_private.compiler import uncompiled
-from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.parallel.compress.methods import Method
-
-FIRST_BUCKET_BYTES = MEBIBYTE_BYTES
 
 _round: list[GradientSync] = []
 """The syncs that take part in the backward under way: several where one loss crosses several models."""
@@ -79,11 +75,11 @@ class GradientSync:
         self._in_backward = False
         self._has_gradients = False
         self._compress = compress
-        self._arrived: list[int] | None = []
         self._hooked: set[int] = set()
         self._unhooked = list(enumerate(self.parameters))
-        self._buckets = BucketQueue([])
-        self._bucket_of: list[Bucket] = []
+        self._buckets: GradientBuckets | None = None
+        self._is_order_known = False
+        """Whether the buckets are laid out as gradients arrive."""
         self.hook_new_parameters()
 
     @property
@@ -127,29 +123,17 @@ class GradientSync:
         if not new:
             return
         for number in new:
-            self.parameters[number].register_post_accumulate_grad_hook(self._arrival_hook(number))
+            call_when_accumulated(self.parameters[number], self, GradientSync._take_note, number)
         self._hooked.update(new)
         self._unhooked = [(number, parameter) for number, parameter in self._unhooked if number not in self._hooked]
         if self._group is not None:
             self._build(self._group, sorted(self._hooked, reverse=True))
-            self._arrived = []
+            self._is_order_known = False
 
     def _build(self, group: Exchange, order: Sequence[int]) -> None:
-        limit_bytes = group.channel_bytes(self.parameters[order[0]].device)
-        members = plan(self.parameters, order, FIRST_BUCKET_BYTES, limit_bytes)
-        sizes = [channel_size(numbers, self.parameters) for numbers in members]
-        shapes = [[own_part(self.parameters[number]).shape for number in numbers] for numbers in members]
-        channels = open_channels(self._compress, group, sizes, shapes, self._what)
-        buckets = [
-            Bucket(numbers, self.parameters, channel) for numbers, channel in zip(members, channels, strict=True)
-        ]
-        carry_over(self._buckets.buckets, buckets)
-        self._buckets = BucketQueue(buckets)
-        nowhere = buckets[0]
-        self._bucket_of = [nowhere] * len(self.parameters)
-        for bucket in buckets:
-            for number in bucket.numbers:
-                self._bucket_of[number] = bucket
+        self._buckets = GradientBuckets(
+            self.parameters, order, group, self._what, self._compress, names=self.names, replaced=self._buckets
+        )
 
     def before_backward(self) -> None:
         """Start afresh if an error broke the backward before, and follow layers unfrozen since.
@@ -212,79 +196,37 @@ class GradientSync:
             self.begin(self.loss.forward_weight)
         return 1.0 if self.loss.is_sum else self.loss.weight / self._unit.size
 
-    def _arrival_hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        # The parameter holds the hook: a hook that held the sync would keep the model's memory for ever.
-        followed = weakref.ref(self)
-
-        def arrived(_: torch.Tensor) -> None:
-            sync = followed()
-            if sync is not None:
-                sync._take_note(number)  # noqa: SLF001 - its own
-
-        return arrived
-
     def _take_note(self, number: int) -> None:
         """Note that the gradient of a parameter is there. Called once per parameter and step."""
         if not self._in_backward:
             self.begin(self.loss.forward_weight)
         self._has_gradients = True
-        if self._group is None or self.is_accumulating:
+        if self._buckets is None or self.is_accumulating:
             return
-        missing = self._bucket_of[number].note_arrival()
-        if self._arrived is not None:
-            self._note_first_arrival(number)
-        if missing <= 0:
-            self._filled(number, missing)
+        if self._buckets.note_arrival(number) and not self._unit.is_open:
+            self._buckets.send_full(self._report_weights())
 
-    def _filled(self, number: int, missing: int) -> None:
-        if missing < 0:
-            raise ConfigurationError(
-                f"Parameter {self.names[number]} received a gradient again after it was on its way.",
-                evidence="a part of the model runs backward several times within one backward()",
-                do="use torch.utils.checkpoint with use_reentrant=False",
-            )
-        if not self._unit.is_open:
-            for bucket in self._buckets.full():
-                self._send(bucket)
-
-    def _note_first_arrival(self, number: int) -> None:
-        gradient = self.parameters[number].grad
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise ConfigurationError(
-                f"Parameter {self.names[number]} has a sparse gradient.",
-                do="build the layer with sparse=False",
-            )
-        if self._arrived is not None:
-            self._arrived.append(number)
-
-    def _send(self, bucket: Bucket) -> None:
-        first = bucket.parameters[0].grad
-        if first is not None and first.requires_grad:
-            raise ConfigurationError(
-                "backward(create_graph=True) through a replicated model cannot be differentiated again.",
-                do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
-            )
+    def _report_weights(self) -> Weights:
+        """Report this rank's loss to the other ranks, and return what its gradients count."""
         self.loss.report()
         share = self._share()
         own = 1.0 if self._accumulation.is_open else share
         if self.loss.is_sum:
-            bucket.send(own, self.loss.weight)
-        else:
-            scale = self._unit.scale
-            bucket.send(scale * own, scale * (self._accumulation.carried + share))
+            return Weights(own, self.loss.weight)
+        scale = self._unit.scale
+        return Weights(scale * own, scale * (self._accumulation.carried + share))
 
     # -- when backward has run ---------------------------------------------------------------------
 
     def send_rest(self) -> None:
         """Send the buckets whose parameters this rank did not all use."""
-        if self._group is None or self.is_accumulating or not self._has_gradients:
+        if self._group is None or self._buckets is None or self.is_accumulating or not self._has_gradients:
             return
         if self._unit.is_open:
             self.loss.report()
             if not self.loss.is_sum_on_ranks():
                 self._unit.agree(self._group, self._accumulation.carried + self._share(), self._what)
-        for bucket in self._buckets.rest():
-            self._send(bucket)
+        self._buckets.send_rest(self._report_weights())
 
     def collect(self) -> None:
         """Wait for the sums, divide them, and hand them to the parameters."""
@@ -296,22 +238,26 @@ class GradientSync:
                 self.loss.check_unit()
             if self.is_accumulating:
                 self._accumulation.add(self._share())
-            elif self._group is None:
+            elif self._group is None or self._buckets is None:
                 self._divide_alone()
             else:
-                self._hand_back(self._group)
+                self._hand_back(self._group, self._buckets)
         finally:
-            self._in_backward = False
-            self._has_gradients = False
-            self._buckets.start_over()
-            self.loss.end()
+            self._start_over()
 
-    def _hand_back(self, group: Exchange) -> None:
-        self._buckets.take_back()
+    def _start_over(self) -> None:
+        self._in_backward = False
+        self._has_gradients = False
+        if self._buckets is not None:
+            self._buckets.start_over()
+        self.loss.end()
+
+    def _hand_back(self, group: Exchange, buckets: GradientBuckets) -> None:
+        buckets.take_back()
         is_sum = self.loss.is_sum_on_ranks()
         if self.loss.guard is not None:
             self.loss.guard.check()
-        total = self._buckets.buckets[0].channel.total() / self._unit.scale
+        total = buckets.total() / self._unit.scale
         if is_sum and total != 1.0:
             # Ranks without samples do not know that the others' losses are sums.
             self._multiply(total)
@@ -328,10 +274,10 @@ class GradientSync:
         self._num_synced += 1
         # Several models that are trained together make one step.
         group.detector.recorder.note_step(self._num_synced)
-        # Lanes that remember what they left out stay.
-        if self._arrived is not None and (self._compress is None or isinstance(self._compress, Narrow)):
-            self._rebuild_in_arrival_order(group, self._arrived)
-        self._arrived = None
+        # Channels that remember what they left out stay.
+        if not self._is_order_known and (self._compress is None or isinstance(self._compress, Narrow)):
+            self._rebuild_in_arrival_order(group, buckets.first_arrivals)
+        self._is_order_known = True
 
     @torch.no_grad()
     def _multiply(self, factor: float) -> None:
@@ -356,7 +302,7 @@ class GradientSync:
         self._accumulation.give_back_earlier()
 
     def _rebuild_in_arrival_order(self, group: Exchange, arrived: Sequence[int]) -> None:
-        """Lay the buckets out anew, in the order in which rank zero's gradients arrived."""
+        """Lay the buckets out again, in the order in which rank zero's gradients arrived."""
         seen = dict.fromkeys(arrived)
         order = [*seen, *(i for i in sorted(self._hooked, reverse=True) if i not in seen)]
         of_rank_zero = group.broadcast(torch.tensor(order), 0, what="order of gradients")
@@ -367,10 +313,7 @@ class GradientSync:
         if self in _round:
             _round.remove(self)
         self._accumulation.abandon()
-        self._in_backward = False
-        self._has_gradients = False
-        self._buckets.start_over()
-        self.loss.end()
+        self._start_over()
 
 
 def _finish_round() -> None:
@@ -432,45 +375,3 @@ class SyncAfterForward(OwnHook):
         sync.loss.note_forward(amount)
         for one in reached:
             one.register_hook(lambda _: sync.begin(amount))
-
-
-class WeightUnit:
-    """What a rank's step weighs, as far as steps have shown."""
-
-    def __init__(self, *, is_open: bool) -> None:
-        """Start with a unit of one.
-
-        Args:
-            is_open: whether the first step must agree on a unit before it sends anything, which float16 needs.
-        """
-        self.size = 1.0
-        self.scale = 1.0
-        """What to multiply with what this step sends: one over the unit that it agreed on, or one."""
-        self.is_open = is_open
-
-    def agree(self, group: Exchange, own_weight: float, what: str) -> None:
-        """Make what a rank's step weighs the unit of what is about to be sent.
-
-        Called by: every rank of ``group``.
-
-        Args:
-            group: the ranks.
-            own_weight: of this rank's step.
-            what: travels, in words.
-        """
-        own = torch.tensor([own_weight], dtype=torch.float64)
-        total = group.all_reduce(own, what=f"weights of {what}").item()
-        if total > 0:
-            self.scale = 1.0 / _power_near(total / group.world_size)
-            self.is_open = False
-
-    def adjust(self, mean: float) -> None:
-        """Take the mean weight of the ranks' last step, in units, for the next ones."""
-        self.size = _power_near(self.size * mean)
-        self.scale = 1.0
-
-
-def _power_near(weight: float) -> float:
-    # A power of two, by which multiplying rounds nothing: a step after a resume, whose unit is 1, or with float16
-    # its own, is then the same bits as in the undisturbed run.
-    return 2.0 ** round(math.log2(weight))

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.comm.session import current_or_none
 from rankwise.log import log, warn
 from rankwise.parallel.loss.hooks import samples_of
+from rankwise.tensors.as_bytes import memory_of
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def digest_of_tensors(values: object) -> int:
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
             plain = leaf.detach().to("cpu").contiguous()
-            digest = zlib.crc32(bytes_of(plain).numpy().tobytes(), zlib.crc32(str(plain.shape).encode(), digest))
+            digest = zlib.crc32(memory_of(plain), zlib.crc32(str(plain.shape).encode(), digest))
     return digest
 
 
@@ -91,22 +91,22 @@ def report_first_calls(call: FirstCall | None, exchange: Exchange, name: str, *,
         is_sum: whether its loss is a sum over samples, so that the gradients of all ranks are added up.
     """
     own = torch.tensor([list(map(int, call or FirstCall(0, 0, has_loader=True)))])
-    calls = exchange.all_gather(own, what=f"what {name} was called with first").view(-1, 3).tolist()
+    calls = exchange.all_gather(own, what=f"the first inputs of {name}").view(-1, 3).tolist()
     digests = {digest for digest, _, _ in calls}
     if len(calls) == 1 or 0 in digests:
         return
     if len(digests) == 1:
-        summed = f", and the gradients of its loss, a sum, are {len(calls)} times those of one" if is_sum else ""
+        summed = f", and the gradients of its summed loss are {len(calls)} times those of one rank" if is_sum else ""
         warn(
-            f"every rank has called {name} with the same in the first step; if these are the samples, {len(calls)} "
-            f"ranks do the work of one{summed}: iterate over rankwise.DataLoader, or give torch's a "
-            "rankwise.ShardedSampler"
+            f"every rank called {name} with the same inputs in the first step; if these are the samples, "
+            f"{len(calls)} ranks do the work of one{summed}: iterate over rankwise.DataLoader, or pass a "
+            "rankwise.ShardedSampler to torch's DataLoader"
         )
     elif not any(has_loader for _, _, has_loader in calls):
         total = sum(num_samples for _, num_samples, _ in calls)
         log(
-            f"first step: {name} was called with {total} samples on {len(calls)} ranks together, from no loader of "
-            "rankwise's: what each rank passes is taken for its part of one global batch"
+            f"first step: {name} was called with {total} samples on {len(calls)} ranks together, not from a "
+            "loader of rankwise: the inputs of each rank are treated as its part of one global batch"
         )
 
 

@@ -42,7 +42,7 @@ def check_same_model(model: nn.Module) -> None:
                 "The model is not the same on every rank.",
                 where=f"reported on {current().world}",
                 evidence=f"the first difference is entry {index}:\n{fold_values(dict(enumerate(lines)))}",
-                do="build the model from the same arguments on every rank",
+                do="create the model with the same arguments on every rank",
             )
 
 

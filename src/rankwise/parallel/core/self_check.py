@@ -175,11 +175,11 @@ def _compare(strategy: str, compared: Iterable[Compared], bench: Bench) -> None:
 
 def _wrong(strategy: str, evidence: str) -> WrongGradients:
     return WrongGradients(
-        f"rankwise.{strategy}() does not compute the right gradients on torch {torch_versions.installed()}, a version "
-        "that rankwise was not tested on.",
+        f"rankwise.{strategy}() computes wrong gradients on torch {torch_versions.installed()}, a version "
+        "that rankwise was not tested with.",
         where=None if (session := current_or_none()) is None else f"reported on {session.world}",
         evidence=f"a small model was trained on these ranks and compared with autograd on one:\n{evidence}",
-        do=f"pip install '{torch_versions.requirement()}', or a newer rankwise",
+        do=f"pip install '{torch_versions.requirement()}', or install a newer rankwise",
     )
 
 

@@ -77,21 +77,20 @@ def check_unregistered(model: nn.Module, strategy: str) -> None:
     _check_module(model, strategy)
     if strategy not in _TAKES_PLACED and is_placed(model):
         raise ConfigurationError(
-            f"{strategy}() does not go with place(), which this model went through.",
-            do=f"call rankwise.replicate(model), which trains placed models data parallel; or {strategy}() "
-            "without place()",
+            f"{strategy}() cannot be combined with place(), which was already applied to this model.",
+            do=f"call rankwise.replicate(model), which supports placed models, or call {strategy}() without place()",
         )
     own = strategy_of(model)
     if own is not None:
         raise ConfigurationError(
-            f"This model went through {own.strategy}() already.", do=_instead(own.strategy, strategy)
+            f"{own.strategy}() was already called on this model.", do=_instead(own.strategy, strategy)
         )
     name_of = _strategies()
     for name, parameter in model.named_parameters():
         if id(parameter) in name_of:
             raise ConfigurationError(
-                f"A part of this model went through {name_of[id(parameter)]}() already.",
-                evidence=f"its parameter {name} belongs to another model there",
+                f"{name_of[id(parameter)]}() was already called on a part of this model.",
+                evidence=f"its parameter {name} belongs to another model",
                 do=f"call {strategy}() once, for the whole model",
             )
 
@@ -108,8 +107,8 @@ def _instead(first: str, second: str) -> str:
     if "place" in pair:
         return "call place() first: rankwise.replicate(rankwise.place(model))"
     if "pipeline" in pair:
-        return "call pipeline() alone, after rankwise.mesh(pp=..., dp_replicate=...): it averages over dp_replicate too"
-    return "call shard() alone, after rankwise.mesh(dp_replicate=..., dp_shard=...): it averages over both"
+        return "call only pipeline(), after rankwise.mesh(pp=..., dp_replicate=...): it averages over dp_replicate too"
+    return "call only shard(), after rankwise.mesh(dp_replicate=..., dp_shard=...): it averages over both"
 
 
 def _strategies() -> dict[int, str]:
@@ -129,13 +128,13 @@ def is_registered(model: nn.Module) -> bool:
 def _check_module(model: object, strategy: str) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(
-            f"{strategy}() was given a {type(model).__name__}, and takes a torch.nn.Module.", do="pass the model itself"
+            f"{strategy}() takes a torch.nn.Module, not a {type(model).__name__}.", do="pass the model itself"
         )
     lazy = next((name for name, one in model.named_parameters() if torch.nn.parameter.is_lazy(one)), None)
     if lazy is not None:
         raise ConfigurationError(
-            f"Parameter {lazy} has no shape yet: its layer is lazy.",
-            do=f"call the model once with an example, then {strategy}()",
+            f"Parameter {lazy} has no shape yet because its layer is lazy.",
+            do=f"call the model once with an example input, then {strategy}()",
         )
 
 
@@ -179,9 +178,10 @@ def check_no_optimizer_holds(before: Sequence[ref[nn.Parameter]], strategy: str)
             id(parameter) in left for group in thing.param_groups for parameter in group["params"]
         ):
             raise ConfigurationError(
-                f"An optimizer ({type(thing).__name__}) was built before {strategy}(): it would train nothing.",
-                evidence=f"{strategy}() puts new parameters in the place of the old ones, which the optimizer holds",
-                do=f"build the optimizer after model = rankwise.{strategy}(model)",
+                f"An optimizer ({type(thing).__name__}) was created before {strategy}(), so it would not train "
+                "the model.",
+                evidence=f"{strategy}() replaces the parameters that the optimizer holds",
+                do=f"create the optimizer after model = rankwise.{strategy}(model)",
             )
 
 
@@ -195,8 +195,9 @@ def check_split(model: nn.Module, axes: Axes, strategy: str) -> None:
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
     if axes.tp > 1 and not any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes if mesh is not None):
         raise ConfigurationError(
-            f"{strategy}() was given a model that is not split, and {axes.tp} ranks along tp would have a copy each.",
-            evidence=f"the ranks are laid out as {axes}",
-            do="call rankwise.tensor_parallel(model) first, or lay the ranks out without tp: "
+            f"{strategy}() was given a model that is not split: each of the {axes.tp} ranks along tp would have a "
+            "copy.",
+            evidence=f"the mesh is {axes}",
+            do="call rankwise.tensor_parallel(model) first, or create the mesh without tp: "
             f"rankwise.mesh(dp_replicate={axes.data_ranks_per_island * axes.tp})",
         )

@@ -106,7 +106,7 @@ def local_sgd(
     with all_ranks_succeed("rankwise.local_sgd()"):
         trained = _check_within_group(model, axes, method)
     same_on_all_ranks(
-        "what local_sgd() was given",
+        "the configuration of local_sgd()",
         {"every": every, "overlap": num_overlapping, "outer": str(chosen or MEAN), "compress": str(method)},
         do="pass the same on every rank",
         error=ConfigurationError,
@@ -151,14 +151,14 @@ def _checked_steps(every: object, overlap: object) -> int:
     """Return after how many steps a mean is applied."""
     if type(every) is not int or every < 1:
         raise ConfigurationError(
-            f"A round of local_sgd() cannot have {every!r} steps.", do="pass every= a whole number, at least 1"
+            f"every= of local_sgd() must be an integer of at least 1, got {every!r}.", do="pass every=16, for example"
         )
     if overlap is None:
         return every // 2
     if type(overlap) is not int or not 0 <= overlap < every:
         raise ConfigurationError(
-            f"local_sgd(every={every}) cannot apply a mean {overlap!r} steps after its round.",
-            do=f"pass overlap= from 0 to {every - 1}: it is applied before the next round ends",
+            f"overlap must be from 0 to {every - 1} with every={every}, got {overlap!r}.",
+            do="pass a smaller overlap=: the mean is applied before the next round ends",
         )
     return overlap
 
@@ -166,17 +166,17 @@ def _checked_steps(every: object, overlap: object) -> int:
 def _check_model(model: nn.Module, session: Session) -> None:
     if not isinstance(cast("object", model), torch.nn.Module):
         raise ConfigurationError(
-            f"local_sgd() was given a {type(model).__name__}, and takes a torch.nn.Module.", do="pass the model itself"
+            f"local_sgd() takes a torch.nn.Module, not a {type(model).__name__}.", do="pass the model itself"
         )
     ids = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) in ids for other in _rounds_of for parameter in other.parameters()):
         raise ConfigurationError(
-            "This model, or a part of it, went through local_sgd() already.", do="call local_sgd() once per model"
+            "local_sgd() was already called on this model or a part of it.", do="call local_sgd() once per model"
         )
     if is_placed(model):
         raise ConfigurationError(
-            "local_sgd() does not go with place(), which this model went through.",
-            do="call rankwise.replicate(rankwise.place(model)) alone, or local_sgd() without place()",
+            "local_sgd() cannot be combined with place(), which was already applied to this model.",
+            do="call only rankwise.replicate(rankwise.place(model)), or local_sgd() without place()",
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigurationError(
@@ -187,12 +187,13 @@ def _check_model(model: nn.Module, session: Session) -> None:
         check_unregistered(model, "local_sgd")
     elif trained.strategy not in _STRATEGIES:
         raise ConfigurationError(
-            f"local_sgd() does not go with {trained.strategy}(), which this model went through.",
+            f"local_sgd() cannot be combined with {trained.strategy}(), which was already applied to this model.",
             do=f"call local_sgd() after {', '.join(_STRATEGIES)}, or on a model of one device",
         )
     elif session.axes is None and session.world.world_size > 1:
         raise ConfigurationError(
-            f"All ranks are averaged in every step: {trained.strategy}() came before the ranks had islands.",
+            f"{trained.strategy}() was called before the mesh had islands, so it averages over all ranks in every "
+            "step.",
             do=f"call rankwise.mesh(islands=..., dp_replicate=...) first, then {trained.strategy}() and local_sgd()",
         )
 
@@ -201,14 +202,14 @@ def _check_within_group(model: nn.Module, axes: Axes, method: Method | None) -> 
     """Return what the model went through; raise unless that goes with the axes."""
     if axes.islands == 1 and axes.world_size > 1:
         raise ConfigurationError(
-            "local_sgd() has no other island to average with.",
-            evidence=f"the ranks are laid out as {axes}",
+            "local_sgd() requires at least two islands.",
+            evidence=f"the mesh is {axes}",
             do="call rankwise.mesh(islands=..., ...) right after rankwise.join()",
         )
     if axes.tp > 1 and isinstance(method, Int8 | TopK):
         raise ConfigurationError(
-            "The layers that tensor_parallel() copies would not stay copies with this compress=.",
-            evidence="what travels of a change depends on those beside it, which differ between ranks along tp",
+            "The layers that tensor_parallel() copies would diverge with this compress=.",
+            evidence="the compressed value of a change depends on its neighbours, which differ between ranks along tp",
             do='pass compress="powersgd", "bf16" or "fp16"',
         )
     trained = strategy_of(model)
@@ -217,14 +218,14 @@ def _check_within_group(model: nn.Module, axes: Axes, method: Method | None) -> 
         needed = "pipeline" if axes.pp > 1 else "shard" if axes.dp_shard > 1 else "replicate"
         if axes.pp > 1 or axes.data_ranks_per_island > 1:
             raise ConfigurationError(
-                "This model is not spread over the ranks of its island.",
-                evidence=f"the ranks are laid out as {axes}",
+                "This model is not distributed over the ranks of its island.",
+                evidence=f"the mesh is {axes}",
                 do=f"call rankwise.{needed}(model) first, then local_sgd()",
             )
     elif isinstance(trained, GradientSync) and trained.num_ranks != axes.dp_replicate:
         raise ConfigurationError(
-            f"This model is averaged over {trained.num_ranks} ranks, and dp_replicate has {axes.dp_replicate}.",
-            evidence=f"the ranks are laid out as {axes}",
+            f"This model is averaged over {trained.num_ranks} ranks, but dp_replicate is {axes.dp_replicate}.",
+            evidence=f"the mesh is {axes}",
             do="call rankwise.mesh() before replicate()",
         )
     return trained
@@ -245,7 +246,7 @@ def _follow_alone(model: nn.Module, session: Session) -> GradientStrategy:
 
 def _of_a_sum(num_groups: int) -> str:
     return (
-        f"the loss ({{where}}) is a sum over samples: each of the {num_groups} islands steps with the sum over its "
-        "own, and the mean of their changes is taken, so that parameters move less than those of one rank; take the "
+        f"the loss ({{where}}) is a sum over samples: each of the {num_groups} islands steps with the sum over "
+        "its own samples, and the changes are averaged, so parameters move less than on one rank; use the "
         f"mean over samples, or a learning rate {num_groups} times as large"
     )

@@ -38,12 +38,17 @@ class DiLoCo:
     def __post_init__(self) -> None:
         for name, value in (("lr", self.lr), ("momentum", self.momentum)):
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigurationError(f"DiLoCo has no {name} {value!r}.", do=f"pass a number: DiLoCo({name}=...)")
+                raise ConfigurationError(
+                    f"{name} of DiLoCo must be a number, got {value!r}.", do=f"pass a number: DiLoCo({name}=...)"
+                )
         if not 0.0 < self.lr < float("inf"):
-            raise ConfigurationError(f"DiLoCo has no lr {self.lr}.", do="pass lr above 0; the paper's is 0.7")
+            raise ConfigurationError(
+                f"lr of DiLoCo must be above 0, got {self.lr}.", do="pass lr=0.7, the value of the paper"
+            )
         if not 0.0 <= self.momentum < 1.0:
             raise ConfigurationError(
-                f"DiLoCo has no momentum {self.momentum}.", do="pass momentum from 0, below 1; the paper's is 0.9"
+                f"momentum of DiLoCo must be at least 0 and below 1, got {self.momentum}.",
+                do="pass momentum=0.9, the value of the paper",
             )
 
 
@@ -61,7 +66,7 @@ def outer_of(outer: object) -> DiLoCo | None:
     if isinstance(outer, str) and outer in {MEAN, "diloco"}:
         return None if outer == MEAN else DiLoCo()
     raise ConfigurationError(
-        f"local_sgd() knows no outer={outer!r}.",
+        f"Unknown outer={outer!r} of local_sgd().",
         do='pass outer="mean", "diloco" or rankwise.DiLoCo(lr=..., momentum=...)',
     )
 

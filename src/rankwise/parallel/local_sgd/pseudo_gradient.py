@@ -7,8 +7,7 @@ coordinate on the other worker groups and hands the means to its own, so that wh
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +16,7 @@ from rankwise.parallel.compress.error_feedback import HasErrorFeedback
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.open_channels import open_channels
 from rankwise.parallel.core.buckets import plan
+from rankwise.parallel.core.weight_unit import WeightUnit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PseudoGradients:
-    """The lanes of one model between worker groups, used again in every round: :meth:`send`, then :meth:`take`."""
+    """The channels of one model between worker groups, used again in every round: :meth:`send`, then :meth:`take`."""
 
     def __init__(
         self,
@@ -56,15 +56,10 @@ class PseudoGradients:
         owner_of = shared_out([part.nbytes for part in parts], num_copies)
         limit_bytes = across_groups.channel_bytes(parts[0].device) if parts else 1
         self._buckets = [
-            plan(
-                cast("Any", parts),
-                [number for number, other in enumerate(owner_of) if other == owner],
-                limit_bytes,
-                limit_bytes,
-            )
+            plan(parts, [number for number, other in enumerate(owner_of) if other == owner], limit_bytes, limit_bytes)
             for owner in range(num_copies)
         ]
-        """For each of the copies, the numbers of the parameters on each of its lanes."""
+        """For each of the copies, the numbers of the parameters on each of its channels."""
         self._like = [[parts[numbers[0]] for numbers in channels] for channels in self._buckets]
         own = self._buckets[self._rank]
         sizes = [
@@ -73,9 +68,7 @@ class PseudoGradients:
         ]
         shapes = [[parts[number].shape for number in numbers] for numbers in own]
         self._channels: list[BucketChannel] = open_channels(compress, across_groups, sizes, shapes, what) if own else []
-        self._unit = 1.0
-        # float16 has no room for numbers of whatever unit: the first round agrees on one before it sends anything.
-        self._is_unit_open = Narrow("fp16") == compress or any(part.dtype == torch.float16 for part in parts)
+        self._unit = WeightUnit(is_open=Narrow("fp16") == compress or any(p.dtype == torch.float16 for p in parts))
 
     @torch.no_grad()
     def send(self, anchors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], weight: float) -> None:
@@ -88,10 +81,9 @@ class PseudoGradients:
             parts: what it came to.
             weight: what the change of this worker group counts; the same on its ranks.
         """
-        if self._is_unit_open and self._channels:
-            own = torch.tensor([weight], dtype=torch.float64)
-            self._choose_unit(self._across_groups.all_reduce(own, what=f"weights of {self._what}").item())
-        share = weight / self._unit
+        if self._unit.is_open and self._channels:
+            self._unit.agree(self._across_groups, weight, self._what)
+        share = weight / self._unit.size * self._unit.scale
         for channel, numbers in zip(self._channels, self._buckets[self._rank], strict=True):
             channel.claim()
             if share:
@@ -125,7 +117,9 @@ class PseudoGradients:
         """
         self.finish()
         if self._channels:
-            self._choose_unit(self._unit * self._channels[0].total())
+            total = self._channels[0].total() / self._unit.scale
+            if total > 0:
+                self._unit.adjust(total / self._across_groups.world_size)
         means: list[torch.Tensor] = [torch.empty(0)] * len(self._shapes)
         for owner, channels in enumerate(self._buckets):
             for index, numbers in enumerate(channels):
@@ -133,13 +127,6 @@ class PseudoGradients:
                 for number, place in zip(numbers, self._views(flat, numbers), strict=True):
                     means[number] = place
         return means
-
-    def _choose_unit(self, total: float) -> None:
-        """Count weights in units of about what a worker group has: what travels is as large as the changes are."""
-        if total > 0:
-            # A power of two, by which dividing rounds nothing.
-            self._unit = 2.0 ** round(math.log2(total / self._across_groups.world_size))
-            self._is_unit_open = False
 
     def _from_owner(self, owner: int, index: int) -> torch.Tensor:
         """Return the means of a channel, which the owner among the copies has."""

@@ -146,7 +146,7 @@ class LocalSGD:
         """
         if current_or_none() is not self._session:
             raise ConfigurationError(
-                "synchronize() needs the world that local_sgd() was called in, and that was left.",
+                "synchronize() was called after leaving the world that local_sgd() was called in.",
                 do="call outer.synchronize() before the end of `with rankwise.join():`",
             )
         self._warn_if_never_stepped()
@@ -184,9 +184,9 @@ class LocalSGD:
         if not self._has_stepped and self._num_backward and current_or_none() is self._session:
             self._has_stepped = True  # said once
             warn(
-                f"{self._num_backward} backward passes of {self._name}, and no step of an optimizer that holds its "
-                "parameters: no round of local_sgd() ends, and the islands train apart; take an optimizer that is a "
-                "torch.optim.Optimizer, built with the parameters that the model has now"
+                f"{self._num_backward} backward passes of {self._name} ran without a step of an optimizer that holds "
+                "its parameters: no round of local_sgd() ends, and the islands are not averaged; use a "
+                "torch.optim.Optimizer, created with the current parameters of the model"
             )
 
     def before_step(self) -> None:
@@ -225,10 +225,10 @@ class LocalSGD:
                 parameter.grad = None
         elif any(parameter.grad is not None for parameter in own):
             raise ConfigurationError(
-                f"optimizer.step() found gradients of {self._name} that no backward() since the last step has made: "
-                "how much they count among the islands is not known.",
-                do="call backward() before each step, in place of torch.autograd.grad(); with several microsteps, the "
-                "last one outside of rankwise.no_sync(model)",
+                f"optimizer.step() found gradients of {self._name} that no backward() since the last step computed, "
+                "so their weight among the islands is unknown.",
+                do="call backward() before each step, instead of torch.autograd.grad(); with several microsteps, run "
+                "the last one outside rankwise.no_sync(model)",
             )
 
     def after_update(self, optimizer: Optimizer) -> None:
@@ -260,9 +260,11 @@ class LocalSGD:
         unfrozen = next((p for p in self._frozen if p.requires_grad), None)
         if unfrozen is not None:
             raise ConfigurationError(
-                f"A layer of {self._name} was unfrozen after local_sgd(): no other island would hear of its changes.",
-                evidence=f"a parameter of shape {list(unfrozen.shape)} needs gradients now",
-                do="unfreeze layers before local_sgd(), and give their parameters to the optimizer when they train",
+                f"A layer of {self._name} was unfrozen after local_sgd(), so its changes would not reach the other "
+                "islands.",
+                evidence=f"a parameter of shape {list(unfrozen.shape)} now requires gradients",
+                do="unfreeze layers before local_sgd(), and add their parameters to the optimizer when they are to be "
+                "trained",
             )
         parts = self._parts()
         if self._changes is not None:
@@ -301,8 +303,8 @@ class LocalSGD:
             self._changes.finish()
         if not self._is_settled and self._changes is not None:
             warn(
-                f"the world is left with steps of {self._name} that the islands have not exchanged, so that its "
-                "parameters differ between them; call outer.synchronize() at the end of training"
+                f"the world ends with steps of {self._name} that the islands have not exchanged, so its parameters "
+                "differ between them; call outer.synchronize() at the end of training"
             )
 
     # -- state ---------------------------------------------------------------------------------------
@@ -338,8 +340,8 @@ class LocalSGD:
         if found != shapes:
             other = next((name for name in found if name in shapes and found[name] != shapes[name]), None)
             raise ConfigurationError(
-                f"This state is not of the outer optimizer of {self._name}.",
-                evidence=f"it holds the momentum of {len(found)} parameters; here are {len(shapes)} with momentum"
+                f"This state does not belong to the outer optimizer of {self._name}.",
+                evidence=f"it holds the momentum of {len(found)} parameters; this model has {len(shapes)} with momentum"
                 if other is None
                 else f"its momentum of {other} is {list(found[other])}; here it is {list(shapes[other])}",
                 do="pass the same outer= and the same model as when it was saved",

@@ -47,8 +47,8 @@ def check_weight_function(weight: object, strategy: str) -> None:
     """
     if weight is not None and not callable(weight):
         raise ConfigurationError(
-            f"{strategy}() was given weight={weight!r}, which cannot be called.",
-            do="pass a function of what the model is called with: weight=lambda x: len(x)",
+            f"weight of {strategy}() must be callable, got {weight!r}.",
+            do="pass a function of the model's inputs: weight=lambda x: len(x)",
         )
 
 
@@ -156,8 +156,8 @@ def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
     listed: Sequence[Any] = inputs if isinstance(inputs, list | tuple) else [inputs]
     if any(sub.reports_at_start and sub.owns(one) for sub in subscribers for one in listed):
         raise ConfigurationError(
-            "backward(inputs=...) was given parameters of a sharded model, which would get no gradients.",
-            do="leave out inputs=, and let the other parameters have requires_grad=False",
+            "backward(inputs=...) was given parameters of a sharded model, which would receive no gradients.",
+            do="omit inputs=, and set requires_grad=False on the other parameters",
         )
 
 
@@ -239,8 +239,9 @@ def _zeros(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | Non
 def _warn_scaled(term: Term) -> None:
     warn_once(
         term.operation,
-        f"a mean in the loss ({{where}}) is multiplied by {term.num_rows}, which is also this rank's number of samples "
-        "and is taken for a constant: if it is that number, write the sum with reduction='sum' or .sum()",
+        f"a mean in the loss ({{where}}) is multiplied by {term.num_rows}, which is also this rank's number of "
+        "samples but is treated as a constant: if it is that number, write the sum with reduction='sum' or "
+        ".sum()",
     )
 
 
@@ -248,8 +249,9 @@ def _warn_unread(because: str) -> None:
     warn_once(
         because,
         f"the loss ({{where}}) is neither a mean nor a sum over samples because of {because}: its gradients are "
-        "averaged over ranks by samples, which may differ from what one rank computes; take that step per sample, or "
-        "pass what the loss is a mean over to rankwise.weight(model, amount), or gather the outputs of all ranks first",
+        "averaged over ranks by samples, which may differ from the result of one rank; compute that "
+        "operation per sample, or pass the number that the loss averages over to rankwise.weight(model, "
+        "amount), or gather the outputs of all ranks first",
     )
 
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from rankwise.parallel.state_guard.guard import StateGuard
 
 _COUNTED_IN = {
-    Mode.SAMPLES: "samples of the forward, or what rankwise.weight() was given",
-    Mode.MEAN: "what the mean in the loss is over",
-    Mode.SUM: "nothing, since the loss is a sum",
+    Mode.SAMPLES: "samples of the forward, or the amount given to rankwise.weight()",
+    Mode.MEAN: "the number that the mean in the loss is over",
+    Mode.SUM: "nothing, because the loss is a sum",
 }
 _SAMPLES = Verdict(Mode.SAMPLES)
 _NOTHING = Verdict(Mode.NOTHING)
@@ -253,9 +253,9 @@ class LossOnRanks:
         earlier = self._accumulation.counted_in or counted_in
         if earlier != counted_in:
             raise ConfigurationError(
-                "Two microsteps of an accumulation weigh their losses in different units.",
+                "Microsteps of one accumulation weight their losses in different units.",
                 evidence=f"the earlier ones count {earlier}; this one counts {counted_in}",
-                do="compute the same loss in every microstep, and put all of them into rankwise.weight(), or none",
+                do="compute the same loss in every microstep, and use rankwise.weight() for all of them or for none",
             )
         self._accumulation.counted_in = counted_in
 
@@ -322,19 +322,19 @@ class LossOnRanks:
             or self._verdict.mode.name.lower()
         )
         return ConfigurationError(
-            f"The loss of {self._model_name} is not of the same terms on all ranks.",
+            f"The loss of {self._model_name} does not have the same terms on all ranks.",
             evidence=f"on this rank: {own}",
-            do="calculate every term on every rank, times zero where a rank has nothing of it; or say what the loss is "
-            "a mean over with rankwise.weight(model, amount)",
+            do="compute every term on every rank, multiplied by zero where a rank has no samples for it; or pass "
+            "the number that the loss averages over to rankwise.weight(model, amount)",
         )
 
 
 def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
     return ConfigurationError(
-        f"A sum in the loss at {words(place)} is divided by {term.divisor:g}, which can be read in two ways.",
+        f"A sum in the loss at {words(place)} is divided by {term.divisor:g}, which is ambiguous.",
         evidence="if it is this rank's number of samples, the loss is a mean over all ranks' samples; if it is a "
         "constant, the loss is their sum over that constant",
-        do="write a mean with .mean() or reduction='mean'; or pass what the loss is a mean over to "
+        do="write a mean with .mean() or reduction='mean'; or pass the number that the loss averages over to "
         "rankwise.weight(model, amount)",
     )
 
@@ -343,12 +343,12 @@ def _checked(weight: float | None) -> float:
     if weight is None:
         raise ConfigurationError(
             "Cannot tell how many samples this loss averages over.",
-            evidence="the replicated model was not called itself, or without a tensor argument",
-            do="put loss.backward() into `with rankwise.weight(model, num_samples):`",
+            evidence="the replicated model itself was not called, or was called without a tensor argument",
+            do="call loss.backward() within `with rankwise.weight(model, num_samples):`",
         )
     if not (math.isfinite(weight) and weight >= 0):
         raise ConfigurationError(
-            f"The weight of a backward must be zero or more, not {weight}.",
-            do="pass the number of samples or tokens the loss is the mean of",
+            f"The weight of a backward must be at least 0, got {weight}.",
+            do="pass the number of samples or tokens that the loss averages over",
         )
     return float(weight)

@@ -106,9 +106,9 @@ def unequal_lengths(rows: RowLengths | None, elements: float, place: str) -> Con
         elements: of each sample, on average over the ranks that have some.
         place: the line of the backward, in words.
     """
-    own = "this rank has no samples" if rows is None else f"{rows.loss:g} elements of each sample on this rank"
+    own = "this rank has no samples" if rows is None else f"{rows.loss:g} elements per sample on this rank"
     return ConfigurationError(
-        f"The mean in the loss at {place} is over unequal numbers of elements of each sample on the ranks.",
+        f"The mean in the loss at {place} averages over different numbers of elements per sample on different ranks.",
         evidence=f"{own}; {elements:g} on average over all ranks\n"
         "if each rank pads its samples to the longest of its own: one rank would pad all of them to one length, and "
         "count more padding\n"

@@ -69,12 +69,12 @@ def _different_batches(batches: Mapping[int, BatchNumbers], model_name: str, amo
     behind = min(batches.values())
     ahead = [rank for rank, batch in batches.items() if batch != behind]
     return CollectiveMismatch(
-        f"{fold_ranks(ahead)}{among} ran no backward for batch {behind[2]} of epoch {behind[1]}, for which others run "
-        f"it now: gradients of {model_name} would be averaged over different batches.",
+        f"{fold_ranks(ahead)}{among} did not run backward for batch {behind[2]} of epoch {behind[1]}, which "
+        f"other ranks now run: gradients of {model_name} would be averaged over different batches.",
         evidence=fold_values(
             {rank: f"batch {number} of epoch {epoch}" for rank, (_, epoch, number) in batches.items()}
         ),
-        do="skip a step, or leave a loop, on all ranks or on none: decide by rankwise.mean(loss, len(x)), which is the "
-        "same on every rank and leaves empty shares out; for a norm of gradients, which are the same already, after "
-        "backward()",
+        do="skip a step or leave a loop on all ranks or on none: decide from rankwise.mean(loss, len(x)), which "
+        "is the same on every rank and ignores ranks without samples; decide from a gradient norm after "
+        "backward(), when it is the same on every rank",
     )

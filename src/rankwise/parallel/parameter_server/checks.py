@@ -51,11 +51,9 @@ def checked(
         ConfigurationError: one is bad, or two contradict each other.
     """
     if mode not in MODES:
-        raise ConfigurationError(f"parameter_server has no mode {mode!r}.", do='pass mode="sync" or mode="async"')
+        raise ConfigurationError(f"Unknown mode {mode!r} of parameter_server.", do='pass mode="sync" or mode="async"')
     if max_staleness is not None and mode == "sync":
-        raise ConfigurationError(
-            'max_staleness is for mode="async": with "sync" nothing is stale.', do='pass mode="async", or leave it out'
-        )
+        raise ConfigurationError('max_staleness requires mode="async".', do='pass mode="async", or omit max_staleness')
     _check_count("max_staleness", max_staleness, 0)
     _check_count("save_every", save_every, 1)
     size = world.world_size
@@ -67,9 +65,10 @@ def checked(
         chosen = []
     elif not chosen or len(chosen) >= size or not set(chosen) <= set(range(size)):
         raise ConfigurationError(
-            f"servers={servers!r} does not fit a world of {size} ranks: there must be servers and workers.",
+            f"servers={servers!r} is invalid for {size} ranks: at least one server and one worker are required.",
             where=str(world),
-            do=f"pass servers=1 to servers={size - 1}, or which ranks; or start more: rankwise run -n {size + 1} ...",
+            do=f"pass servers=1 to servers={size - 1}, or a list of ranks; or start more ranks: rankwise run -n "
+            f"{size + 1} ...",
         )
     return ServerSettings(
         servers=chosen,
@@ -83,7 +82,7 @@ def checked(
 
 def _check_count(name: str, value: object, least: int) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ConfigurationError(f"{name} cannot be {value!r}.", do=f"pass a whole number, at least {least}")
+        raise ConfigurationError(f"{name} cannot be {value!r}.", do=f"pass an integer of at least {least}")
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
@@ -95,8 +94,8 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]
     check_unregistered(model, "parameter_server")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
-            f"parameter_server was given a {type(optimizer).__name__} for an optimizer.",
-            do="pass the torch.optim.Optimizer of the model's parameters",
+            f"optimizer of parameter_server must be a torch.optim.Optimizer, not a {type(optimizer).__name__}.",
+            do="pass the optimizer of the model's parameters",
         )
     number_of = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -104,17 +103,17 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]
     if strange:
         raise ConfigurationError(
             f"The optimizer has a parameter that is not the model's: {list(strange[0].shape)}.",
-            do="build the optimizer of model.parameters(), and pass both",
+            do="create the optimizer with model.parameters(), and pass both",
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
-            "LBFGS evaluates the loss several times in a step, which a parameter server cannot.",
+            "parameter_server does not support LBFGS, which evaluates the loss several times per step.",
             do="use another optimizer, or rankwise.replicate(model)",
         )
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ConfigurationError(
-            "The optimizer has taken steps already, whose state the servers would not have.",
-            do="call parameter_server() right after the optimizer is built",
+            "The optimizer has already taken steps, and the servers would not have its state.",
+            do="call parameter_server() right after creating the optimizer",
         )
     spread_over_ranks = [p for p in own if own_part(p) is not p or p.is_meta]
     if spread_over_ranks:
@@ -139,15 +138,15 @@ def check_session(session: Session) -> None:
     """
     if session.axes is not None:
         raise ConfigurationError(
-            f"parameter_server takes all ranks, and these are laid out along axes ({session.axes}).",
-            do="leave rankwise.mesh() out",
+            f"parameter_server uses all ranks and cannot be combined with a mesh ({session.axes}).",
+            do="omit rankwise.mesh()",
         )
     if session.loop is not None:
         raise ConfigurationError(
-            "parameter_server() was called before in this world.", do="train one model with parameter servers"
+            "parameter_server() was already called in this world.", do="train one model with parameter servers"
         )
     if session.data_parts is not None and session.world.world_size > 1:
         raise ConfigurationError(
-            f"parameter_server() came after {session.data_parts}, which took every rank for one with samples.",
-            do="call parameter_server() first, then build the rankwise.DataLoader",
+            f"parameter_server() was called after {session.data_parts}, which assumed that every rank has samples.",
+            do="call parameter_server() first, then create the rankwise.DataLoader",
         )

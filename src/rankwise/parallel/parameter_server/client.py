@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's connection to one server: a thread that sends what the main thread hands it and takes the answer."""
+"""A worker's connection to one server: a thread that sends what the main thread hands it and takes the answer.
+
+Every message is answered, and the next one is sent only then. Behind the unanswered one waits at most one step, since a
+worker takes its answer before it takes another step; loops without steps are counted. So a server that is slow or
+stopped makes a worker wait in its next step, and fills the memory of neither.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import json
 import queue
 import socket
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rankwise.errors import RankwiseError
@@ -15,13 +21,12 @@ from rankwise.parallel.parameter_server.messages import (
     PURPOSE,
     ServerMessage,
     TensorBuffer,
-    as_sent,
     create_memory,
     open_memory,
     packed,
     receive_buffers,
 )
-from rankwise.store.wire import json_frame, open_connection, receive_frame
+from rankwise.store.wire import fill, json_frame, open_connection, receive_frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +63,10 @@ class ServerConnection:
         self._rank = rank
         self._changed = changed
         self._answer: ServerMessage | None = None
-        self._requests: queue.SimpleQueue[tuple[bytes, list[memoryview] | None] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[list[bytes | memoryview] | Counter[int] | None] = queue.SimpleQueue()
+        self._loops: Counter[int] | None = None
+        """Loops without steps, by loader: the last entry of the outbox, while it is there and more can be counted."""
+        self._is_over = False
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
 
@@ -83,11 +91,18 @@ class ServerConnection:
             positions: which tensors of ``outgoing`` go with it.
             rows: of others.
         """
-        self._requests.put(packed(head, self.outgoing, positions, rows, is_shared=self.is_shared))
+        message = packed(head, self.outgoing, positions, rows, is_shared=self.is_shared)
+        with self._changed:
+            self._loops = None
+            self._outbox.put(message)
 
-    def notify(self, head: Head) -> None:
-        """Send a message that has no answer."""
-        self._requests.put((json_frame(head), None))
+    def end_loop(self, loader: int) -> None:
+        """Notify the server that a loop without steps is over; nothing has to be waited for."""
+        with self._changed:
+            if self._loops is None:
+                self._loops = Counter()
+                self._outbox.put(self._loops)
+            self._loops[loader] += 1
 
     def has_connected(self) -> bool:
         """Return whether the server accepts requests."""
@@ -101,24 +116,24 @@ class ServerConnection:
         """Return the answer that is there; the whole tensors it tells of are in ``incoming``."""
         answer, self._answer = self._answer, None
         if answer is None:
-            raise RuntimeError("no answer has come")
+            raise RuntimeError("no reply was received")
         return answer
 
     def leave(self) -> None:
         """Announce that no request follows, and close."""
-        self._requests.put(None)
+        self._outbox.put(None)
+
+    def has_left(self) -> bool:
+        """Return whether the server has been told, or cannot be any more."""
+        return self._is_over
 
     def close(self) -> None:
         """Close at once."""
+        self._outbox.put(None)
         sock = self._socket
         if sock is not None:
             with contextlib.suppress(OSError):  # It is closed already.
                 sock.shutdown(socket.SHUT_RDWR)
-
-    def join(self, timeout_seconds: float) -> None:
-        """Wait for the thread to end, once it was told to."""
-        if self._thread is not None:
-            self._thread.join(timeout_seconds)
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -132,7 +147,8 @@ class ServerConnection:
         finally:
             self._socket = None
             with self._changed:
-                self.error = self.error or "the connection has been closed"
+                self.error = self.error or "the connection was closed"
+                self._is_over = True
                 self._changed.notify_all()
 
     def _talk(self, sock: socket.socket) -> None:
@@ -140,20 +156,27 @@ class ServerConnection:
         with self._changed:
             self._is_connected = True
             self._changed.notify_all()
-        while (request := self._requests.get()) is not None:
-            head, pieces = request
-            for piece in as_sent(head, pieces or []):
-                sock.sendall(piece)
-            if pieces is None:
+        while (message := self._outbox.get()) is not None:
+            if isinstance(message, Counter):
+                sock.sendall(self._loops_ended(message))
+                receive_frame(sock)
                 continue
-            answer_head = json.loads(receive_frame(sock))
-            memory, rows = receive_buffers(answer_head, self.incoming, is_shared=self.is_shared)
+            for piece in message:
+                sock.sendall(piece)
+            head = json.loads(receive_frame(sock))
+            memory, rows = receive_buffers(head, self.incoming, is_shared=self.is_shared)
             for piece in memory:
-                _fill(sock, piece)
+                fill(sock, piece)
             with self._changed:
-                self._answer = ServerMessage(answer_head, rows)
+                self._answer = ServerMessage(head, rows)
                 self._changed.notify_all()
         sock.sendall(json_frame({"kind": "leave"}))
+
+    def _loops_ended(self, loops: Counter[int]) -> bytes:
+        with self._changed:
+            if self._loops is loops:
+                self._loops = None
+        return json_frame({"kind": "end_loops", "loops": [*loops.items()], "whole": [], "rows": []})
 
     def _greet(self, sock: socket.socket) -> None:
         """Send this worker's rank, and share memory with a server that can."""
@@ -166,12 +189,3 @@ class ServerConnection:
                 mapping.settle()
         if self.is_shared:
             self.outgoing, self.incoming = TensorBuffer(self._parameters, own), TensorBuffer(self._parameters, theirs)
-
-
-def _fill(sock: socket.socket, memory: memoryview) -> None:
-    done = 0
-    while done < memory.nbytes:
-        count = sock.recv_into(memory[done:])
-        if not count:
-            raise ConnectionError("the server ended the connection")
-        done += count

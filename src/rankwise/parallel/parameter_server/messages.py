@@ -15,9 +15,9 @@ import torch
 
 from rankwise.comm.backends.choose import home_of
 from rankwise.comm.backends.mapping import PAGE_BYTES, Mapping
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.comm.backends.torch_group import TorchGroup
-from rankwise.store.wire import json_frame
+from rankwise.store.wire import as_sent, json_frame
+from rankwise.tensors.as_bytes import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 Head = dict[str, Any]
 PURPOSE = "parameter_server"
-JOINED_BYTES = 2**16
-"""Up to which size pieces go out together: each on its own would be a packet."""
 SECRET_KEY = "rankwise/parameter_server/secret"  # noqa: S105 - where it is kept
 
 
@@ -44,6 +42,10 @@ class TensorRows:
     values: torch.Tensor
     """[n, ...], of the tensor's dtype; on the CPU, contiguous."""
 
+    def memory(self) -> list[memoryview]:
+        """Return where both lie."""
+        return [memory_of(part) for part in (self.indices, self.values)]
+
 
 @dataclass(slots=True)
 class ServerMessage:
@@ -55,8 +57,8 @@ class ServerMessage:
 
 def packed(
     head: Head, body: TensorBuffer, positions: Sequence[int], rows: Sequence[TensorRows], *, is_shared: bool
-) -> tuple[bytes, list[memoryview]]:
-    """Return a message as it travels.
+) -> list[bytes | memoryview]:
+    """Return a message as it goes out, one piece after the other.
 
     Args:
         head: of the message.
@@ -66,16 +68,8 @@ def packed(
         is_shared: whether the other end sees the body's memory, so that nothing of it has to travel.
     """
     whole = {"whole": list(positions), "rows": [[one.position, len(one.indices)] for one in rows]}
-    parts = [bytes_of(part).numpy().data for one in rows for part in (one.indices, one.values)]
     pieces = [] if is_shared else body.pieces(positions)
-    return json_frame(head | whole), [*pieces, *(part for part in parts if part.nbytes)]
-
-
-def as_sent(head: bytes, pieces: Sequence[memoryview]) -> Sequence[bytes | memoryview]:
-    """Return a message as it goes out, one piece after the other."""
-    if sum(piece.nbytes for piece in pieces) <= JOINED_BYTES:
-        return [b"".join([head, *pieces])]
-    return [head, *pieces]
+    return as_sent(json_frame(head | whole), [*pieces, *(memory for one in rows for memory in one.memory())])
 
 
 def receive_buffers(head: Head, body: TensorBuffer, *, is_shared: bool) -> tuple[list[memoryview], list[TensorRows]]:
@@ -88,7 +82,7 @@ def receive_buffers(head: Head, body: TensorBuffer, *, is_shared: bool) -> tuple
             position, torch.empty(count, dtype=torch.int64), torch.empty((count, *like.shape[1:]), dtype=like.dtype)
         )
         rows.append(one)
-        pieces += [view for part in (one.indices, one.values) if (view := bytes_of(part).numpy().data).nbytes]
+        pieces += one.memory()
     return pieces, rows
 
 
@@ -124,7 +118,7 @@ class TensorBuffer:
         memory = (
             torch.empty(size, dtype=torch.uint8) if mapping is None else mapping.tensor(PAGE_BYTES, size, torch.uint8)
         )
-        self._bytes = memory.numpy().data
+        self._bytes = memory_of(memory)
         self.views = [
             memory[start:end].view(tensor.dtype).view(tensor.shape)
             for start, end, tensor in zip(self._starts, self._ends, tensors, strict=False)

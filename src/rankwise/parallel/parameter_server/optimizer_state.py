@@ -54,7 +54,7 @@ def _plain(name: str, value: object) -> Any:  # noqa: ANN401 - JSON
         return value
     raise ConfigurationError(
         f"The optimizer's option {name} is a {type(value).__name__}, which cannot be sent to a parameter server.",
-        do="use an optimizer whose options are numbers, texts, or tuples of them",
+        do="use an optimizer whose options are numbers, strings, or tuples of them",
     )
 
 

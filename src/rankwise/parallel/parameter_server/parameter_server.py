@@ -167,7 +167,7 @@ class ParameterServer:
             raise left("server.synchronize()")
         if self._worker is not None and self._worker.num_steps != self._num_steps_finished:
             raise ConfigurationError(
-                "synchronize() came in the middle of a loop, where the servers are busy serving.",
+                "synchronize() was called within a loop, while the servers are serving.",
                 do="call it after the loop over rankwise.DataLoader, or after finish(); to save within a loop, "
                 "pass parameter_server(..., directory=...)",
             )
@@ -269,7 +269,7 @@ def parameter_server(
     check_same_model(model)
     exchange = session.exchange
     if exchange is None or session.store is None or session.detector is None:
-        raise TypeError(f"a world of {world.world_size} ranks has no exchange")
+        raise TypeError(f"a world of {world.world_size} rank has no collectives")
     broadcast_model(model, exchange)
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -136,9 +136,12 @@ class ServerLoop:
         if message is None:
             self._lose(worker, arrival.reason)
         elif message.head["kind"] == "end_loop":
-            self._staleness.end_loop(worker, message.head["loader"], has_stepped=message.head["has_stepped"])
-            if message.head["has_stepped"]:
-                self._answer(worker)
+            self._staleness.end_loop(worker, message.head["loader"], has_stepped=True)
+            self._answer(worker)
+        elif message.head["kind"] == "end_loops":
+            for loader, count in message.head["loops"]:
+                self._staleness.end_loop(worker, loader, has_stepped=False, count=count)
+            self._connections.confirm(worker)
         else:
             self._staleness.step(worker)
             self._waiting[worker] = message
@@ -205,10 +208,11 @@ class ServerLoop:
             for worker, groups in reported.items()
         }
         raise ConfigurationError(
-            "The optimizer's options differ between workers, and there is one update for all.",
+            "The optimizer's options differ between workers, but all share one update.",
             where=str(self._world),
             evidence=fold_values(differs),
-            do="let what changes them be the same on every worker: give ReduceLROnPlateau a loss of all ranks",
+            do="change them from values that are the same on every worker: pass a loss over all ranks to "
+            "ReduceLROnPlateau",
         )
 
     def _gradients(self, worker: int, message: ServerMessage) -> list[torch.Tensor | None]:
@@ -248,7 +252,7 @@ class ServerLoop:
         self.loader_states.pop(worker, None)
         if not self._staleness.living and not self._staleness.left:
             raise self._reason(worker, reason)
-        warn(f"worker {worker} is gone ({reason}); the others go on without it", all_ranks=True)
+        warn(f"worker {worker} was lost ({reason}); the others continue without it", all_ranks=True)
 
     def _reason(self, worker: int, reason: str) -> Exception:
         """Return what ends the job: what the rank said itself, if it did."""
@@ -260,12 +264,13 @@ class ServerLoop:
             return self._detector.error
         lost = sorted(self._staleness.failed | {worker})
         return PeerMissing(
-            f"{'A worker' if len(lost) == 1 else 'Every worker'} of the parameter servers is gone: {fold_ranks(lost)}.",
+            f"{'A worker' if len(lost) == 1 else 'Every worker'} of the parameter servers was lost: "
+            f"{fold_ranks(lost)}.",
             ranks=lost,
             where=str(self._world),
             evidence=reason,
             do="look at the output of that rank; start the job with --max-restarts 3, and give parameter_server a "
-            "directory=, for it to go on from the servers' last state",
+            "directory=, so that it continues from the servers' last state",
         )
 
     def _uneven(self) -> PeerMissing:
@@ -275,7 +280,8 @@ class ServerLoop:
             ranks=left,
             where=str(self._world),
             evidence=f"in optimizer.step(): {fold_ranks(waiting)}",
-            do="let every worker take the same number of steps: iterate over rankwise.DataLoader, as often on each",
+            do="take the same number of steps on every worker: iterate over rankwise.DataLoader, the same number of "
+            "times on each",
         )
 
     def _silent_for(self, seconds: float) -> set[int]:
@@ -290,15 +296,15 @@ class ServerLoop:
         since, limit = self._waiting_since, self._detector.timeout_seconds
         if not self._is_sync:
             for worker in self._staleness.only_wait_for(self._silent_for(limit)):
-                warn(f"worker {worker} has said nothing for {limit:.0f} s, and all others are done", all_ranks=True)
+                warn(f"worker {worker} has sent nothing for {limit:.0f} s, and all others are done", all_ranks=True)
                 self._connections.drop(worker)
         if since is None or time.monotonic() - since < limit:
             return
         missing = sorted(self._staleness.living - self._waiting.keys()) if self._is_sync else self._staleness.slowest()
         raise PeerMissing(
-            f"Workers of the parameter servers have waited {limit:.0f} s in vain. Missing: {fold_ranks(missing)}.",
+            f"Workers of the parameter servers timed out after {limit:.0f} s waiting for {fold_ranks(missing)}.",
             ranks=missing,
             where=str(self._world),
-            do="let every worker take the same number of steps: iterate over rankwise.DataLoader. Where the wait is "
-            "meant, join(timeout_seconds=...) is the limit",
+            do="take the same number of steps on every worker: iterate over rankwise.DataLoader; for longer waits "
+            "set join(timeout_seconds=...)",
         )

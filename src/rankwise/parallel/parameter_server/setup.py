@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 
 
 _OF_SEVERAL_TERMS = (
-    "the loss ({where}) has several terms, and workers do not tell one another what each of them is over: its "
-    "gradients are averaged by samples, which differs from what one rank computes where the terms count different "
-    "things; take one mean or one sum, or pass what it is over to rankwise.weight(model, amount)"
+    "the loss ({where}) has several terms, and workers do not exchange the number that each averages "
+    "over: its gradients are averaged by samples, which differs from the result of one rank if the terms "
+    "average over different numbers; use one mean or one sum, or pass that number to "
+    "rankwise.weight(model, amount)"
 )
 
 
@@ -119,7 +120,7 @@ def open_worker_or_server(
             loader_states = snapshots.load(updates[index])
             shard.continue_from(updates[index])
         loader_state = _load_saved(setup, loader_states)
-        log(f"parameter servers go on from update {min(updates)} in {settings.folder}")
+        log(f"parameter servers continue from update {min(updates)} in {settings.folder}")
     if shard is not None and connections is not None:
         server_loop = ServerLoop(
             shard,
@@ -196,9 +197,9 @@ def _updates_to_load(found: Mapping[int, Sequence[int]], *, is_sync: bool) -> li
     if max(map(len, found.values())) > 1:
         texts = {server: ", ".join(map(str, updates)) or "none" for server, updates in found.items()}
         raise CheckpointError(
-            "The parameter servers have no saved state in common to go on from.",
+            "The parameter servers have no common saved state to continue from.",
             evidence=f"whole files, by update:\n{fold_values(texts)}",
-            do="bring back the files that are missing; or begin anew with another directory=",
+            do="restore the missing files, or start over with another directory=",
         )
     return None
 
@@ -228,8 +229,8 @@ def _wait_for_workers(connections: WorkerConnections, setup: ServerSetup) -> Non
             if time.monotonic() > deadline:
                 missing = sorted(workers - connections.connected)
                 raise PeerMissing(
-                    f"parameter_server() waited {setup.detector.timeout_seconds:.0f} s in vain for workers to connect. "
-                    f"Missing: {fold_ranks(missing)}.",
+                    f"parameter_server() timed out after {setup.detector.timeout_seconds:.0f} s waiting for "
+                    f"{fold_ranks(missing)} to connect.",
                     ranks=missing,
                     where=str(setup.world),
                     do="look at the output of that rank",
@@ -269,8 +270,8 @@ def _follow(
                 loss = closure()
         if sum(len(group["params"]) for group in self.param_groups) != num_parameters:
             raise ConfigurationError(
-                "The optimizer got parameters after parameter_server(), which no server keeps.",
-                do="build the whole optimizer first; a layer that is unfrozen later may be in it from the beginning",
+                "Parameters were added to the optimizer after parameter_server(), so no server has them.",
+                do="create the whole optimizer first; it may contain layers that are unfrozen later",
             )
         worker.step(weights, sums, options_of(self))
         weights.clear()
@@ -297,7 +298,7 @@ def _noted(model: nn.Module) -> GradientSync:
 
 def _refuse_step(_: torch.optim.Optimizer, *_arguments: object, **_keywords: object) -> None:
     raise ConfigurationError(
-        "optimizer.step() was called on a parameter server, which takes no steps of its own.",
-        do="iterate over rankwise.DataLoader, which yields nothing on a server; for a loop of another kind: "
-        "`if server.is_server: server.serve()`, and server.finish() after the loop on workers",
+        "optimizer.step() was called on a parameter server; only workers call it.",
+        do="iterate over rankwise.DataLoader, which yields nothing on a server; in other loops: `if "
+        "server.is_server: server.serve()`, and server.finish() after the loop on workers",
     )

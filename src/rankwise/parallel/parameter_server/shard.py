@@ -152,10 +152,10 @@ def checked_weights(workers: Sequence[int], reported: Sequence[Sequence[float]])
                 for worker, one in zip(workers, reported, strict=True)
             }
             raise ConfigurationError(
-                "Workers called backward() several times in a step, with unequal shares of the samples.",
+                "Workers called backward() several times per step, with unequal shares of the samples.",
                 evidence=fold_values(texts),
-                do="add the losses up and call backward() once, or put all but the last backward() into "
-                "`with rankwise.no_sync(model):`, which makes one mean of all",
+                do="add the losses and call backward() once, or run all but the last backward() within `with "
+                "rankwise.no_sync(model):`, which computes one mean over all",
             )
     return weights
 
@@ -182,9 +182,9 @@ def are_sums(workers: Sequence[int], reported: Sequence[Sequence[float]], sums: 
             for worker, one in kinds.items()
         }
         raise ConfigurationError(
-            "A step has losses that are sums over samples, and others that are means.",
+            "One step has losses that are sums over samples and losses that are means.",
             evidence=fold_values(of_worker),
-            do="add the losses up in one backward() with reduction='mean', or take a step for each of them",
+            do="add the losses in one backward() with reduction='mean', or take a step for each of them",
         )
     return found == {True}
 

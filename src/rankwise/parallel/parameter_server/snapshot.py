@@ -6,9 +6,7 @@ Knows no other rank. Nothing is pickled.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import zlib
 from dataclasses import dataclass
@@ -18,10 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rankwise.comm.backends.tensor_memory import bytes_of
 from rankwise.errors import CheckpointError
 from rankwise.log import warn
 from rankwise.parallel.parameter_server.optimizer_state import dense, options_of, set_options
+from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.synced_folders import make_folder, staged_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -90,8 +89,8 @@ class ServerSnapshots:
             server, num_servers, update = map(int, name.groups())
             if num_servers != self._num_servers:
                 raise CheckpointError(
-                    f"{self._folder} was written by {num_servers} parameter servers, and there are "
-                    f"{self._num_servers} now.",
+                    f"{self._folder} was written by {num_servers} parameter servers, but this job has "
+                    f"{self._num_servers}.",
                     do=f"pass servers={num_servers}, or another directory=",
                 )
             if server == self._server and self._read(update) is not None:
@@ -107,13 +106,15 @@ class ServerSnapshots:
         state = self._read(update)
         if state is None:
             raise CheckpointError(
-                f"{self._path(update)} has changed meanwhile.", do="let one job at a time write there"
+                f"{self._path(update)} was changed by another process.",
+                do="run only one job at a time with this directory=",
             )
         if state.reported["kinds"] != self._kinds():
             there, here = (set(map(tuple, kinds)) for kinds in (state.reported["kinds"], self._kinds()))
             raise CheckpointError(
-                f"{self._path(update)} holds other parameters than this model has.",
-                evidence=f"only there: {_parameters_text(there - here)}\nonly here: {_parameters_text(here - there)}",
+                f"{self._path(update)} contains other parameters than this model.",
+                evidence=f"only in the file: {_parameters_text(there - here)}\nonly in this model: "
+                f"{_parameters_text(here - there)}",
                 do="pass another directory=, or the model it was written for",
             )
         optimizer = type(self._optimizer).__name__
@@ -122,8 +123,8 @@ class ServerSnapshots:
             len(self._optimizer.param_groups),
         ):
             raise CheckpointError(
-                f"{self._path(update)} is of another optimizer: {state.reported['optimizer']} with "
-                f"{len(state.reported['groups'])} groups of parameters, and this is {optimizer} with "
+                f"{self._path(update)} belongs to another optimizer: {state.reported['optimizer']} with "
+                f"{len(state.reported['groups'])} parameter groups; this job uses {optimizer} with "
                 f"{len(self._optimizer.param_groups)}.",
                 do="pass another directory=, or the optimizer it was written for",
             )
@@ -179,16 +180,10 @@ class ServerSnapshots:
             "workers": {str(worker): state for worker, state in workers.items()},
             "sum": _sum_of(tensors),
         }
-        path = self._path(update)
-        staged = path.with_name(f".{path.name}.new")
         try:
-            save_file(tensors, staged, {"rankwise": json.dumps(reported)})
-            with staged.open("rb") as written:
-                os.fsync(written.fileno())
-            staged.rename(path)
+            with staged_file(self._path(update)) as staging:
+                save_file(tensors, staging, {"rankwise": json.dumps(reported)})
         except (OSError, SafetensorError) as error:
-            with contextlib.suppress(OSError):
-                staged.unlink(missing_ok=True)
             raise self._no_room(error) from error
         self._newest = update
         self._delete_old()
@@ -207,7 +202,7 @@ class ServerSnapshots:
     def _check_room(self) -> None:
         """Raise if nothing can be written to the folder, and delete what a write that was cut off has left."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
             probe = self._folder / f".server-{self._server}-of-{self._num_servers}.new"
             probe.touch()
             for path in (probe, *self._folder.glob(f".server-{self._server}-of-{self._num_servers}-update-*.new")):
@@ -217,7 +212,7 @@ class ServerSnapshots:
 
     def _no_room(self, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"The state of parameter server {self._server} cannot be written to {self._folder}: {error}",
+            f"Cannot write the state of parameter server {self._server} to {self._folder}: {error}",
             do="make room there, or pass another directory=",
         )
 
@@ -239,10 +234,10 @@ class ServerSnapshots:
             if reported["sum"] == _sum_of(tensors):
                 tensors |= {name: torch.view_as_complex(tensors[name]) for name in reported["complex"]}
                 return SnapshotContent(tensors, reported)
-            reason = "its bytes are not those that were written"
+            reason = "its bytes differ from those that were written"
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             reason = str(error)
-        warn(f"{path} is damaged and passed over: {reason}", all_ranks=True)
+        warn(f"{path} is damaged and was skipped: {reason}", all_ranks=True)
         return None
 
 
@@ -250,7 +245,7 @@ def _sum_of(tensors: Mapping[str, torch.Tensor]) -> int:
     total = 0
     for name in sorted(tensors):
         total = zlib.crc32(name.encode(), total)
-        total = zlib.crc32(bytes_of(tensors[name].contiguous()).numpy().data, total)
+        total = zlib.crc32(memory_of(tensors[name].contiguous()), total)
     return total
 
 

@@ -40,17 +40,19 @@ class StalenessBound:
             self._steps[worker] += 1
             self._resting.discard(worker)
 
-    def end_loop(self, worker: int, loader: int, *, has_stepped: bool) -> None:
+    def end_loop(self, worker: int, loader: int, *, has_stepped: bool, count: int = 1) -> None:
         """Note that a worker has come to the end of a loop. If it took steps in it, nobody waits for it until the next.
 
         Args:
             worker: its rank.
             loader: number of the loader, 0 for none of ours.
             has_stepped: whether it took steps in the loop.
+            count: how many such loops.
         """
         if worker in self._steps:
-            self._loops[worker].update({loader} if not has_stepped else {loader, 0})
+            self._loops[worker][loader] += count
             if has_stepped:
+                self._loops[worker][0] += loader != 0
                 self._resting.add(worker)
 
     def remove(self, worker: int, *, has_failed: bool) -> None:

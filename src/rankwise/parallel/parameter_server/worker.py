@@ -111,8 +111,8 @@ class Worker:
             raise left("optimizer.step()")
         if not weights and self._have_gradients():
             raise ConfigurationError(
-                "optimizer.step() found gradients that no backward() since the last step has made.",
-                do="call backward() once before each step; with several microsteps, the last one outside of "
+                "optimizer.step() found gradients that no backward() since the last step computed.",
+                do="call backward() once before each step; with several microsteps, run the last one outside "
                 "rankwise.no_sync(model)",
             )
         if self._is_ahead:
@@ -144,14 +144,13 @@ class Worker:
             return
         if not self.channels:
             raise left("server.finish()")
-        head: Head = {"kind": "end_loop", "loader": loader, "has_stepped": has_stepped}
         if not has_stepped:
             for channel in self.channels:
-                channel.notify(head | {"whole": [], "rows": []})
+                channel.end_loop(loader)
             return
         self._take()
         for channel in self.channels:
-            channel.request(head, [], [])
+            channel.request({"kind": "end_loop", "loader": loader}, [], [])
         self._awaits_answer = True
         self._take()
 
@@ -163,8 +162,8 @@ class Worker:
         self._take()
         for channel in self.channels:
             channel.leave()
-        for channel in self.channels:
-            channel.join(self._context.detector.timeout_seconds)
+        for server, channel in self._pairs():
+            self._wait("leaving the parameter servers", server, channel, channel.has_left)
         # The optimizer holds this worker, and their memory is as large as the model.
         self.channels.clear()
 
@@ -193,7 +192,8 @@ class Worker:
                 if added.sparse_dim() != 1:
                     raise ConfigurationError(
                         f"The gradient of {self._names[number]} is sparse in {added.sparse_dim()} dimensions.",
-                        do="parameter_server takes dense gradients, and sparse ones of rows, as nn.Embedding has them",
+                        do="parameter_server supports dense gradients and row-sparse gradients such as those "
+                        "of nn.Embedding",
                     )
                 rows.append(TensorRows(position, added.indices()[0].cpu(), added.values().detach().cpu().contiguous()))
             else:
@@ -243,7 +243,7 @@ class Worker:
             store=self._context.store,
             broken=lambda: channel.error,
             spare_seconds=SPARE_SECONDS,
-            do=f"look at the output of rank {server.rank}, a parameter server, and at that of the slowest worker",
+            do=f"look at the output of rank {server.rank}, a parameter server, and of the slowest worker",
         )
         wait(peer_wait, self._changed, is_there)
 
@@ -251,9 +251,9 @@ class Worker:
 def left(what: str) -> NotJoined:
     """Return the error of who calls ``what`` when the world of the parameter servers has been left."""
     return NotJoined(
-        f"{what} came after the world of the parameter servers had been left.",
-        do="call it within the world; to train on alone, load model.state_dict() into a new model, with an optimizer "
-        "of its own",
+        f"{what} was called after the world of the parameter servers ended.",
+        do="call it within the world; to continue on one process, load model.state_dict() into a new model with "
+        "its own optimizer",
     )
 
 

@@ -19,7 +19,6 @@ from rankwise.parallel.parameter_server.messages import (
     PURPOSE,
     ServerMessage,
     TensorBuffer,
-    as_sent,
     open_memory,
     packed,
     receive_buffers,
@@ -64,6 +63,8 @@ class WorkerConnections:
         self.connected: set[int] = set()
         self.bodies = {worker: TensorBuffer(parameters) for worker in workers}
         """What each worker has sent; it sends no more before it has an answer."""
+        self._unanswered: set[int] = set()
+        """Workers that wait for an answer. One message of each at most is here, so memory does not grow."""
         self._parameters = parameters
         self._sharing: set[int] = set()
         """Workers of this host, which lay out what they send in memory that is seen from here, and the other way."""
@@ -78,8 +79,13 @@ class WorkerConnections:
         """Send an answer, without waiting for it to go. One that is gone gets none."""
         sock = self._sockets.get(worker)
         if sock is not None:
-            first, pieces = packed(head, body, positions, rows, is_shared=worker in self._sharing)
-            asyncio.run_coroutine_threadsafe(_send(sock, first, pieces), self._server.loop)
+            self._unanswered.discard(worker)
+            message = packed(head, body, positions, rows, is_shared=worker in self._sharing)
+            asyncio.run_coroutine_threadsafe(_send(sock, message), self._server.loop)
+
+    def confirm(self, worker: int) -> None:
+        """Send an answer with nothing in it."""
+        self.answer(worker, {}, self.bodies[worker], [], [])
 
     def drop(self, worker: int) -> None:
         """End the connection of a worker that is known to be gone."""
@@ -97,19 +103,22 @@ class WorkerConnections:
         greeting: Head = json.loads(await receive_frame_on_loop(sock))
         worker = int(greeting["worker"])
         is_shared = self._share(worker, greeting["memory"])
-        await _send(sock, json_frame({"is_shared": is_shared}), [])
+        await _send(sock, [json_frame({"is_shared": is_shared})])
         body = self.bodies[worker]
         self._sockets[worker] = sock
         with self.changed:
             self.connected.add(worker)
             self.changed.notify_all()
-        reason = "its connection has ended"
+        reason = "its connection was closed"
         try:
             while True:
                 head: Head = json.loads(await receive_frame_on_loop(sock))
                 if head["kind"] == "leave":
                     reason = ""
                     return
+                if worker in self._unanswered:
+                    raise ConnectionError("it sent a message before its last one was answered")
+                self._unanswered.add(worker)
                 pieces, rows = receive_buffers(head, body, is_shared=is_shared)
                 for piece in pieces:
                     await fill_on_loop(sock, piece)
@@ -137,9 +146,9 @@ class WorkerConnections:
             self.changed.notify_all()
 
 
-async def _send(sock: socket.socket, head: bytes, pieces: Sequence[memoryview]) -> None:
+async def _send(sock: socket.socket, pieces: Sequence[bytes | memoryview]) -> None:
     loop = asyncio.get_running_loop()
-    for piece in as_sent(head, pieces):
+    for piece in pieces:
         await loop.sock_sendall(sock, piece)
 
 

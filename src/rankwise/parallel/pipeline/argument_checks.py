@@ -60,14 +60,14 @@ def check_axes(axes: Axes, model: nn.Module) -> None:
     islands = f"islands={axes.islands}, " if axes.islands > 1 else ""
     if axes.dp_shard > 1:
         raise ConfigurationError(
-            f"A pipeline's stages are not sharded, and the ranks are laid out with dp_shard={axes.dp_shard}.",
+            f"pipeline() does not shard its stages, but the mesh has dp_shard={axes.dp_shard}.",
             evidence=f"mesh: {axes}",
             do=f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.data_ranks_per_island}, tp={axes.tp}), "
             "or rankwise.shard() without pp",
         )
     if axes.tp > 1 and all(own_part(parameter) is parameter for parameter in model.parameters()):
         raise ConfigurationError(
-            f"The ranks are laid out with tp={axes.tp}, and the model is not split along tp.",
+            f"The mesh has tp={axes.tp}, but the model is not split along tp.",
             evidence=f"mesh: {axes}",
             do="call rankwise.tensor_parallel(model) first, or "
             f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.dp_replicate * axes.tp})",
@@ -82,13 +82,13 @@ def checked_count(micro_batches: int | None, schedule: PipelineSchedule, num_ran
     """
     count = schedule.num_stages(num_ranks) if micro_batches is None else micro_batches
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigurationError(f"micro_batches must be a whole number, at least 1, not {count!r}.", do="pass 4")
+        raise ConfigurationError(f"micro_batches must be an integer of at least 1, got {count!r}.", do="pass 4")
     if not schedule.allows(count, num_ranks):
         near = [number for number in range(1, 2 * count) if schedule.allows(number, num_ranks)]
         near.sort(key=lambda number: (abs(number - count), number))
         raise ConfigurationError(
             f"{schedule.name} on {num_ranks} ranks cannot run {count} micro-batches.",
-            evidence=f"it runs them in rounds of at least {num_ranks}, all of one length",
+            evidence=f"it runs them in rounds of equal length, each of at least {num_ranks}",
             do=f"pass micro_batches={near[0]} or {near[1]}",
         )
     return count

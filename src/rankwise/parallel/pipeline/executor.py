@@ -130,9 +130,9 @@ class StepRun:
         loss = self.loss_fn(held.output, micro_batch.target)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigurationError(
-                "loss_fn returned something else than one number.",
+                "loss_fn must return a scalar tensor.",
                 evidence=f"it returned {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}",
-                do="return a mean or a sum over the micro-batch, as a tensor",
+                do="return a mean or a sum over the micro-batch",
             )
         scale = micro_batch.share if self._scale_of is None else self._scale_of(loss, held.output, micro_batch)
         if scale == 0.0:

@@ -73,16 +73,17 @@ class FirstSteps:
 def _compare(digests: Sequence[int]) -> None:
     if len(set(digests)) > 1:
         raise ConfigurationError(
-            "The ranks of one pipeline were given different batches.",
+            "The ranks of one pipeline received different batches.",
             where=f"reported on {current().world}",
             evidence="checksums of x and target, by rank along pp:\n" + fold_values(dict(enumerate(digests))),
-            do="take batches from rankwise.DataLoader, which gives ranks along pp the same; seed random inputs alike",
+            do="take batches from rankwise.DataLoader, which yields the same to all ranks along pp; use the same "
+            "seed for random inputs",
         )
 
 
 def _others_empty(places: Sequence[int]) -> ConfigurationError:
     return ConfigurationError(
-        f"The stages of pp {', '.join(map(str, places))} were on the meta device, and have not been filled since.",
+        f"The stages of pp {', '.join(map(str, places))} were on the meta device and have not been initialized since.",
         where=f"reported on {current().world}",
-        do="fill the model first: rankwise.load_weights(path, model), or restore a checkpoint",
+        do="initialize the model first: rankwise.load_weights(path, model), or restore a checkpoint",
     )

@@ -36,8 +36,9 @@ _OF_PIPELINE = "loss of the pipeline"
 LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 _INSTEAD = (
-    "micro-batches are averaged by samples, which differs from what one device computes; return one mean or one sum, "
-    "or pass weight= to pipeline(): of the target of a micro-batch, what its loss is a mean over"
+    "micro-batches are averaged by samples, which differs from the result of one device; return one mean "
+    "or one sum, or pass weight= to pipeline(): a function of a micro-batch's target that returns the "
+    "number its loss averages over"
 )
 
 
@@ -156,24 +157,24 @@ def _finding(losses: MicroBatchLosses) -> str:
     unknown = next((term for term in losses.terms if term.kind == "unknown"), None)
     if unknown is not None:
         return f"is neither a mean nor a sum over samples because of {unknown.operation}"
-    return "adds up terms that are means over unlike numbers, or means and sums"
+    return "adds terms that are means over different numbers, or means and sums"
 
 
 def _unlike(losses: MicroBatchLosses) -> ConfigurationError:
     return ConfigurationError(
-        "The loss of the pipeline is not of the same terms for all micro-batches.",
-        evidence="of the last one here: "
+        "The loss of the pipeline does not have the same terms for all micro-batches.",
+        evidence="of the last one on this rank: "
         + (", ".join(f"{one.kind} ({one.operation})" for one in losses.terms) or "none"),
-        do="calculate every term for every micro-batch, times zero where it has nothing of it; or pass weight= to "
-        "rankwise.pipeline()",
+        do="compute every term for every micro-batch, multiplied by zero where it has no samples for it; or "
+        "pass weight= to rankwise.pipeline()",
     )
 
 
 def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
     by = f"divided by {term.divisor:g}" if term.divisor else "multiplied by a number"
     return ConfigurationError(
-        f"A sum in the loss of the pipeline at {words(place)} is {by}, which can be read in two ways.",
-        evidence="if it stands for a micro-batch's number of samples, the loss is a mean over all samples; if it is a "
+        f"A sum in the loss of the pipeline at {words(place)} is {by}, which is ambiguous.",
+        evidence="if it is a micro-batch's number of samples, the loss is a mean over all samples; if it is a "
         "constant, the loss is a sum times that constant",
         do="write a mean with .mean() or reduction='mean', or a sum without the number; or pass weight= to "
         "rankwise.pipeline()",
@@ -182,15 +183,15 @@ def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
 
 def _of_a_scaled_mean(num_rows: int) -> str:
     return (
-        f"a mean in the loss of the pipeline ({{where}}) is multiplied by {num_rows}, which is also a micro-batch's "
-        "number of samples and is taken for a constant: if it is that number, write the sum with reduction='sum' or "
-        ".sum()"
+        f"a mean in the loss of the pipeline ({{where}}) is multiplied by {num_rows}, which is also a "
+        "micro-batch's number of samples but is treated as a constant: if it is that number, write the sum "
+        "with reduction='sum' or .sum()"
     )
 
 
 _OF_PADDING = (
-    "the mean in the loss of the pipeline ({where}) is over other numbers of elements per sample in other copies of "
-    "the pipeline, as where each pads its samples to the longest of its own: one device would pad all samples to one "
-    "length, and its mean count them otherwise; leave padding out ((loss * mask).sum() / mask.sum(), ignore_index), "
-    "pad to a fixed length, or pass weight= to pipeline()"
+    "the mean in the loss of the pipeline ({where}) averages over different numbers of elements per "
+    "sample in different copies of the pipeline, as when each pads to its own longest sample: one device "
+    "would pad all samples to one length, and its mean would differ; exclude padding ((loss * "
+    "mask).sum() / mask.sum(), ignore_index), pad to a fixed length, or pass weight= to pipeline()"
 )

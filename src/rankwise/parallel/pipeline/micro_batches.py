@@ -35,9 +35,9 @@ def num_samples(value: object, what: str) -> int:
     sizes = sorted({tensor.shape[0] for tensor in tensors})
     if len(sizes) != 1:
         raise ConfigurationError(
-            f"{what} has no one number of samples.",
-            evidence="first dimensions: " + (", ".join(map(str, sizes)) if sizes else "no tensor has one"),
-            do="pass tensors whose first dimension is the sample",
+            f"{what} does not have one number of samples.",
+            evidence="first dimensions: " + (", ".join(map(str, sizes)) if sizes else "no tensor has rows"),
+            do="pass tensors whose first dimension is the batch",
         )
     return sizes[0]
 
@@ -75,7 +75,7 @@ def check_rows(shapes: Sequence[Sequence[tuple[int, ...]]], sizes: Sequence[int]
                 raise ConfigurationError(
                     "The model's output has a tensor without a row per sample.",
                     evidence=f"{list(shape)} for a micro-batch of {size} samples",
-                    do="have the model return values per sample",
+                    do="return values per sample from the model",
                 )
 
 
@@ -88,7 +88,7 @@ def first_part(example: object, num_micro_batches: int) -> tuple[tuple[Any, ...]
     x = arguments(example)
     samples = num_samples(x, "example")
     if samples == 0:
-        raise ConfigurationError("The example has no samples.", do="pass a batch as the model is trained with")
+        raise ConfigurationError("The example has no samples.", do="pass a batch like those used in training")
     sizes = sizes_of(samples, min(num_micro_batches, samples))
     return pytree.tree_unflatten(split(x, sizes)[0], pytree.tree_flatten(x)[1])
 
@@ -103,6 +103,6 @@ def common_samples(x: object, target: object) -> int:
     of_target = num_samples(target, "target")
     if samples != of_target:
         raise ConfigurationError(
-            f"x has {samples} samples, and target has {of_target}.", do="pass both of the same batch"
+            f"x has {samples} samples, but target has {of_target}.", do="pass x and target of the same batch"
         )
     return samples

@@ -72,7 +72,7 @@ def write_picture(picture: Picture, path: Path) -> None:
     """
     ending = path.suffix.lower()
     if not path.parent.is_dir():
-        raise ConfigurationError(f"draw() finds no folder {str(path.parent)!r}.", do="create it first")
+        raise ConfigurationError(f"The folder {str(path.parent)!r} of draw() does not exist.", do="create it first")
     if ending == ".svg":
         path.write_text(svg(picture), encoding="utf-8")
     elif ending == ".png":
@@ -136,7 +136,7 @@ def _write_png(picture: Picture, path: Path) -> None:
         from matplotlib.figure import Figure  # noqa: PLC0415 - not everybody has it
     except ImportError as error:
         raise ConfigurationError(
-            "A picture as .png needs matplotlib, which is not installed.", do="pip install matplotlib, or draw an .svg"
+            "draw() needs matplotlib for .png, and it is not installed.", do="pip install matplotlib, or draw an .svg"
         ) from error
     figure = Figure(figsize=(10, 1.6 + 0.4 * picture.num_ranks), layout="constrained")
     axes = figure.subplots()

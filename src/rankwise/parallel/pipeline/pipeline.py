@@ -113,7 +113,7 @@ def pipeline(
 
     check_torch("pipeline", partial(_trial, small, plan.num_stages), variant=chosen.name)
     same_on_all_ranks(
-        "what pipeline() was given",
+        "the configuration of pipeline()",
         {
             "schedule": chosen.name,
             "micro_batches": num_micro_batches,
@@ -121,7 +121,7 @@ def pipeline(
             "weight": weight is not None,
             "tensors on meta": sum(own_part(tensor).is_meta for tensor in (*model.parameters(), *model.buffers())),
         },
-        do="pass the same on every rank, with a model built the same way",
+        do="pass the same on every rank, with a model created the same way",
         error=ConfigurationError,
     )
     with all_ranks_succeed("rankwise.pipeline()"):

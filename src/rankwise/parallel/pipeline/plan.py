@@ -73,7 +73,8 @@ class StagedModel:
         """Refuse: each step is whole."""
         if value:
             raise ConfigurationError(
-                "no_sync() is not for a pipeline: each step(x, target) leaves exact means, and steps add up.",
+                "no_sync() does not apply to a pipeline: each step(x, target) leaves exact means, and gradients of "
+                "several steps add up.",
                 do="call step() several times before optimizer.step()",
             )
         return False
@@ -82,7 +83,7 @@ class StagedModel:
         """Refuse: there is no backward to say it for."""
         if amount is not None:
             raise ConfigurationError(
-                "weight() is not for a pipeline: there is no backward() to put into its block.",
+                "weight() does not apply to a pipeline, which calls backward() itself.",
                 do="pass weight= to rankwise.pipeline()",
             )
         return None
@@ -133,8 +134,8 @@ class StagePlan:
                 f"{type(self.model).__name__} cannot be called with this batch.",
                 evidence=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n"
                 f"called with {', '.join(map(_shape_text, shapes))}",
-                do="pass x, and example, as the model itself is called: a tensor, a tuple of arguments, or a dict of "
-                "them by name; on the device and of the dtype of the model",
+                do="pass x and example as arguments of the model: a tensor, a tuple of arguments, or a dict of "
+                "arguments by name, with the device and dtype of the model",
             ) from error
 
     def measure(self, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, float]:
@@ -155,7 +156,7 @@ class StagePlan:
         self.order = called_blocks(program)
         if len(self.order) < self.num_stages:
             raise ConfigurationError(
-                f"The model has {len(self.order)} blocks, and there are {self.num_stages} stages.",
+                f"The model has {len(self.order)} blocks for {self.num_stages} stages.",
                 evidence=f"blocks: {', '.join(self.order) or 'none'}",
                 do=f"use at most {len(self.order) // self.schedule.stages_per_rank} ranks along pp"
                 + (', or schedule="1f1b", with one stage per rank' if self.schedule.stages_per_rank > 1 else ""),
@@ -204,7 +205,8 @@ class StagePlan:
                 raise ConfigurationError(
                     f"The parameter {' = '.join(names)} is used on stages {', '.join(map(str, stages))}.",
                     evidence="a parameter lives on one rank",
-                    do="cut so that all its users are on one stage, or do not share it (tie_word_embeddings=False)",
+                    do="cut so that all modules that use it are on one stage, or do not share it "
+                    "(tie_word_embeddings=False)",
                 )
 
     # -- what this rank keeps ----------------------------------------------------------------------
@@ -292,9 +294,9 @@ class StagePlan:
             used = any(program.states.get(number) == name for call in program.calls for number in call.reads)
             if used and not found <= self.homes[name]:
                 raise ConfigurationError(
-                    f"{name} is used on stage {min(found - self.homes[name])}, and lives on another.",
-                    evidence="the model runs otherwise than on the example",
-                    do="give an example like what is trained: the same arguments, the same mode of the model",
+                    f"{name} is used on stage {min(found - self.homes[name])} but belongs to another.",
+                    evidence="the model runs differently than on the example",
+                    do="pass an example like the training batches: the same arguments, the same mode of the model",
                 )
 
     def reports(self) -> list[StageReport]:
@@ -317,15 +319,15 @@ def plan_of(model: nn.Module, schedule: PipelineSchedule, num_ranks: int, world_
     if module_within(model) is not None:
         raise ConfigurationError(
             "A compiled model cannot be cut into stages.",
-            do="pass the model itself, its blocks compiled if you like: block.compile()",
+            do="pass the model itself; its blocks may be compiled: block.compile()",
         )
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     where = devices - {"meta"}
     if not devices or len(where) > 1:
         raise ConfigurationError(
-            "pipeline() needs a model whose parameters are on one device.",
+            "All parameters of the model of pipeline() must be on one device.",
             evidence=f"they are on {', '.join(sorted(devices)) or 'none: it has no parameters'}",
-            do="build it on every rank and move it to world.device first, or build it on the meta device",
+            do="create it on every rank and move it to world.device first, or create it on the meta device",
         )
     # What is not on this rank's device yet goes there stage by stage, so that a model need not fit on one.
     is_there = bool(where) and where != {"cpu"}

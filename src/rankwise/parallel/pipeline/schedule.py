@@ -127,7 +127,7 @@ def schedule_of(name: str) -> PipelineSchedule:
         return SCHEDULES[name]
     near = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1, cutoff=0.4)
     raise ConfigurationError(
-        f"pipeline() knows no schedule {name!r}.",
+        f"Unknown schedule {name!r} of pipeline().",
         evidence=f"it knows {', '.join(SCHEDULES)}",
         do=f'pass schedule="{near[0] if near else "1f1b"}"',
     )

@@ -116,14 +116,15 @@ class BoundStage:
         kind = self.program.kinds[number]
         if tuple(value.shape) != kind.shape or value.dtype != kind.dtype:
             raise ConfigurationError(
-                f"Stage {self.stage.number} made a tensor of another shape or dtype than the next one expects.",
+                f"Stage {self.stage.number} produced a tensor of a different shape or dtype than the next stage "
+                "expects.",
                 evidence=f"it is {value.dtype}{list(value.shape)}, expected was {kind.dtype}{list(kind.shape)}",
-                do="let the shapes between blocks follow from the shapes of the inputs alone",
+                do="make shapes between blocks depend on the shapes of the inputs only",
             )
         if value.requires_grad != (kind.requires_grad and torch.is_grad_enabled()):
             raise ConfigurationError(
                 f"Whether a tensor that stage {self.stage.number} sends needs a gradient has changed.",
-                do="decide before the step what is trained: parameter.requires_grad_()",
+                do="set parameter.requires_grad_() before the step",
             )
         return value
 

@@ -31,7 +31,7 @@ class RefuseForward:
     def __call__(self, module: nn.Module, _: object) -> None:
         """Raise, before forward runs."""
         raise ConfigurationError(
-            f"This {type(module).__name__} is cut into stages: no rank can run all of it.",
+            f"This {type(module).__name__} is divided into stages: no rank can run all of it.",
             do="call the step that rankwise.pipeline() returned, or its predict()",
         )
 

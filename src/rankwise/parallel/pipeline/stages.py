@@ -59,17 +59,17 @@ def cuts_before(split: Sequence[str], order: Sequence[str], modules: Iterable[st
     known = [name for name in modules if name]
     if len(split) != num_stages - 1:
         raise ConfigurationError(
-            f"split names {len(split)} cuts, and {num_stages} stages need {num_stages - 1}.",
+            f"split names {len(split)} cuts, but {num_stages} stages need {num_stages - 1}.",
             evidence=f"split={list(split)}",
-            do=f"name {num_stages - 1} modules, each the first of a stage, or leave split out",
+            do=f"name {num_stages - 1} modules, each the first of a stage, or omit split",
         )
     cuts = [_cut_before(name, order, known) for name in split]
     for name, cut, before in zip(split, cuts, [0, *cuts], strict=False):
         if cut <= before:
             raise ConfigurationError(
-                f"The stage before {name!r} would hold no block.",
+                f"The stage before {name!r} would be empty.",
                 evidence=f"blocks in the order of their calls: {', '.join(order)}",
-                do="name modules in the order in which they are called, and not the first",
+                do="name modules in the order in which they are called, without the first",
             )
     return cuts
 
@@ -77,7 +77,7 @@ def cuts_before(split: Sequence[str], order: Sequence[str], modules: Iterable[st
 def _cut_before(name: str, order: Sequence[str], known: Sequence[str]) -> int:
     if name not in known:
         raise ConfigurationError(
-            f"split names {name!r}, which is no module of the model.",
+            f"split names {name!r}, which is not a module of the model.",
             evidence=near(name, known),
             do="use names of model.named_modules()",
         )
@@ -114,7 +114,7 @@ def balanced(costs: Sequence[float], num_stages: int, together: Iterable[tuple[i
     places = [cut for cut in range(1, len(costs)) if not any(first < cut <= last for first, last in spans)]
     if len(places) < num_stages - 1:
         raise ConfigurationError(
-            f"The model has {len(places) + 1} parts that can be told apart, and there are {num_stages} stages.",
+            f"The model has {len(places) + 1} separable parts for {num_stages} stages.",
             evidence=f"{len(costs)} blocks"
             + (f", of which blocks {', '.join(f'{a} to {b}' for a, b in spans)} share parameters" if spans else ""),
             do="use fewer ranks along pp, or a schedule with one stage per rank",
@@ -194,15 +194,15 @@ def _assign(program: Program, stage_of: Mapping[str, int]) -> tuple[dict[int, in
             raise ConfigurationError(
                 f"{call} changes an input of the model in place (leaf {program.inputs[wrong[0]]}).",
                 evidence="every stage reads the inputs",
-                do="have the model work on a copy: x = x.clone()",
+                do="change a copy instead: x = x.clone()",
             )
         from_stages = [homes[number] for number in call.reads if homes.get(number, ANYWHERE) != ANYWHERE]
         if isinstance(call.target, str):
             stage = stage_of.get(call.target, 0)
             if stage < position:
                 raise ConfigurationError(
-                    f"{call.target} is called on stage {stage} when stage {position} has begun.",
-                    evidence="a block that is called several times, or in another order than on the example",
+                    f"{call.target} is called on stage {stage} after stage {position} has begun.",
+                    evidence="a block is called several times, or in a different order than on the example",
                     do="cut before its first call or after its last",
                 )
             position = stage
@@ -257,7 +257,8 @@ def _check_sent(program: Program, stages: Sequence[Stage]) -> None:
         for number in stage.sends:
             if not program.kinds[number].is_plain:
                 raise ConfigurationError(
-                    f"A tensor that is split over ranks, or sparse, would go from stage {stage.number} to the next.",
+                    f"A sparse tensor or a tensor that is split over ranks would be sent from stage "
+                    f"{stage.number} to the next.",
                     do="gather it at the end of the block: tensor_parallel leaves whole tensors between blocks",
                 )
 
@@ -276,9 +277,9 @@ def _check_aliases(program: Program, stages: Sequence[Stage], homes: Mapping[int
                 }
                 if views and homes.get(number) != stage.number:
                     raise ConfigurationError(
-                        f"{call} changes a tensor in place on stage {stage.number} that stage {stage.number - 1} made, "
-                        "and a view of it is used afterwards.",
-                        do=f"use the form that does not work in place, or {TARGET_WORDS}",
+                        f"{call} changes a tensor in place on stage {stage.number} that stage "
+                        f"{stage.number - 1} produced, and a view of it is used afterwards.",
+                        do=f"use the out-of-place operation, or {TARGET_WORDS}",
                     )
 
 

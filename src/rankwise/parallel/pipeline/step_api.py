@@ -18,10 +18,10 @@ from rankwise.health.event_log import post_failure
 from rankwise.log import warn
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
-from rankwise.parallel.core.gradient_mean import clip_to_norm
 from rankwise.parallel.core.same_inputs import describe_arguments
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
+from rankwise.parallel.pipeline.gradient_norm import clip_to_norm
 from rankwise.parallel.pipeline.link import PipelineLink
 from rankwise.parallel.pipeline.loss_on_stages import LossOnStages
 from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
@@ -166,11 +166,11 @@ class Pipeline:
         Raises:
             ConfigurationError: ``max_norm`` is negative.
 
-        Source: torch.nn.utils.clip_grad_norm_, the 2-norm.
+        Source: ``torch.nn.utils.clip_grad_norm_``, the 2-norm.
         """
         if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0:
             raise ConfigurationError(
-                f"max_norm must be a number of at least zero, not {max_norm!r}.", do="pass clip_grad_norm_(1.0)"
+                f"max_norm must be a number of at least 0, got {max_norm!r}.", do="pass clip_grad_norm_(1.0)"
             )
         parameters = self._plan.own_parameters(self._place)
         return clip_to_norm(parameters, max_norm, self._along, self._plan.device)
@@ -200,7 +200,7 @@ class Pipeline:
         """
         if self._picture is None:
             raise ConfigurationError(
-                "There is no measured step to draw.", do="run one: with step.measure(): step(x, target)"
+                "No step has been measured yet.", do="measure one: with step.measure(): step(x, target)"
             )
         if current().world.rank == 0:
             write_picture(self._picture, Path(path))
@@ -229,9 +229,9 @@ class Pipeline:
         """Find out whether every rank of the pipeline does the same, before anything is sent: Gloo would abort."""
         if self._broken is not None:
             raise ConfigurationError(
-                "An earlier step of this pipeline broke off, and other ranks wait in the middle of it.",
+                "An earlier step of this pipeline was aborted, and other ranks are waiting in the middle of it.",
                 evidence=self._broken,
-                do="let the first error end the program, and resume from a checkpoint",
+                do="do not catch the first error; resume from a checkpoint",
             )
         self._num_begun += 1
         name = type(self._plan.model).__name__
@@ -321,7 +321,7 @@ class Pipeline:
                 "of one device"
             )
         if others:
-            warn(f"forward changes {', '.join(others)} per micro-batch; on one device it would per batch")
+            warn(f"forward changes {', '.join(others)} per micro-batch; on one device it changes them per batch")
         self._has_warned = bool(norms or others)
 
     def _prepared(
@@ -352,8 +352,8 @@ class Pipeline:
         weight = float(size if self._weight is None else self._weight(target))
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigurationError(
-                f"The weight of a micro-batch must be zero or more, not {weight}.",
-                do="return the number of samples or tokens its loss is the mean of",
+                f"The weight of a micro-batch must be at least 0, got {weight}.",
+                do="return the number of samples or tokens that its loss averages over",
             )
         return weight
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.parallel.core.gradient_mean import GradientMean
+from rankwise.parallel.core.earlier_gradients import Earlier, add_back, restore, set_aside
+from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 
@@ -34,8 +35,11 @@ class StepGradients:
             what: the gradients are of, in words.
         """
         self._parameters = parameters
-        self._mean = None if copies is None else GradientMean(parameters, copies, what)
-        self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._buckets: GradientBuckets | None = None
+        if copies is not None and self._trained:
+            self._buckets = GradientBuckets(self._trained, range(len(self._trained)), copies, what)
+        self._earlier: Earlier = []
 
     def begin(self, *, has_factor: bool) -> None:
         """Keep what earlier steps have left from being scaled or averaged again.
@@ -43,17 +47,18 @@ class StepGradients:
         Args:
             has_factor: whether the step may have a factor other than one.
         """
-        if self._mean is not None:
-            self._mean.begin()
+        if self._buckets is not None:
+            self._buckets.start_over()
+            self._earlier = set_aside(self._trained)
         elif has_factor:
             # Backward keeps adding to the gradients themselves: without a factor the sum is the same to the bit.
             self._earlier = [(p, own_part(p.grad).detach().clone()) for p in self._parameters if p.grad is not None]
 
     def give_up(self) -> None:
         """Put back what earlier steps have left, after a step that broke off."""
-        self._earlier.clear()
-        if self._mean is not None:
-            self._mean.give_up()
+        if self._buckets is not None:
+            restore(self._trained, self._earlier)
+        self._earlier = []
 
     @torch.no_grad()
     def finish(self, step: StepWeight) -> float:
@@ -65,11 +70,14 @@ class StepGradients:
             What they are the mean over.
         """
         total = step.divisor
-        if self._mean is not None:
-            total = self._mean.average(step.share, step.divisor)
+        if self._buckets is not None:
+            self._buckets.send_rest(Weights(step.share, step.divisor))
+            self._buckets.take_back()
+            total = self._buckets.total()
+            add_back(self._earlier)
         elif step.factor != 1.0:
             self._scale(step.factor)
-        self._earlier.clear()
+        self._earlier = []
         return total if step.total is None else step.total
 
     def _scale(self, factor: float) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rankwise.torch_private.fake import FakeTensorMode
     from rankwise.torch_private.kernels import Operator
 
-TARGET_WORDS = "put this part of forward into a module of its own: a block runs as it is"
+TARGET_WORDS = "move this part of forward into a module of its own: a block runs unchanged"
 MOST_DEPTH = 4
 """So deep tensors are looked for in what is no tree of them."""
 
@@ -78,9 +78,9 @@ def trace(
             raise _depends_on_values(error, recorder.within) from error
         except fake.UnsupportedOperatorException as error:
             raise ConfigurationError(
-                "The model calls an operator that cannot be run without data.",
+                "The model calls an operator that cannot run on fake tensors.",
                 evidence=str(error),
-                do="register a fake implementation of it: torch.library.register_fake",
+                do="register a fake implementation: torch.library.register_fake",
             ) from error
         finally:
             recorder.python_randomness.put_back()
@@ -91,14 +91,14 @@ def trace(
 def _depends_on_values(error: Exception, within: str | None) -> ConfigurationError:
     if within is None:
         return ConfigurationError(
-            "What the model does depends on values in its tensors, so it cannot be cut into stages.",
-            evidence=f"{error}, called outside of blocks",
+            "The control flow of the model depends on tensor values, so it cannot be divided into stages.",
+            evidence=f"{error}, called outside blocks",
             do=TARGET_WORDS,
         )
     return ConfigurationError(
-        f"What the block {within} does depends on values in its tensors, so that nobody knows what it will return.",
-        evidence=f"{error}, called in {within}, which is run without data to learn the shapes of its output",
-        do="write it without asking for values, nonzero() or masks as indices (torch.where, torch.cond), or put those "
+        f"The control flow of the block {within} depends on tensor values, so the shapes of its output are unknown.",
+        evidence=f"{error}, called in {within}, which runs on fake tensors to determine the shapes of its output",
+        do="avoid reading values, nonzero() and boolean indexing (use torch.where, torch.cond), or move those "
         "lines into a torch.library.custom_op with register_fake",
     )
 
@@ -165,8 +165,8 @@ class _Recorder(TorchFunctionMode):
         """Raise if forward has drawn numbers that are not torch's outside of blocks."""
         if self.python_randomness.has_moved():
             raise ConfigurationError(
-                "forward draws random numbers of Python or NumPy between blocks.",
-                evidence="what is drawn while it is followed would stay so in every step",
+                "forward draws random numbers from Python or NumPy between blocks.",
+                evidence="the numbers drawn during tracing would be used in every step",
                 do=f"draw with torch, or {TARGET_WORDS}",
             )
 
@@ -198,7 +198,7 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         if autocast_state() != self._autocast:
             raise ConfigurationError(
-                f"{target} is called in another autocast state than the model.",
+                f"{target} is called in a different autocast state than the model.",
                 do="enter autocast around the whole step, or inside a block",
             )
         changed = [leaf for leaf, version in zip(leaves, versions, strict=True) if _version(leaf) != version]
@@ -229,8 +229,9 @@ class _Recorder(TorchFunctionMode):
             return self._ref(leaf, target)
         if _hides_fake(leaf):
             raise ConfigurationError(
-                f"{target} is given a {type(leaf).__name__} that holds tensors, which cannot go from stage to stage.",
-                do="pass tensors, or trees of them; for a cache of keys and values: use_cache=False",
+                f"{target} receives a {type(leaf).__name__} that contains tensors, which cannot be sent between "
+                "stages.",
+                do="pass tensors, or lists, tuples and dicts of them; disable key-value caches: use_cache=False",
             )
         return leaf
 
@@ -243,7 +244,7 @@ class _Recorder(TorchFunctionMode):
                 return Ref(self._write_own_part(state, tensor))
             if _is_fake(own_part(tensor)):
                 raise ConfigurationError(
-                    f"{target} is given a {list(tensor.shape)} tensor of which it cannot be seen where it came from.",
+                    f"{target} receives a {list(tensor.shape)} tensor of unknown origin.",
                     evidence="it is the result of an autograd.Function outside of blocks, or was kept by a block",
                     do=TARGET_WORDS,
                 )
@@ -310,7 +311,7 @@ def _stood_in(model: nn.Module, mode: FakeTensorMode, device: torch.device, reco
         replaced = [name for table, key, tensor, name in swapped if table.get(key) is not stand_ins[id(tensor)]]
         if replaced:
             raise ConfigurationError(
-                f"forward replaces {replaced[0]}, which a pipeline cannot follow.",
+                f"forward replaces {replaced[0]}, which pipeline() does not support.",
                 evidence=f"replaced: {', '.join(replaced)}",
                 do="change it in place: self.buffer.copy_(...)",
             )

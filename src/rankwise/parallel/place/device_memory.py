@@ -115,7 +115,7 @@ def _no_device(device: object) -> ConfigurationError:
     first, last = accelerator.example(), accelerator.example(count - 1)
     gpus = f"{first} to {last}" if count > 1 else first if count else "no GPU"
     return ConfigurationError(
-        f"There is no device {device!r}.",
-        evidence=f"this process sees {gpus}, cpu, disk",
+        f"Unknown device {device!r}.",
+        evidence=f"this process has {gpus}, cpu, disk",
         do=f'name one of these: {{"layers.0": "{accelerator.example()}", "": "cpu"}}',
     )

@@ -295,7 +295,7 @@ class _Keeping:
         if isinstance(kept, _Passed):
             if kept.unpack is not None:
                 return kept.unpack(kept.packed)
-            _check_version(kept.packed, kept.version, "a value that backward needs")
+            _check_version(kept.packed, kept.version, "A value that backward needs")
             return kept.packed
         _check_version(kept.away.parameters[kept.number], kept.version, f"a weight of {kept.away.name}")
         data = self._fetching.again(kept.away)[kept.number]
@@ -315,7 +315,7 @@ def _check_version(tensor: torch.Tensor, version: int, what: str) -> None:
     if version_of(tensor) != version:
         raise RankwiseError(
             f"{what} was changed in place between forward and backward.".capitalize(),
-            do="run backward before optimizer.step() and before any other change in place",
+            do="call backward before optimizer.step() and before any other in-place change",
         )
 
 

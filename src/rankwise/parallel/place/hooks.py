@@ -173,7 +173,7 @@ class _RefuseTraining(_Around):
         if module.training and torch.is_grad_enabled():
             raise ConfigurationError(
                 f"This {type(module).__name__} holds {self._what} weights, which cannot be trained.",
-                do="call model.eval() to use it, or place() it without int8=True to train it",
+                do="call model.eval() for inference, or place() without int8=True for training",
             )
 
 

@@ -35,7 +35,7 @@ def quantisable(model: nn.Module) -> set[int]:
     wrong = {module.weight.dtype for module in linear} - set(_DTYPES)
     if wrong:
         raise ConfigurationError(
-            f"int8=True takes a model in float32, bfloat16 or float16, not {', '.join(map(str, wrong))}.",
+            f"int8=True requires a model in float32, bfloat16 or float16, not {', '.join(map(str, wrong))}.",
             do="convert the model first: model.bfloat16()",
         )
     others = {

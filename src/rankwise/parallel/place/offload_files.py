@@ -46,7 +46,7 @@ class OffloadFiles:
             self.folder = Path(tempfile.mkdtemp(prefix="rankwise-place-", dir=parent))
         except OSError as error:
             raise ConfigurationError(
-                f"Weights cannot be kept in {parent}: {error.strerror}.", do="offload_folder= a folder to write to"
+                f"Cannot store weights in {parent}: {error.strerror}.", do="pass offload_folder= a writable folder"
             ) from error
         self._num_files = 0
         self._remove = weakref.finalize(self, _remove, self.folder, os.getpid())
@@ -63,7 +63,8 @@ class OffloadFiles:
         for name, (dtype, _) in kinds.items():
             if dtype not in CODES:
                 raise ConfigurationError(
-                    f"{name} cannot lie on disk: safetensors files have no {dtype}.", do="give it another device"
+                    f"{name} cannot be stored on disk: safetensors does not support {dtype}.",
+                    do="assign it to another device",
                 )
         # Widest first, without gaps, so that each tensor is aligned for its dtype.
         names = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
@@ -102,7 +103,7 @@ class OffloadFiles:
             raise ConfigurationError(
                 f"{self.folder.parent} has no room for {bytes_text(size_bytes)} of weights: {error.strerror}.",
                 evidence=f"free there: {bytes_text(shutil.disk_usage(self.folder).free)}",
-                do="offload_folder= a folder on a larger disk, or a larger budget for other devices",
+                do="pass offload_folder= on a larger disk, or increase the budgets of other devices",
             ) from error
 
     def remove(self) -> None:

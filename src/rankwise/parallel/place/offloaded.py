@@ -114,10 +114,10 @@ class OffloadedPart:
         for place, parameter in self._shown:
             if place.module() is module and place.parameter is not parameter and place.attribute in vars(module):
                 raise ConfigurationError(
-                    f"{place.attribute} of a {type(module).__name__} was replaced while {self.name} was running, "
-                    "whose weights are fetched.",
-                    do="replace parameters before the block is called (functional_call of the block, not of a layer "
-                    f"in it), or give {self.name} the device that it runs on",
+                    f"{place.attribute} of a {type(module).__name__} was replaced while {self.name}, whose weights are "
+                    "fetched, was running.",
+                    do="replace parameters before the block is called (functional_call of the block, not of a layer in "
+                    f"it), or assign {self.name} to the device that it runs on",
                 )
 
 

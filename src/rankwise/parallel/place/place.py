@@ -160,7 +160,7 @@ def place(
     on_disk = any(choice.device == "disk" for choice in chosen.choices.values())
     if on_disk and offload_folder is None:
         raise ConfigurationError(
-            "Weights shall be on disk, and no folder is given for them.", do="pass offload_folder="
+            "The plan puts weights on disk, but offload_folder was not given.", do="pass offload_folder="
         )
     runs_on = {unit: torch.device(chosen.runs_on(unit.name)) for unit in units}
     home_of: dict[int, str] = {}
@@ -217,27 +217,31 @@ def _built(model: M | Callable[[], M]) -> M:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        do = "pass a torch.nn.Module; with checkpoint=, a function that builds one"
-        raise ConfigurationError(f"place() was given {what}, which is no model.", do=do)
+        do = "pass a torch.nn.Module; with checkpoint=, a function that creates one"
+        raise ConfigurationError(f"place() takes a torch.nn.Module, not {what}.", do=do)
     if is_placed(model):
         raise ConfigurationError(
-            "This model, or a part of it, is placed already.", do="call place() once, for the whole model"
+            "place() was already called on this model or a part of it.", do="call place() once, for the whole model"
         )
     check_unregistered(model, "place")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):
-            raise ConfigurationError(f"{name} has no shape yet.", do="call the model with one batch before place()")
+            raise ConfigurationError(
+                f"{name} has no shape yet.", do="call the model once with an example input, then place()"
+            )
         if hasattr(tensor, "placements"):
             raise ConfigurationError(
-                f"{name} is divided among ranks already.",
-                do="place() is for whole models: leave out shard() or place()",
+                f"{name} is already divided among ranks.",
+                do="place() requires an unsharded model: omit shard() or place()",
             )
 
 
 def _check_paths(**paths: object) -> None:
     for name, path in paths.items():
         if path is not None and not isinstance(path, str | os.PathLike):
-            raise ConfigurationError(f"{name}={path!r} is no path.", do=f'pass one: {name}="/scratch/llama"')
+            raise ConfigurationError(
+                f"{name} must be a path, got {path!r}.", do=f'pass a path: {name}="/scratch/llama"'
+            )
 
 
 def _check_kept(units: Sequence[Unit], homes: TensorDevices) -> None:
@@ -246,9 +250,9 @@ def _check_kept(units: Sequence[Unit], homes: TensorDevices) -> None:
             if homes.of(unit, slot) == "meta" and not slot.tensor.is_meta]  # fmt: skip
     if lost:
         raise ConfigurationError(
-            f"The plan would throw away the values of {len(lost)} tensors: 'meta' holds shapes only.",
+            f"The plan would discard the values of {len(lost)} tensors: the meta device holds shapes only.",
             evidence=in_short(lost),
-            do="give them a device that holds numbers; or, to keep only shapes, build the model on meta first",
+            do="assign them to another device; or, to keep only shapes, create the model on the meta device first",
         )
 
 
@@ -301,14 +305,14 @@ def _planned(
     for name in given:
         if name not in first_of:
             raise ConfigurationError(
-                f"The plan names {name!r}, and {type(model).__name__} has no such module.",
+                f"The plan names {name!r}, but {type(model).__name__} has no such module.",
                 evidence=near(str(name), first_of),
                 do='correct the name; "" stands for everything else',
             )
         if first_of[name] != name:
             raise ConfigurationError(
                 f"The plan names {name!r}, which is another name of {first_of[name]!r}.",
-                do=f"name it {first_of[name]!r}: it has one device",
+                do=f"use the name {first_of[name]!r}: a module has one device",
             )
     inside = {unit.name: [slot.name for slot in unit.slots] for unit in units}
     device_of = by_hand(given, inside, {unit.name: unit.why_whole for unit in units})
@@ -344,7 +348,7 @@ def _check_budgets(plan: PlacementPlan, sizes: Sequence[PartSize], budgets: dict
         raise ConfigurationError(
             f"The plan puts more on {', '.join(over)} than the budget allows.",
             evidence="\n".join(f"{name}: {bytes_text(used[name])} of {bytes_text(budgets[name])}" for name in over),
-            do="move layers to another device in the plan, or raise the budget",
+            do="move layers to another device in the plan, or increase the budget",
         )
 
 

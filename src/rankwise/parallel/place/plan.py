@@ -73,7 +73,9 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
     unit = match and {name.lower(): factor for name, factor in _UNITS.items()}.get(match[2].lower())
     if not match or unit is None:
-        raise ConfigurationError(f"{text!r} is no amount of memory.", do='write a number of bytes, or "500MB", "10GiB"')
+        raise ConfigurationError(
+            f"{text!r} is not an amount of memory.", do='pass a number of bytes, or "500MB", "10GiB"'
+        )
     return int(float(match[1]) * unit)
 
 
@@ -104,15 +106,15 @@ def by_policy(policy: str, sizes: Sequence[PartSize], budgets: Mapping[str, int]
     """
     if policy not in POLICIES:
         raise ConfigurationError(
-            f"There is no policy {policy!r}.",
+            f"Unknown policy {policy!r}.",
             evidence=near(policy, POLICIES),
-            do=f"plan= one of {', '.join(POLICIES)}, or a mapping from module names to devices",
+            do=f"pass plan= one of {', '.join(POLICIES)}, or a mapping from module names to devices",
         )
     if not any(budgets.values()):
         raise ConfigurationError(
-            f"The policy {policy!r} has no device with any room.",
+            f"The policy {policy!r} found no device with free memory.",
             evidence=_lines(budgets) or "budgets is empty",
-            do=f'budgets={{"{example()}": "10GiB", "cpu": "30GiB"}}, or leave budgets out',
+            do=f'budgets={{"{example()}": "10GiB", "cpu": "30GiB"}}, or omit budgets',
         )
     groups = _groups(sizes)
     executes = executing(budgets)
@@ -155,14 +157,14 @@ def by_hand(mapping: Mapping[str, str], names: Mapping[str, Sequence[str]], whol
         found = {mapping[key]: key for key in keys.values() if key is not None}
         if len(found) > 1:
             raise ConfigurationError(
-                f"The plan splits {part or 'the model'}, which stays whole: {whole[part]}.",
+                f"The plan splits {part or 'the model'}, which must remain whole: {whole[part]}.",
                 evidence="\n".join(f"{key!r}: {device!r}" for device, key in found.items()),
-                do=f"give it one device: {{{part!r}: {next(iter(found))!r}}}, and leave out the names inside it",
+                do=f"assign it to one device: {{{part!r}: {next(iter(found))!r}}}, and omit the names inside it",
             )
         device_of[part] = next(iter(found), "cpu")
     if uncovered:
         raise ConfigurationError(
-            f"The plan says nothing about {len(uncovered)} parameters and buffers.",
+            f"The plan does not cover {len(uncovered)} parameters and buffers.",
             evidence=", ".join(uncovered[:8]) + (", ..." if len(uncovered) > 8 else ""),  # noqa: PLR2004 - enough to see what is meant
             do='add "": device for everything else',
         )
@@ -272,19 +274,19 @@ def _lines(budgets: Mapping[str, int]) -> str:
 
 def _too_large(name: str, num_bytes: int, budgets: Mapping[str, int], why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{name or 'The model'} takes {bytes_text(num_bytes)}, more than every budget allows. {why}",
+        f"{name or 'The model'} takes {bytes_text(num_bytes)}, more than any budget allows. {why}",
         evidence=_lines(budgets),
-        do="raise the budget of a device, or build the model in smaller blocks",
+        do="increase the budget of a device, or divide the model into smaller blocks",
     )
 
 
 def _no_room(total: int, budgets: Mapping[str, int], kept_free: int) -> ConfigurationError:
     missing = [device for device in OFFLOADED if device not in budgets]
-    words = {"cpu": 'add "cpu" to budgets', "disk": "pass offload_folder=, so that the rest lies on disk"}
+    words = {"cpu": 'add "cpu" to budgets', "disk": "pass offload_folder=, so that the rest is stored on disk"}
     return ConfigurationError(
-        f"The model takes {bytes_text(total)}, more than all devices have room for.",
+        f"The model takes {bytes_text(total)}, more than the memory of all devices.",
         evidence=_lines(budgets) + (f"\nkept free for fetching: {bytes_text(kept_free)}" if kept_free else ""),
-        do=", or ".join(words[device] for device in missing) or "raise the budget of a device",
+        do=", or ".join(words[device] for device in missing) or "increase the budget of a device",
     )
 
 

@@ -58,7 +58,7 @@ class WeightSource:
             raise ConfigurationError(
                 f"{sum(slot.is_parameter for slot in empty)} parameters are on the meta device, without values.",
                 evidence=in_short([slot.name for slot in empty if slot.is_parameter]),
-                do='pass checkpoint="model.safetensors", or build the model on the CPU',
+                do='pass checkpoint="model.safetensors", or create the model on the CPU',
             )
         for module in {id(slot.module): slot.module for slot in empty}.values():
             mine = [slot for slot in empty if slot.module is module]
@@ -188,10 +188,10 @@ def _replace(old: torch.Tensor, tensor: torch.Tensor, slots: list[Slot], *, in_i
             torch.utils.swap_tensors(old, filled)
         except RuntimeError as error:
             raise ConfigurationError(
-                f"{slots[0].name} cannot be given values: something holds on to it as it is on the meta device.",
+                f"{slots[0].name} cannot be initialized: another object still refers to it on the meta device.",
                 evidence=str(error),
-                do="place() the model before anything refers to its parameters weakly or has run it, or let go of that "
-                "(an output, a loss); nothing was changed",
+                do="call place() before running the model and before other objects refer to its parameters, or "
+                "delete those objects (an output, a loss); nothing was changed",
             ) from error
         return lambda: torch.utils.swap_tensors(old, filled)
     put = nn.Parameter(tensor, requires_grad=False) if in_int8 else tensor
@@ -233,9 +233,9 @@ def _matched(state: dict[str, Any], checkpoint: TensorFiles, model: str) -> dict
     ]
     if lines:
         raise CheckpointError(
-            f"{checkpoint.path} does not hold the weights of this {model}.",
+            f"{checkpoint.path} does not contain the weights of this {model}.",
             evidence="\n".join(lines),
-            do="pass the file of this model, or build the model that the file is of; nothing was changed",
+            do="pass the file of this model, or create the model that the file belongs to; nothing was changed",
         )
     return {number: keys[0] for number, keys in there_of.items()}
 
@@ -269,9 +269,9 @@ def _rebuilt(model: nn.Module, module: nn.Module, slots: list[Slot]) -> dict[int
     if unwritten:
         name = unwritten[0].rpartition(".")[0]
         raise ConfigurationError(
-            "Buffers on the meta device have no values: they belong to no checkpoint.",
+            "Buffers on the meta device have no values, and checkpoints do not contain them.",
             evidence=in_short(unwritten),
-            do=f"build that module on the CPU before place(): model.{name or 'module'} = "
+            do=f"create that module on the CPU before place(): model.{name or 'module'} = "
             f"{type(module).__name__}(...), outside `with torch.device('meta')`",
         )
     return {id(slot.tensor): first[slot.attribute] for slot in slots}

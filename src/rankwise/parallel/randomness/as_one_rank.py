@@ -54,9 +54,10 @@ def as_one_rank(*, num_samples: int | None = None, randomness: Randomness = "cou
         rows = None
     else:
         raise ConfigurationError(
-            "as_one_rank() does not know how many samples the ranks have.",
-            evidence="no loop over a rankwise.DataLoader is under way",
-            do="use it inside of `for batch in loader`, or pass this rank's number: as_one_rank(num_samples=len(x))",
+            "as_one_rank() cannot tell how many samples the ranks have.",
+            evidence="no loop over a rankwise.DataLoader is running",
+            do="use it inside `for batch in loader`, or pass this rank's number of samples: "
+            "as_one_rank(num_samples=len(x))",
         )
     if randomness == "torch" and session.world.world_size == 1:
         yield

@@ -339,7 +339,7 @@ def _growing(
 def _contradicts(guess: Guess, tensor: torch.Tensor) -> ConfigurationError:
     return ConfigurationError(
         f"Cannot tell whether the random numbers drawn at {guess.place} belong to the samples of the batch.",
-        evidence=f"they are used with shape {list(tensor.shape)} where another dim holds the samples, or none",
-        do="draw them like a tensor of the batch (torch.randn_like, torch.rand_like), so that they are followed; or "
-        "before the loop, if they are the same for all samples",
+        evidence=f"they are used with shape {list(tensor.shape)}, whose first dimension is not the batch",
+        do="draw them like a tensor of the batch (torch.randn_like, torch.rand_like), or before the loop if "
+        "they are the same for all samples",
     )

@@ -76,9 +76,9 @@ def notice(operation: str, shape: Sequence[int]) -> None:
         return
     _noticed.add(place)
     warn(
-        f"{operation.partition('.')[0].strip('_')} at {place} draws {rows.num} rows, as many as this rank has samples: "
-        "each rank draws its own (the same ones where the seeds are the same), and not its part of what one rank would "
-        "draw; put that line into `with rankwise.as_one_rank():`"
+        f"{operation.partition('.')[0].strip('_')} at {place} draws {rows.num} rows, as many as this rank has "
+        "samples: each rank draws its own (the same ones if the seeds are equal) instead of its part of what "
+        "one rank would draw; run that line within `with rankwise.as_one_rank():`"
     )
 
 
@@ -127,9 +127,9 @@ def _warn_of_single_rows(place: str, times: int) -> None:
     if place not in _noticed:
         _noticed.add(place)
         warn(
-            f"{place} has drawn {times} random numbers one by one, as many as this rank has samples: they are not "
-            "those that one rank would draw for these samples; draw them in one call of torch or numpy.random, with as "
-            "many rows as samples, inside `with rankwise.as_one_rank():`"
+            f"{place} drew {times} random numbers one at a time, as many as this rank has samples: they differ "
+            "from those that one rank would draw for these samples; draw them in one call of torch or "
+            "numpy.random, with as many rows as samples, inside `with rankwise.as_one_rank():`"
         )
 
 
@@ -139,8 +139,8 @@ def warn_of_rejection(operation: str) -> None:
     if place not in _noticed:
         _noticed.add(place)
         warn(
-            f"{operation.strip('_')} at {place} takes as many random numbers as its values need, which no rank knows "
-            "of the others' samples: its numbers are those of the position, not torch's"
+            f"{operation.strip('_')} at {place} uses a number of random numbers that depends on the values, which "
+            "differ between ranks: its numbers depend on the position and differ from torch's"
         )
 
 
@@ -156,9 +156,9 @@ def warn_of_dropout(model: nn.Module) -> None:
     if names:
         draws = "draws its own mask" if len(names) == 1 else f"and {len(names) - 1} more layers draw their own masks"
         warn(
-            f"{names[0]} {draws} on each rank (dropout) in compiled code or fused kernels, so that a run on "
-            "another number of ranks differs from this one as a run with another seed does; compiled code draws as one "
-            f"rank does with {OWN_RANDOMNESS_OFF} = True"
+            f"{names[0]} {draws} on each rank (dropout) in compiled code or fused kernels, so a run on a "
+            "different number of ranks differs as a run with a different seed would; compiled code draws as on "
+            f"one rank with {OWN_RANDOMNESS_OFF} = True"
         )
 
 

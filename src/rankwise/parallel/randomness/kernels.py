@@ -242,7 +242,7 @@ def _check_not_samples(length: int, scope: DrawScope) -> None:
     raise ConfigurationError(
         f"torch.randperm({length}) at {words(user_call_site())} permutes this rank's samples among themselves.",
         evidence=f"this rank has {rows.num} of {rows.num_global} samples; one rank would permute all of them",
-        do="mix samples in the dataset's __getitem__, or gather the batch (rankwise.all_gather_uneven), draw "
-        f"torch.randperm({rows.num_global}), and take this rank's rows; if it permutes something else, call it before "
-        "the loop",
+        do="mix samples in the dataset's __getitem__; or gather the batch (rankwise.all_gather_uneven), draw "
+        f"torch.randperm({rows.num_global}), and take this rank's rows; if it does not permute samples, call "
+        "it before the loop",
     )

@@ -107,7 +107,7 @@ def _check_scalars(name: str, args: tuple[Any, ...], rows: CurrentBatch) -> None
     if name != "choice" and any(np.ndim(one) and len(one) == rows.num for one in args):
         raise ConfigurationError(
             f"numpy.random.{name} at {words(user_call_site())} draws from arrays of this rank's samples.",
-            evidence=f"this rank has {rows.num} of {rows.num_global} samples, and does not know the others' values",
+            evidence=f"this rank has {rows.num} of {rows.num_global} samples and not the values of the others",
             do="draw standard numbers (numpy.random.standard_normal, numpy.random.random) and scale them",
         )
 

@@ -156,9 +156,9 @@ class DrawsOfModel:
         self._has_warned = True
         if self._session.world.world_size > 1:
             warn(
-                f"{self._name} draws random numbers (dropout, noise) on each rank by itself, because its samples do "
-                "not come from rankwise.DataLoader: a run on another number of ranks differs from this one as a run "
-                "with another seed does"
+                f"{self._name} draws random numbers (dropout, noise) independently on each rank, because its "
+                "samples do not come from rankwise.DataLoader: a run on a different number of ranks differs as a "
+                "run with a different seed would"
             )
 
 
@@ -245,9 +245,10 @@ def agree_on_generators(exchange: Exchange, device: torch.device) -> None:
             continue
         if bool(on_ranks[:, 1].any()):
             warn(
-                f"torch's {kind} generator was seeded differently on the ranks, and now has the state of rank 0's on "
-                "all of them, so that what a replicated model draws belongs to one batch; pass the same seed to "
-                'torch.manual_seed() on every rank, or randomness="per_rank" to replicate() for independent numbers'
+                f"torch's {kind} generator had different seeds on different ranks and now has the state of rank 0 "
+                "on all of them, so that the numbers drawn by a replicated model belong to one batch; pass the "
+                'same seed to torch.manual_seed() on every rank, or randomness="per_rank" to replicate() for '
+                "independent numbers"
             )
         generator.set_state(exchange.broadcast(state, 0, what=f"state of torch's {kind} generator"))
 
@@ -290,9 +291,9 @@ def compare_generators(exchange: Exchange, device: torch.device) -> None:
         if not (is_expected or _since.has_warned):
             _since.has_warned = True
             warn(
-                "torch's random number generator stood elsewhere on some ranks than on rank 0, whose state all have "
-                "now: since they were last compared, models have drawn numbers on these ranks that do not belong to "
-                "one batch; draw on all ranks or on none, along the batch inside `with rankwise.as_one_rank():`"
+                "the state of torch's random number generator differed between ranks and is now that of rank 0 "
+                "on all: since the last comparison, models have drawn numbers that do not belong to one batch; "
+                "draw on all ranks or on none; draw along the batch within `with rankwise.as_one_rank():`"
             )
 
     add_fact("The state of torch's random number generator", read, Repair(put_right, is_short))

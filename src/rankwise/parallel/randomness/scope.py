@@ -36,7 +36,7 @@ def check_randomness(randomness: object, caller: str) -> None:
     """
     if randomness not in get_args(Randomness):
         raise ConfigurationError(
-            f"{caller}() was given randomness={randomness!r}.",
+            f"Unknown randomness={randomness!r} of {caller}().",
             do="pass one of " + ", ".join(f'"{one}"' for one in get_args(Randomness)),
         )
 

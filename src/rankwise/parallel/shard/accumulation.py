@@ -7,10 +7,11 @@ rank.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
+
+from rankwise.parallel.core.weight_unit import power_near
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -51,8 +52,7 @@ class ShardedAccumulation:
     def factor(self, weight: float) -> float:
         """Return what to multiply the gradients of a microstep with, which weigh so much."""
         if not self.is_open:
-            # A power of two, by which dividing rounds nothing.
-            self.unit = 2.0 ** round(math.log2(weight)) if weight > 0 else 1.0
+            self.unit = power_near(weight) if weight > 0 else 1.0
         return weight / self.unit
 
     def keep(self, number: int, gradient: torch.Tensor, dtype: torch.dtype | None) -> None:

@@ -113,7 +113,7 @@ def _bytes_of(text: str, argument: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigurationError(
-            f"{argument}={text!r} is no size.",
+            f"{argument}={text!r} is not a size.",
             do=f'pass a size as "100MiB", or names of modules as a list: {argument}=[{text!r}]',
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
@@ -125,9 +125,9 @@ def _matching(model: nn.Module, pattern: str, argument: str) -> list[str]:
     if not found:
         near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3)
         raise ConfigurationError(
-            f"{argument} names {pattern!r}, and the model has no such module.",
+            f"{argument} names {pattern!r}, but the model has no such module.",
             evidence="nearest: " + ", ".join(near) if near else f"the model has {', '.join(names[:10])}",
-            do="pass names as model.named_modules() gives them, with * for a part: layers.*",
+            do="pass names from model.named_modules(), with * for a part: layers.*",
         )
     return found
 
@@ -140,9 +140,9 @@ def _of_classes(model: nn.Module, classes: Sequence[type], argument: str) -> lis
             have = sorted({type(module).__name__ for module in model.modules()})
             near = difflib.get_close_matches(one.__name__, have, n=5, cutoff=0.3)
             raise ConfigurationError(
-                f"{argument} names the class {one.__name__}, and no module of the model is one.",
+                f"{argument} names the class {one.__name__}, but the model has no module of this class.",
                 evidence=f"nearest: {', '.join(near or have[:10])}",
-                do="pass a class that the model is built of",
+                do="pass a class of a module of the model",
             )
         found += names
     return found
@@ -150,7 +150,7 @@ def _of_classes(model: nn.Module, classes: Sequence[type], argument: str) -> lis
 
 def _not_blocks(blocks: object, argument: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{argument}={blocks!r} says no blocks.",
+        f"{argument}={blocks!r} does not name blocks.",
         do='pass a list of names (["layers.*"]) or of classes ([Block]), a size as "100MiB" or in bytes, or None for '
         "the layers that repeat",
     )

@@ -145,7 +145,7 @@ def shard(
     check_torch("shard", _trial)
     if session.exchange is not None:
         same_on_all_ranks(
-            "what shard() was given",
+            "the configuration of shard()",
             {
                 "blocks": groups,
                 "recompute": recomputed,
@@ -227,15 +227,15 @@ def _check_axes(axes: Axes) -> None:
     islands = f"islands={axes.islands}, " if axes.islands > 1 else ""
     if axes.pp > 1:
         raise ConfigurationError(
-            f"shard() does not go with pp={axes.pp}.",
-            evidence=f"the ranks are laid out as {axes}",
+            f"shard() does not support pp={axes.pp}.",
+            evidence=f"the mesh is {axes}",
             do=f"call rankwise.mesh({islands}dp_shard={axes.data_ranks_per_island * axes.pp}{tp}) and shard(), or "
             f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.data_ranks_per_island}{tp}) and pipeline()",
         )
     if axes.dp_shard == 1 and axes.dp_replicate > 1:
         raise ConfigurationError(
-            "shard() has no rank to share parameters with: the axis dp_shard has one.",
-            evidence=f"the ranks are laid out as {axes}",
+            "shard() needs dp_shard of at least 2, got 1.",
+            evidence=f"the mesh is {axes}",
             do=f"call rankwise.replicate(model), or rankwise.mesh({islands}dp_shard={axes.dp_replicate}{tp})",
         )
 
@@ -244,12 +244,12 @@ def _check_trainable(model: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigurationError(
             "The model has no parameter that needs a gradient.",
-            do="shard the model you train; a frozen one needs no gradients to be exact",
+            do="call shard() on the model that is trained; a frozen model has no gradients",
         )
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise ConfigurationError(
-                f"Parameter {name}.weight has a sparse gradient.", do="build the layer with sparse=False"
+                f"Parameter {name}.weight has a sparse gradient.", do="create the layer with sparse=False"
             )
 
 
@@ -266,7 +266,7 @@ def _precision(model: nn.Module, wanted: str | MixedPrecisionPolicy | None) -> M
         return wanted
     if not isinstance(wanted, str) or wanted not in _PRECISIONS:
         raise ConfigurationError(
-            f"shard() knows no mixed_precision={wanted!r}.",
+            f"Unknown mixed_precision={wanted!r} of shard().",
             do=f"use one of {', '.join(map(repr, _PRECISIONS))}, or a torch.distributed.fsdp.MixedPrecisionPolicy",
         )
     output = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
@@ -278,15 +278,15 @@ def _recomputed(model: nn.Module, names: list[str], wanted: bool | Blocks) -> li
     if wanted is False:
         return []
     if wanted is None:
-        raise ConfigurationError("recompute=None says nothing.", do="pass True, False, or which modules")
+        raise ConfigurationError("recompute must not be None.", do="pass True, False, or names or classes of modules")
     if wanted is not True:
         return block_names(model, wanted, "recompute")
     # A single layer keeps little but what comes in, which is kept anyway.
     composed = [name for name in names if list(model.get_submodule(name).children())]
     if not composed:
         raise ConfigurationError(
-            "recompute=True finds nothing to recompute: every block of the model is a single layer.",
-            do='say which modules forget their activations: recompute=["layers.*"]',
+            "recompute=True found nothing to recompute: every block of the model is a single layer.",
+            do='name the modules to recompute: recompute=["layers.*"]',
         )
     return composed
 
@@ -306,7 +306,7 @@ def _check_dtypes(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
             raise ConfigurationError(
                 f"The block {' with '.join(group) or type(model).__name__} holds parameters of {len(dtypes)} dtypes.",
                 evidence="\n".join(f"{where} is {dtype}" for dtype, where in dtypes.items()),
-                do="bring the model to one dtype (model.float()), and use mixed_precision= to compute in another",
+                do="convert the model to one dtype (model.float()), and use mixed_precision= to compute in another",
             )
 
 
@@ -329,7 +329,7 @@ def _own_group(session: Session, exchange: Exchange, axes: Axes) -> TorchGroup:
         return known
     group = dist.new_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"torch.distributed.new_group() gave {group!r} for a group of all ranks")
+        raise TypeError(f"torch.distributed.new_group() returned {group!r} for a group of all ranks")
     detector = exchange.detector
     own = TorchGroup(detector, exchange.rank, exchange.world_size, group, detector.recorder.new_exchange_id())
     if axes.islands > 1:
@@ -343,7 +343,7 @@ def _offloads(wanted: bool, device: str) -> OffloadPolicy:  # noqa: FBT001 - the
         return OffloadPolicy()
     if is_accelerator(device):
         return CPUOffloadPolicy()
-    log("shard: the parameters are in the CPU's memory already; cpu_offload changes nothing here")
+    log("shard: the parameters are already in CPU memory; cpu_offload has no effect")
     return OffloadPolicy()
 
 

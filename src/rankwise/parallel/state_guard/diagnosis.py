@@ -114,7 +114,7 @@ def diagnose(replicas: DivergedReplicas, exchange: Exchange) -> Harmless:
 def _check_steps(replicas: DivergedReplicas, reports: Sequence[dict[str, Any]]) -> None:
     if len({report["steps"] for report in reports}) > 1:
         raise _differ(
-            f"Ranks have stepped the optimizers of {replicas.model_name} differently often before step "
+            f"Ranks have stepped the optimizers of {replicas.model_name} a different number of times before step "
             f"{replicas.num_steps}.",
             _folded(reports, [_times(report["steps"], replicas.steps[0]) for report in reports]),
             "decide for all ranks together whether to step: skip = rankwise.all_reduce(float(is_bad), 'max') > 0",
@@ -148,10 +148,10 @@ def _by_parameter(groups: Sequence[dict[str, Any]]) -> dict[int, tuple[str, dict
 def _instead_of(key: str) -> str:
     if key == "lr":
         return (
-            "give a scheduler what is the same on all ranks: scheduler.step(rankwise.mean(loss, num_samples)) instead "
-            "of this rank's own loss"
+            "pass a value that is the same on all ranks to the scheduler: scheduler.step(rankwise.mean(loss, "
+            "num_samples)) instead of this rank's own loss"
         )
-    return f"set {key} from what is the same on all ranks, and load the optimizer's state on all of them"
+    return f"set {key} from a value that is the same on all ranks, and load the optimizer's state on all of them"
 
 
 def _check_facts(replicas: DivergedReplicas, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:
@@ -218,16 +218,17 @@ def _cause(replicas: DivergedReplicas, name: str, reports: Sequence[dict[str, An
     if replicas.num_steps == 1:
         return "load or change weights before replicate(), or after it on every rank"
     if kind == "buffer":
-        return "change it on every rank alike, and load checkpoints on every rank"
+        return "make the same change on every rank, and load checkpoints on every rank"
     stepped = Counter(number for report in reports for group in report["groups"] for number in group["parameters"])
     if stepped and replicas.parameters.index(own_name) not in stepped:
         return (
-            "no optimizer has stepped it, so the script changes it itself, perhaps from this rank's own samples: apply "
+            "no optimizer has stepped it, so the script changes it, perhaps from this rank's own samples: apply "
             "the same update on every rank: update = rankwise.all_reduce(update, 'mean')"
         )
     return (
-        "load weights and the optimizer's state on every rank; where the script changes weights itself (under no_grad, "
-        "or gradients after backward), apply the same update on every rank: rankwise.all_reduce(update, 'mean')"
+        "load weights and the optimizer's state on every rank; if the script changes weights itself (under "
+        "no_grad, or gradients after backward), apply the same update on every rank: "
+        "rankwise.all_reduce(update, 'mean')"
     )
 
 
@@ -252,7 +253,7 @@ def furthest_apart(tensor: torch.Tensor, exchange: Exchange, *, name: str, large
     """
     apart, index = _furthest_from_first(tensor.reshape(-1), exchange, name)
     own = torch.tensor([apart, float(index), largest_element(tensor)], dtype=torch.float64)
-    rows = exchange.all_gather(own, what=f"how far {name} is apart").tolist()
+    rows = exchange.all_gather(own, what=f"the difference of {name}").tolist()
     furthest = max(rows, key=lambda row: row[0])
     allowed = tolerance(tensor.dtype) * max(FLOOR * largest, *(row[2] for row in rows))
     return int(furthest[1]) if furthest[0] > allowed else None

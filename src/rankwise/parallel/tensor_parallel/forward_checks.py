@@ -84,7 +84,7 @@ class ForwardChecks:
         for number, states in differing:
             if now[number] != self._own[number]:
                 raise ConfigurationError(
-                    "The ranks that share layers drew different random numbers, as for dropout masks.",
+                    "Ranks that share layers drew different random numbers, for example for dropout masks.",
                     where=f"reported on {current().world}",
                     evidence="checksums of the random states before, by rank along tp:\n"
                     + fold_values(dict(enumerate(states))),
@@ -98,11 +98,11 @@ class ForwardChecks:
         inputs, *states = exchange.all_gather(own, what="inputs of a tensor parallel model").unbind(1)
         if len(set(inputs.tolist())) > 1:
             raise ConfigurationError(
-                "The ranks that share layers were given different inputs.",
+                "Ranks that share layers received different inputs.",
                 where=f"reported on {current().world}",
                 evidence="checksums of the inputs, by rank along tp:\n" + fold_values(dict(enumerate(inputs.tolist()))),
-                do="take batches from rankwise.DataLoader, which gives ranks along tp the same; seed random inputs "
-                "alike",
+                do="take batches from rankwise.DataLoader, which yields the same to all ranks along tp; use the same "
+                "seed for random inputs",
             )
         # Who draws nothing may seed ranks as they like: it shows when forward has run.
         self._differing = [(number, found) for number, one in enumerate(states) if len(set(found := one.tolist())) > 1]
@@ -119,7 +119,7 @@ class _SplitModelHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ConfigurationError(
-            "A model that went through tensor_parallel() cannot be pickled: its layers are shared by ranks.",
+            "A model that is split by tensor_parallel() cannot be pickled: its layers are distributed over ranks.",
             do="save it with rankwise.save() or rankwise.save_weights()",
         )
 
@@ -151,7 +151,7 @@ def _check_averaged(model: nn.Module) -> None:
     if axes is not None and axes.data_world_size > 1 and not is_registered(model):
         strategy = "shard" if axes.dp_shard > 1 else "replicate"
         raise ConfigurationError(
-            "This model is split along tp, and nobody averages the gradients of its copies.",
-            evidence=f"the ranks are laid out as {axes}",
-            do=f"call rankwise.{strategy}(model) after tensor_parallel(), before the optimizer is built",
+            "This model is split along tp, but the gradients of its copies are not averaged.",
+            evidence=f"the mesh is {axes}",
+            do=f"call rankwise.{strategy}(model) after tensor_parallel(), before creating the optimizer",
         )

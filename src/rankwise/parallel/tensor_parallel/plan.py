@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -23,7 +23,7 @@ from rankwise.parallel.tensor_parallel.proof import Proofs, Split
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-Style = str | ParallelStyle
+Style: TypeAlias = "str | ParallelStyle"
 
 STYLES = {
     "column": "a Linear split by its outputs; each rank keeps its part of the output",
@@ -112,7 +112,7 @@ def find_plan(model: nn.Module, tp: int) -> TensorPlan:
         raise ConfigurationError(
             f"tensor_parallel() recognises no layer of {type(model).__name__} that it can split.",
             evidence="\n".join(f"{name}: {why}" for name, why in plan.whole.items()) or None,
-            do='say which are: plan={"layers.*.up": "column", "layers.*.down": "row"}',
+            do='name them: plan={"layers.*.up": "column", "layers.*.down": "row"}',
         )
     return plan
 
@@ -131,8 +131,8 @@ def given_plan(model: nn.Module, given: Mapping[str, Style], tp: int) -> TensorP
     """
     if not given:
         raise ConfigurationError(
-            "tensor_parallel() was given a plan that splits nothing.",
-            do='say which layers are split: plan={"layers.*.up": "column", "layers.*.down": "row"}',
+            "The plan of tensor_parallel() splits nothing.",
+            do='name the layers to split: plan={"layers.*.up": "column", "layers.*.down": "row"}',
         )
     modules = dict(model.named_modules())
     styles: dict[str, Style] = {}
@@ -140,9 +140,9 @@ def given_plan(model: nn.Module, given: Mapping[str, Style], tp: int) -> TensorP
         found = matching(pattern, modules) if isinstance(pattern, str) else []
         if not found:
             raise ConfigurationError(
-                f"The plan names {pattern!r}, and {type(model).__name__} has no such module.",
+                f"The plan names {pattern!r}, but {type(model).__name__} has no such module.",
                 evidence=near(str(pattern), modules),
-                do="pass names as model.named_modules() gives them, with * for a part: layers.*.up",
+                do="pass names from model.named_modules(), with * for a part: layers.*.up",
             )
         for name in found:
             _check_style(name, modules[name], style, tp)
@@ -172,9 +172,9 @@ def check_tied(model: nn.Module, plan: TensorPlan) -> None:
         styles = [plan.styles.get(name, "replicate") for name in names]
         if len({dims.get(style) if isinstance(style, str) else style for style in styles}) > 1:
             raise ConfigurationError(
-                f"{names[0]} and {names[1]} share a parameter, and the plan splits them differently.",
+                f"{names[0]} and {names[1]} share a parameter, but the plan splits them differently.",
                 evidence="\n".join(f"{name}: {style}" for name, style in zip(names, styles, strict=True)),
-                do='give both the same kind of style, as "vocab" and "head", or leave both out',
+                do='use matching styles for both, such as "vocab" and "head", or omit both',
             )
 
 
@@ -183,7 +183,7 @@ def _check_style(name: str, module: nn.Module, style: object, tp: int) -> None:
         return
     if not isinstance(style, str) or style not in STYLES:
         raise ConfigurationError(
-            f"The plan has {name} as {style!r}, which is no style.",
+            f"Unknown style {style!r} of {name} in the plan.",
             evidence="\n".join(f'"{known}": {means}' for known, means in STYLES.items()),
             do="use one of these, or a style of torch.distributed.tensor.parallel",
         )
@@ -192,7 +192,7 @@ def _check_style(name: str, module: nn.Module, style: object, tp: int) -> None:
     wanted = nn.Embedding if style == "vocab" else nn.Linear
     if not isinstance(module, wanted):
         raise ConfigurationError(
-            f'The plan has {name} as "{style}", and it is a {type(module).__name__}, not a {wanted.__name__}.',
+            f'The style "{style}" of {name} requires a {wanted.__name__}, not a {type(module).__name__}.',
             do="pass a style of torch.distributed.tensor.parallel for other layers",
         )
     size, what = 0, ""
@@ -200,8 +200,8 @@ def _check_style(name: str, module: nn.Module, style: object, tp: int) -> None:
         size, what = (module.out_features, "outputs") if style == "column" else (module.in_features, "inputs")
     if size % tp:
         raise ConfigurationError(
-            f"{name} has {size} {what}, which {tp} ranks cannot share evenly.",
-            do=f"use {_divisors(size, tp)} ranks along tp, or leave it out of the plan",
+            f"{name} has {size} {what}, which cannot be divided evenly among {tp} ranks.",
+            do=f"use {_divisors(size, tp)} ranks along tp, or omit it from the plan",
         )
 
 
@@ -385,7 +385,8 @@ def _refuse_uneven_heads(name: str, module: nn.Module, heads: _Heads, tp: int) -
     for what, count in (("heads", heads.queries), ("heads of keys and values", heads.keys)):
         if count % tp:
             raise ConfigurationError(
-                f"{name} ({type(module).__name__}) has {count} {what}, which {tp} ranks cannot share evenly.",
+                f"{name} ({type(module).__name__}) has {count} {what}, which cannot be divided evenly among {tp} "
+                "ranks.",
                 do=f"use {_divisors(heads.keys, tp)} ranks along tp, or pass a plan without it: "
                 "plan={...}, with names as plan_of() prints them",
             )

@@ -115,7 +115,7 @@ def plan_of(model: nn.Module) -> TensorPlan:
     plan = _plans.get(model)
     if plan is None:
         raise ConfigurationError(
-            f"plan_of() was given a {type(model).__name__} that is not split.",
+            f"plan_of() was called with a {type(model).__name__} that is not split.",
             do="pass the model that rankwise.tensor_parallel() was called with",
         )
     return plan
@@ -133,7 +133,7 @@ def _check_first(model: nn.Module) -> None:
     check_unregistered(model, "tensor_parallel")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigurationError(
-            "The model has parameters that are spread over ranks already.",
+            "The model has parameters that are already distributed over ranks.",
             do="call tensor_parallel() once, and before shard()",
         )
 
@@ -145,7 +145,7 @@ def _choose(model: nn.Module, plan: object, tp: int) -> TensorPlan:
         chosen = given_plan(model, plan, tp)  # pyright: ignore[reportUnknownArgumentType] - checked there
     else:
         raise ConfigurationError(
-            f"tensor_parallel() knows no plan {plan!r}.",
+            f"Unknown plan {plan!r} of tensor_parallel().",
             do='pass plan="auto", or a dict of styles by name: {"layers.*.up": "column", "layers.*.down": "row"}',
         )
     check_tied(model, chosen)

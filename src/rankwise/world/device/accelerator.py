@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The accelerator of this machine, as torch finds it: how many devices, their memory and random numbers.
 
-Asking for the first time may initialize the driver: the launcher asks only after it has forked its server.
+The first query may initialize the driver: the launcher makes none before it has forked its server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def found_kind() -> DeviceKind | None:
-    """Return the type of the accelerator here, or ``None`` where torch can use none.
+    """Return the type of the accelerator here, or ``None`` if torch can use none.
 
     Source: torch.accelerator.current_accelerator.
     """
@@ -27,23 +27,23 @@ def found_kind() -> DeviceKind | None:
 
 
 def shown_kind() -> DeviceKind:
-    """Return the type that examples and errors name: of the accelerator here, else NVIDIA's."""
+    """Return the type that examples and errors show: that of the accelerator here, else NVIDIA's."""
     return found_kind() or EXAMPLE
 
 
 def count() -> int:
-    """Return how many devices of the accelerator this process sees; 0 where there is none."""
+    """Return how many devices of the accelerator this process sees; 0 if there is none."""
     return 0 if found_kind() is None else torch.accelerator.device_count()
 
 
 def count_of(name: str) -> int:
-    """Return how many devices of a type this process sees; 0 where torch does not know the type."""
+    """Return how many devices of a type this process sees; 0 if torch does not know the type."""
     found = found_kind()
     return count() if found is not None and found.name == name else 0
 
 
 def example(index: int = 0) -> str:
-    """Return a device as an example names it: ``cuda:0``."""
+    """Return a device as an example shows it: ``cuda:0``."""
     return f"{shown_kind().name}:{index}"
 
 
@@ -58,7 +58,7 @@ def numbered(index: int) -> torch.device:
 
 
 def names() -> list[str]:
-    """Return what the devices here are called, in order."""
+    """Return the names of the devices here, in order."""
     if not (num_devices := count()):
         return []
     kind = shown_kind()
@@ -67,19 +67,19 @@ def names() -> list[str]:
 
 
 def use(device: str) -> None:
-    """Make a device the current one of this process. The CPU is always; a type without a number leaves the choice."""
+    """Make a device the current one of this process. Does nothing for the CPU and for a type without an index."""
     if is_accelerator(device) and ":" in device:
         torch.accelerator.set_device_index(torch.device(device))
 
 
 def synchronize(device: str | torch.device) -> None:
-    """Return when a device has done everything it was given."""
+    """Wait until a device has done everything submitted to it."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(torch.device(device))
 
 
 def free_bytes(index: int) -> int | None:
-    """Return how much memory of a device is free for tensors; ``None`` where the device does not say.
+    """Return how much memory of a device is free for tensors; ``None`` if the device does not report it.
 
     Source: torch.accelerator.get_memory_info.
     """
@@ -89,14 +89,14 @@ def free_bytes(index: int) -> int | None:
         return int(own.recommended_max_memory() - own.driver_allocated_memory())
     try:
         free, _ = torch.accelerator.get_memory_info(index)
-    except RuntimeError:  # NotImplementedError is one
+    except RuntimeError:  # includes NotImplementedError
         return None
-    # Memory that torch keeps, and that no tensor uses any more.
+    # Memory that torch caches and no tensor uses.
     return free + torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
 
 
 def random_state(device: str | torch.device) -> torch.Tensor:
-    """Return the state of the generator that random numbers on ``device`` are drawn from."""
+    """Return the state of the random number generator of ``device``."""
     where = torch.device(device)
     if where.type == "cpu":
         return torch.get_rng_state()
@@ -106,7 +106,7 @@ def random_state(device: str | torch.device) -> torch.Tensor:
 
 
 def set_random_state(device: str | torch.device, state: torch.Tensor) -> None:
-    """Put back what :func:`random_state` returned."""
+    """Restore a state that :func:`random_state` returned."""
     where = torch.device(device)
     if where.type == "cpu":
         torch.set_rng_state(state)
@@ -120,7 +120,7 @@ def set_random_state(device: str | torch.device, state: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def kept_random_states(device: torch.device) -> Generator[None]:
-    """Put the random numbers of the CPU and of ``device`` back at the end of the block."""
+    """Restore the random states of the CPU and of ``device`` at the end of the block."""
     places = dict.fromkeys((torch.device("cpu"), device))
     states = [(place, random_state(place)) for place in places]
     try:

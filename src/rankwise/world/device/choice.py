@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device a rank computes on, and which backend carries its tensors.
+"""Which device a rank computes on, and which backend sends its tensors.
 
-Backends and what they carry are read from torch's own tables, where packages for other devices register theirs.
+Backends and their device types are read from torch's own tables, where packages for other devices register theirs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rankwise.world.device import accelerator
 from rankwise.world.device.kinds import is_accelerator, kind_named, type_of
 
 HOST = "gloo"
-"""The backend that carries tensors of the CPU, on every machine."""
+"""The backend for CPU tensors, on every machine."""
 _NO_BACKENDS = {"undefined", "fake"}
-"""In torch's tables, and for no training."""
+"""In torch's tables, but not for training."""
 
 
 def choose_device(device: str | torch.device | None, backend: str | None, local_rank: int) -> str:
-    """Return the device of a rank: the one asked for, the accelerator of its local rank, or the CPU.
+    """Return the device of a rank: the requested one, the accelerator of its local rank, or the CPU.
 
     Raises:
         ConfigurationError: there is no such device.
@@ -44,10 +44,10 @@ def choose_device(device: str | torch.device | None, backend: str | None, local_
 
 
 def choose_backend(backend: str | None, device: str) -> str:
-    """Return what carries tensors between ranks: the backend asked for, or what suits the device.
+    """Return the backend that sends tensors between ranks: the requested one, or the one for the device.
 
     Raises:
-        ConfigurationError: there is no such backend, or it is not for this device.
+        ConfigurationError: there is no such backend, or it does not support this device.
     """
     kind = type_of(device)
     if backend is None:
@@ -55,12 +55,12 @@ def choose_backend(backend: str | None, device: str) -> str:
     _register_backend_of(kind)
     known = known_backends()
     if backend not in dist.Backend.backend_list or backend in _NO_BACKENDS:
-        raise ConfigurationError(f"There is no backend {backend!r}.", do="use one of " + ", ".join(known))
+        raise ConfigurationError(f"Unknown backend {backend!r}.", do="use one of " + ", ".join(known))
     if backend != HOST and not _carries(backend, kind):
         for_kinds = [kind_named(name) for name in dist.Backend.backend_capability.get(backend, [])]
         wanted = " or ".join(dict.fromkeys(f"a {one.title}" for one in for_kinds)) or "another device"
         raise ConfigurationError(
-            f"The backend {backend} needs {wanted}, and this rank's device is {device}.",
+            f"The backend {backend} needs {wanted}, but this rank's device is {device}.",
             do="leave backend out, or pass join(backend='gloo')",
         )
     if backend not in known:
@@ -76,16 +76,16 @@ def known_backends() -> list[str]:
 
 
 def goes_through_host(device: str, backend: str) -> bool:
-    """Return whether tensors of a device are copied to the CPU to be exchanged: the backend does not carry them."""
+    """Return whether tensors of a device are copied to the CPU to be sent: the backend does not support them."""
     return is_accelerator(device) and not _carries(backend, type_of(device))
 
 
 def torch_backends(device: str, backend: str) -> str:
-    """Return what torch opens its group with, for ranks on this kind of device."""
+    """Return the backend argument for torch's process group, for ranks on this kind of device."""
     kind = type_of(device)
     if backend == HOST:
         return HOST
-    # Control messages are CPU tensors on every machine; only tensors of the device go through its own backend.
+    # Control messages are CPU tensors on every machine; only tensors of the device use its own backend.
     return f"cpu:{backend}" if kind == "cpu" else f"cpu:{HOST},{kind}:{backend}"
 
 
@@ -102,13 +102,13 @@ def _default_backend(kind: str) -> str:
         raise ConfigurationError(
             f"This torch was built without {chosen}, the backend for {kind}.",
             do=f"install a build of torch with {chosen}, or pass join(backend='gloo', device='{kind}'): tensors then "
-            "go through the memory of the host",
+            "go through host memory",
         )
     return chosen
 
 
 def _register_backend_of(kind: str) -> None:
-    """Import what registers the backend of a kind of device, where a package has it."""
+    """Import the package that registers the backend of a kind of device, if there is one."""
     package = kind_named(kind).package
     if package and kind not in dist.Backend.default_device_backend_map:
         with suppress(ImportError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of device that rankwise knows something about, and the words of torch that say one is missing.
+"""The types of device that rankwise has facts about, and torch's messages for a missing device.
 
 Pure: imports no torch. A type that is not in the table works too, with the defaults of :class:`DeviceKind`.
 """
@@ -14,17 +14,17 @@ class DeviceKind:
     """What torch cannot be asked about a type of device."""
 
     name: str
-    """As torch has it."""
+    """Torch's name for it."""
     title: str = "device"
-    """What people call one."""
+    """The name for people."""
     visible: str = ""
-    """The variable that limits which ones a process sees; empty where there is none."""
+    """The variable that limits which ones a process sees; empty if there is none."""
     package: str = ""
-    """What registers its backend with torch when it is imported."""
+    """The module that registers its backend with torch when imported."""
     driver_files: str = ""
     """One file per device, as a pattern below /dev."""
     examine: str = "python -m torch.utils.collect_env"
-    """A command that shows what is there."""
+    """A command that shows the devices."""
     is_shared: bool = False
     """Whether all ranks of a machine use the same one."""
     pins: bool = True
@@ -59,11 +59,11 @@ KINDS = {
     )
 }
 EXAMPLE = KINDS["cuda"]
-"""What an example names where there is no accelerator."""
+"""The type that examples show if there is no accelerator."""
 PASSED_ON = tuple(kind.visible for kind in KINDS.values() if kind.visible)
-"""Variables that a launcher takes to other machines."""
+"""Variables that a launcher passes to other machines."""
 HIDES_GPUS = {EXAMPLE.visible: ""}
-"""Variables that hide the GPUs of scripts that ask torch for them. ROCm reads this one too; the others have none."""
+"""Variables that hide the GPUs from scripts. ROCm reads this one too; the others have none."""
 
 MISSING_GPU = (
     # A torch without CUDA, by two calls; then one with CUDA, without a driver or a device.
@@ -72,7 +72,7 @@ MISSING_GPU = (
     "Found no NVIDIA driver on your system",
     "No CUDA GPUs are available",
 )
-"""torch's words where a script asks for a GPU and there is none."""
+"""Torch's messages if a script asks for a GPU and there is none."""
 ASK_FIRST = "call torch.cuda only where torch.cuda.is_available()"
 
 

@@ -20,12 +20,12 @@ def pins(device: torch.device) -> bool:
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:
-    """Return a stream of its own on ``device``; ``None`` for the CPU, and for a device that has one stream only."""
+    """Return a new stream on ``device``; ``None`` for the CPU, and for a device that has only one stream."""
     if not is_accelerator(device.type) or not kind_named(device.type).has_streams:
         return None
     try:
         return torch.Stream(device)
-    except RuntimeError:  # a backend of torch's PrivateUse1 need not have streams
+    except RuntimeError:  # a PrivateUse1 backend need not have streams
         return None
 
 
@@ -35,21 +35,21 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def recorded(stream: torch.Stream) -> torch.Event:
-    """Return an event behind everything that ``stream`` was given so far."""
+    """Return an event recorded after everything submitted to ``stream`` so far."""
     event = torch.Event(stream.device)
     event.record(stream)
     return event
 
 
 def wait_for_copies(device: torch.device) -> Callable[[], None]:
-    """Return what waits for the copies from ``device`` that were started before this call."""
+    """Return a function that waits for the copies from ``device`` that were started before this call."""
     if not kind_named(device.type).has_streams:
         return lambda: torch.accelerator.synchronize(device)
     return recorded(current_stream(device)).synchronize
 
 
 def stream_of_thread(device: torch.device) -> torch.Stream | None:
-    """Return what :func:`on_stream` takes in another thread, for it to go on where this one is."""
+    """Return the stream for :func:`on_stream` in another thread, so that it continues on this thread's stream."""
     return current_stream(device) if is_accelerator(device.type) and kind_named(device.type).has_streams else None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of what torch was built with for accelerators, and which backends it has. Used by doctor and compat."""
+"""The versions of the accelerator toolkits of this torch, and its backends. Used by doctor and compat."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def toolkits() -> dict[str, str]:
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """Return the version of NCCL, or of ROCm's RCCL; ``None`` where torch has neither."""
+    """Return the version of NCCL, or of ROCm's RCCL; ``None`` if torch has neither."""
     if "cuda" not in toolkits() and "hip" not in toolkits():
         return None
     if not dist.is_nccl_available():
@@ -37,12 +37,12 @@ def has_toolkit(name: str) -> bool:
 
 
 def num_driver_files() -> int:
-    """Return how many devices the drivers here show, whether torch can use them or not."""
+    """Return how many devices the drivers show, whether torch can use them or not."""
     patterns = [kind.driver_files for kind in KINDS.values() if kind.driver_files]
     found = [path for pattern in patterns for path in Path("/dev").glob(pattern)]
     return len([path for path in found if path.name.lstrip("abcdefghijklmnopqrstuvwxyz").isdecimal()])
 
 
 def can_use_nccl() -> bool:
-    """Return whether NCCL is there, with a device that it is for."""
+    """Return whether NCCL is available, with a device that it supports."""
     return nccl_version() is not None and accelerator.count_of("cuda") > 0

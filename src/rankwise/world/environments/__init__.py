@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who started this process, and which variables say so: one ordered table, a file per environment.
+"""What started this process, and which variables show it: one ordered table, a file per environment.
 
-No torch. Holds facts about the start only; opens nothing. Used by ``join`` and by the launcher.
+No torch. Determines only facts about the start; opens nothing. Used by ``join`` and by the launcher.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from rankwise.world.environments.process import (
     in_kubernetes,
     job_of_process,
     nodes_of_job,
+    note_echo,
     read_launcher,
     read_process,
     set_horovod_variables,
     slurm_variables_for,
     stack_file,
 )
-from rankwise.world.environments.rankwise import variables_for
+from rankwise.world.environments.rankwise import echo_note, variables_for
 from rankwise.world.environments.reading import Reading
 from rankwise.world.environments.slurm import hosts
 from rankwise.world.environments.table import TABLE, read
@@ -30,12 +31,14 @@ __all__ = [
     "Reading",
     "asked_torch_store",
     "checks_collectives",
+    "echo_note",
     "explain_process",
     "explicit",
     "hosts",
     "in_kubernetes",
     "job_of_process",
     "nodes_of_job",
+    "note_echo",
     "read",
     "read_launcher",
     "read_process",

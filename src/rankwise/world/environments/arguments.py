@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user says outright: ``init_method``, ``rank`` and ``world_size``, in torch's words.
+"""What the user passes explicitly: ``init_method``, ``rank`` and ``world_size``, as in torch.
 
-Pure: words in, a reading out. Imported by this package's ``process``.
+Pure: arguments in, a reading out. Imported by this package's ``process``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def explicit(
     variables: Mapping[str, str],
     argv: Sequence[str] = (),
 ) -> Reading:
-    """Return what ``init_method``, ``rank`` and ``world_size`` say. Arguments go before variables.
+    """Return the reading of ``init_method``, ``rank`` and ``world_size``. Arguments take precedence over variables.
 
     Args:
         init_method: ``tcp://host:port``, ``file:///path`` or ``env://``.
@@ -40,21 +40,21 @@ def explicit(
         argv: the process's ``sys.argv``, for ``env://``.
 
     Raises:
-        ConfigurationError: an argument is bad or missing.
+        ConfigurationError: an argument is invalid or missing.
     """
     parts = urlsplit(init_method)
     if parts.scheme == "env" and init_method == "env://":
         return _from_variables(rank, world_size, ProcessContext(variables=variables, argv=argv))
     if parts.scheme not in {"tcp", "file"}:
-        raise _bad(init_method, "it names no known way to meet")
+        raise _bad(init_method, "its scheme is unknown")
     checked_rank, checked_size = _numbers(init_method, rank, world_size)
     numbers = f"rank={checked_rank} world_size={checked_size}"
-    reason = f"explicit: init_method={init_method!r} {numbers}, because join() got them"
+    reason = f"explicit: init_method={init_method!r} {numbers}, because join() was given them"
     reading = Reading(rank=checked_rank, world_size=checked_size, source=SOURCE, reason=reason)
     if parts.scheme == "tcp":
         return replace(reading, address=_tcp_address(init_method), secret=job_secret(variables))
     if parts.netloc or not parts.path.strip("/"):
-        raise _bad(init_method, "file:// needs an absolute path, which begins with a third slash")
+        raise _bad(init_method, "file:// needs an absolute path, which starts with a third slash")
     return replace(reading, file=unquote(parts.path))
 
 
@@ -69,7 +69,7 @@ def _tcp_address(init_method: str) -> tuple[str, int]:
     except ValueError:
         raise _bad(init_method, "its port is not a number from 1 to 65535") from None
     if not host or port is None or parts.path.strip("/") or parts.query:
-        raise _bad(init_method, "tcp:// needs a host and a port, and nothing else")
+        raise _bad(init_method, "tcp:// needs a host and a port, and nothing more")
     return host, checked_port(port, "init_method")
 
 
@@ -77,13 +77,13 @@ def _numbers(init_method: str, rank: int | None, world_size: int | None) -> tupl
     if rank is None or world_size is None:
         missing = [name for name, value in (("rank", rank), ("world_size", world_size)) if value is None]
         raise ConfigurationError(
-            f"init_method={init_method!r} needs {' and '.join(missing)} too.",
+            f"init_method={init_method!r} also needs {' and '.join(missing)}.",
             do=f"join(init_method={init_method!r}, rank=..., world_size=...)",
         )
     for name, value in (("rank", rank), ("world_size", world_size)):
-        # True is an int in Python, and a slip here.
+        # True is an int in Python, but a mistake here.
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigurationError(f"{name}={value!r} is not a whole number.", do=f"pass {name} as an int")
+            raise ConfigurationError(f"{name} must be an int, got {value!r}.", do=f"pass {name} as an int")
     if not 0 <= rank < world_size:
         raise ConfigurationError(
             f"rank={rank} does not fit world_size={world_size}: ranks go from 0 to world_size - 1.",
@@ -93,11 +93,11 @@ def _numbers(init_method: str, rank: int | None, world_size: int | None) -> tupl
 
 
 def _from_variables(rank: int | None, world_size: int | None, around: ProcessContext) -> Reading:
-    """Read the variables of ``env://``, which launchers set as well; arguments go before them."""
+    """Read the variables of ``env://``, which launchers set as well; arguments take precedence."""
     arguments = {"RANK": rank, "WORLD_SIZE": world_size}
     given = {name: str(value) for name, value in arguments.items() if value is not None}
     changed = any(around.variables.get(name, value) != value for name, value in given.items())
-    # Local numbers belong to the rank of the variables: another rank has others.
+    # Local numbers belong to the rank in the variables: another rank has other ones.
     dropped = {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"} if changed else set[str]()
     kept = {name: value for name, value in around.variables.items() if name not in dropped}
     merged = ProcessContext(variables={**kept, **given}, argv=() if changed else around.argv)
@@ -113,5 +113,5 @@ def _from_variables(rank: int | None, world_size: int | None, around: ProcessCon
         raise incomplete(row, said, merged.variables)
     _numbers("env://", said.rank, said.world_size)
     from_arguments = f", {' and '.join(given)} from the arguments of join()" if given else ""
-    reason = f"{row.title}: {told(merged.variables, row.names)}{from_arguments}, because join() got env://"
+    reason = f"{row.title}: {told(merged.variables, row.names)}{from_arguments}, because join() was given env://"
     return reachable(replace(said, reason=reason))

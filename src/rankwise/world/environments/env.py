@@ -42,9 +42,9 @@ def local_rank_of(variables: Mapping[str, str], argv: Sequence[str]) -> int | No
         return from_argument
     if from_argument is not None and from_argument != from_variable:
         raise EnvironmentConflict(
-            "The local rank is given twice, and differently.",
-            evidence=f"LOCAL_RANK={from_variable} in the variables\n--local_rank={from_argument} in the arguments",
-            do="leave one of the two out",
+            "The local rank is given twice, with different values.",
+            evidence=f"LOCAL_RANK={from_variable} in the environment\n--local_rank={from_argument} in the arguments",
+            do="remove one of the two",
         )
     return from_variable
 
@@ -62,7 +62,7 @@ def _local_rank_argument(argv: Sequence[str]) -> int | None:
 
 def _read(around: ProcessContext) -> Reading | Missing | None:
     variables = around.variables
-    # MASTER_ADDR alone launches nothing: Slurm's users set it for every step of a job.
+    # MASTER_ADDR alone is not a launch: Slurm users set it for every step of a job.
     if not (variables.get("RANK") or variables.get("WORLD_SIZE")):
         return None
     missing = required(variables, ("RANK", "WORLD_SIZE"))
@@ -84,7 +84,7 @@ ROW = Environment(
     name="env",
     title="plain env:// variables",
     sign="RANK",
-    because="RANK and WORLD_SIZE are set and no launcher's mark is",
+    because="RANK and WORLD_SIZE are set, but no launcher's own variable",
     names=NAMES,
     read=_read,
     set_address="set MASTER_ADDR to rank 0's machine and MASTER_PORT to a free port there",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why this process was taken for the rank it was: every row of the table, and what came of it, as a value.
+"""How the rank of this process was determined: every row of the table and its result, as a value.
 
 Pure: variables in, an explanation out; decides nothing itself. Imported by this package's ``process``, for
 ``rankwise env`` and ``rankwise doctor``.
@@ -24,7 +24,7 @@ FOUND, INCOMPLETE, OVERRULED, BAD, ABSENT = "found", "incomplete", "overruled", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What one environment of the table came to."""
+    """The result for one environment of the table."""
 
     name: str
     title: str
@@ -39,23 +39,23 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """What was decided about who started this process, and all that was looked at."""
+    """What was decided about what started this process, and everything that was checked."""
 
     decided: Reading | None
-    """``None`` where it could not be decided; ``error`` then says why."""
+    """``None`` if it could not be decided; ``error`` then holds the reason."""
     error: str | None
     rows: tuple[Row, ...]
     secret_is_set: bool
-    """Whether the variable of the job's secret is set; its value is nowhere in here."""
+    """Whether the variable of the job's secret is set; its value is not included."""
 
 
 def explain(variables: Mapping[str, str], argv: Sequence[str] = (), launcher_process: str | None = None) -> Explanation:
-    """Return what :func:`rankwise.world.environments.table.read` decides, and why. Raises nothing for what it finds.
+    """Return what :func:`rankwise.world.environments.table.read` decides, and why. Never raises for what it finds.
 
     Args:
         variables: the process's environment variables.
         argv: the process's ``sys.argv``.
-        launcher_process: identity of the launcher's process on this machine, where one was found.
+        launcher_process: identity of the launcher's process on this machine, if one was found.
     """
     decided, error = None, None
     try:
@@ -99,7 +99,7 @@ def _row(environment: Environment, around: ProcessContext, over: Environment | N
         verdict=verdict,
         rank=rank,
         world_size=world_size,
-        # Addresses and plain numbers are several rows' variables; where a row is not there they are another's.
+        # Several rows share address and rank variables; if this row is absent, they belong to another.
         variables=() if said is None and not around.variables.get(environment.sign) else given,
         why=why,
     )
@@ -117,5 +117,5 @@ def _why_found(environment: Environment, said: Reading, decided: Reading | None)
     if decided.source == environment.name:
         return f"decides: {environment.because}"
     if (said.rank, said.world_size) == (decided.rank, decided.world_size):
-        return f"agrees with {table.row(decided.source).title}, and adds what that leaves open"
-    return "a step of one task, in which something else was started"
+        return f"agrees with {table.row(decided.source).title}, and adds facts that it leaves open"
+    return "a step of one task, in which another launcher was started"

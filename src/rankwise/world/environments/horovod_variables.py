@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variables by which horovodrun tells each of its ranks which one it is.
+"""The variables that horovodrun sets to identify each of its ranks.
 
-Scripts and libraries read them without asking Horovod: "only on rank 0", or whether there are ranks at all. Pure.
+Scripts and libraries read them directly: to do something "only on rank 0", or to tell whether there are ranks. Pure.
 Imported by ``process``.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def horovod_variables(reading: Reading) -> dict[str, str]:
-    """Return horovodrun's variables for a rank; what ``reading`` leaves open is not among them.
+    """Return horovodrun's variables for a rank; those that ``reading`` leaves open are omitted.
 
     Source: Horovod 0.28.1, ``horovod/runner/gloo_run.py``. The cross rank is the number of this machine among those
         that have a rank of the same local rank.
@@ -39,6 +39,6 @@ def _ranks_per_node(reading: Reading) -> Sequence[int] | None:
         return reading.ranks_per_node
     if reading.num_nodes is None or reading.local_world_size is None:
         return None
-    # Machines of different sizes cannot be told apart here.
+    # Machines of different sizes cannot be distinguished here.
     is_even = reading.num_nodes * reading.local_world_size == reading.world_size
     return [reading.local_world_size] * reading.num_nodes if is_even else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of MPICH's kin: Hydra's mpiexec, and a bare PMI server such as Slurm's or Cray's.
+"""The rows of the MPICH family: Hydra's mpiexec, and a bare PMI server such as Slurm's or Cray's.
 
 Reads variables from a mapping, nothing else; no MPI library is needed. Imported by the table of
 this package.
@@ -59,7 +59,7 @@ def _has_pmi(around: ProcessContext) -> bool:
 def _reading(around: ProcessContext, local_rank: int | None, local_world_size: int | None, *, source: str) -> Reading:
     world_size = given(around.variables, "PMI_SIZE")
     one_machine = local_world_size == world_size
-    # Hydra names the job in no variable, but its proxy is the parent of all ranks of a machine.
+    # Hydra sets no variable with the job's name, but its proxy is the parent of all ranks on a machine.
     job = around.variables.get("PMI_JOBID") or around.launcher_process
     return Reading(
         rank=given(around.variables, "PMI_RANK"),
@@ -79,7 +79,7 @@ HYDRA_ROW = Environment(
     name="mpich",
     title="MPICH",
     sign="MPI_LOCALRANKID",
-    because="PMI_RANK and MPI_LOCALRANKID are set, which Hydra's mpiexec does",
+    because="PMI_RANK and MPI_LOCALRANKID are set, as Hydra's mpiexec does",
     names=(*HYDRA_NAMES, "MASTER_ADDR", "MASTER_PORT"),
     read=_read_hydra,
     set_address=SET_ADDRESS,
@@ -91,7 +91,7 @@ PMI_ROW = Environment(
     name="pmi",
     title="PMI",
     sign="PMI_RANK",
-    because="PMI_RANK and PMI_SIZE are set, which a process manager for MPI does",
+    because="PMI_RANK and PMI_SIZE are set, as a process manager for MPI does",
     names=(
         *PMI_NAMES,
         "PMI_LOCAL_RANK",

@@ -26,7 +26,7 @@ REQUIRED = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-# The first is drawn at random for each mpirun (version 4); the others can come back after a while.
+# The first is random for each mpirun (version 4); the others may be reused after a while.
 JOB_NAMES = ("OMPI_MCA_orte_precondition_transports", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 
 
@@ -59,7 +59,7 @@ ROW = Environment(
     name="openmpi",
     title="Open MPI",
     sign="OMPI_COMM_WORLD_RANK",
-    because="OMPI_COMM_WORLD_RANK is set, which mpirun does",
+    because="OMPI_COMM_WORLD_RANK is set, as mpirun does",
     names=(*REQUIRED, "MASTER_ADDR", "MASTER_PORT"),
     read=_read,
     set_address="mpirun -x MASTER_ADDR=<machine of rank 0> -x MASTER_PORT=<a free port there> ...",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process's own variables and words, handed to the pure part of this package.
+"""This process's own variables and arguments, passed to the pure part of this package.
 
-The only place of rankwise that reads environment variables, but for the launcher's dictionaries of
+The only place in rankwise that reads environment variables, except for the launcher's dictionaries for
 its children.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rankwise.errors import ConfigurationError
@@ -30,19 +31,19 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 RPC_INTERFACE = "TP_SOCKET_IFNAME"
 STOP_SIGNAL = "SIGUSR2"
-"""What rankwise's own batch scripts have Slurm send ahead of the time limit."""
+"""The signal that rankwise's own batch scripts have Slurm send before the time limit."""
 
 
 def read_process(environment: str | None = None) -> Reading:
-    """Return who started this process.
+    """Return what started this process.
 
     Args:
-        environment: name of the row of the table to believe, whatever the others say; ``None``
+        environment: name of the row of the table to use, whatever the others give; ``None``
             decides.
 
     Raises:
-        EnvironmentConflict: two environments say different things about this process.
-        ConfigurationError: a set of variables is incomplete, a value is bad, or rank 0 cannot be
+        EnvironmentConflict: two environments contradict each other about this process.
+        ConfigurationError: a set of variables is incomplete, a value is invalid, or rank 0 cannot be
             reached.
     """
     launcher = _ancestor(HYDRA_PROXY) if "PMI_RANK" in os.environ else None
@@ -50,13 +51,13 @@ def read_process(environment: str | None = None) -> Reading:
 
 
 def explain_process() -> Explanation:
-    """Return who started this process, and what was looked at to tell. Raises nothing for what it finds."""
+    """Return what started this process, and what was checked. Never raises for what it finds."""
     launcher = _ancestor(HYDRA_PROXY) if "PMI_RANK" in os.environ else None
     return explanation.explain(dict(os.environ), sys.argv, launcher)
 
 
 def explicit(init_method: str, rank: int | None, world_size: int | None) -> Reading:
-    """Return what the user said outright; only ``env://`` looks at the variables of launchers.
+    """Return the reading of explicit arguments; only ``env://`` reads the variables of launchers.
 
     Args:
         init_method: ``tcp://host:port``, ``file:///path`` or ``env://``.
@@ -64,17 +65,17 @@ def explicit(init_method: str, rank: int | None, world_size: int | None) -> Read
         world_size: number of processes; with ``env://`` the variable ``WORLD_SIZE`` by default.
 
     Raises:
-        ConfigurationError: an argument is bad or missing.
+        ConfigurationError: an argument is invalid or missing.
     """
     return _with_signals(arguments.explicit(init_method, rank, world_size, variables=dict(os.environ), argv=sys.argv))
 
 
 def _with_signals(reading: Reading) -> Reading:
-    """Return ``reading`` with the signals that this process may be asked to stop by."""
+    """Return ``reading`` with the signals that may ask this process to stop."""
     below_agent = reading.source == rankwise.ROW.name
-    # Torchrun's agent ends its ranks by SIGTERM.
+    # Torchrun's agent ends its ranks with SIGTERM.
     if reading.source != torchrun.ROW.name:
-        # Slurm sends its signals to every process of a step, also below an agent; Kubernetes to a pod's first.
+        # Slurm sends its signals to every process of a step, also below an agent; Kubernetes to a pod's first process.
         if os.environ.get(slurm.ROW.sign) or (in_kubernetes() and not below_agent):
             return replace(reading, stop_signals=(STOP_SIGNAL, "SIGTERM"))
         if below_agent:
@@ -83,13 +84,13 @@ def _with_signals(reading: Reading) -> Reading:
 
 
 def read_launcher() -> Reading | None:
-    """Return which of several launchers this process is, where a scheduler started one on each machine.
+    """Return which of several launchers this process is, if a scheduler started one on each machine.
 
     Only Slurm's steps and plain ``RANK`` and ``WORLD_SIZE`` count: a launcher inside a rank of another launcher
-    starts a job of its own.
+    starts its own job.
 
     Raises:
-        ConfigurationError: a set of variables is incomplete or bad, or the first machine's address is missing.
+        ConfigurationError: a set of variables is incomplete or invalid, or the first machine's address is missing.
     """
     around = ProcessContext(variables=dict(os.environ))
     if rankwise.ROW.read(around) is not None or torchrun.ROW.read(around) is not None:
@@ -97,7 +98,7 @@ def read_launcher() -> Reading | None:
     for row in (env.ROW, slurm.ROW):
         said = row.read(around)
         if isinstance(said, Missing):
-            # People export WORLD_SIZE alone for other libraries.
+            # Users export WORLD_SIZE alone for other libraries.
             if row is not env.ROW:
                 raise table.incomplete(row, said, around.variables)
         elif said is not None and said.world_size > 1:
@@ -106,7 +107,7 @@ def read_launcher() -> Reading | None:
 
 
 def nodes_of_job() -> int:
-    """Return how many nodes a Slurm job has that this process is in, outside any step of it; 1 elsewhere."""
+    """Return the number of nodes of the Slurm job that this process runs in, outside any of its steps; 1 elsewhere."""
     variables = os.environ
     if not variables.get(slurm.ROW.sign) or (variables.get("SLURM_STEP_ID") and not slurm.is_leftover(variables)):
         return 1
@@ -115,14 +116,14 @@ def nodes_of_job() -> int:
 
 
 def slurm_variables_for(*, rank: int, local_rank: int, node_rank: int, ranks_per_node: Sequence[int]) -> dict[str, str]:
-    """Return Slurm's variables for a rank of the launcher that this process is; none where no Slurm job is around."""
+    """Return Slurm's variables for a rank of this launcher; none outside a Slurm job."""
     return slurm_rank.variables_for_rank(
         os.environ, rank=rank, local_rank=local_rank, node_rank=node_rank, ranks_per_node=ranks_per_node
     )
 
 
 def set_horovod_variables() -> None:
-    """Give this process the variables of horovodrun, from those of whatever launched it; none where nobody did.
+    """Set horovodrun's variables in this process, from those of its launcher; none without a launcher.
 
     Raises:
         EnvironmentConflict: as :func:`read_process`.
@@ -134,22 +135,22 @@ def set_horovod_variables() -> None:
 
 
 def in_kubernetes() -> bool:
-    """Return whether this process runs in a pod of Kubernetes, which says so in every pod."""
+    """Return whether this process runs in a Kubernetes pod, as a variable in every pod shows."""
     return bool(os.environ.get("KUBERNETES_SERVICE_HOST"))
 
 
 def set_interface(name: str, *, is_loopback: bool) -> tuple[str, ...]:
-    """Tell torch's transports which network interface to use, where the user has not; return what was set.
+    """Set which network interface torch's transports use, unless the user has; return the variables that were set.
 
-    The variables stay for as long as groups may be opened: the user's own ``new_group()`` and device meshes read
+    The variables remain set as long as groups may be opened: the user's own ``new_group()`` and device meshes read
     them too.
 
     Args:
         name: the interface.
-        is_loopback: whether all ranks are on one machine, within which NCCL finds its own way.
+        is_loopback: whether all ranks are on one machine, where NCCL chooses its own transport.
 
     Source: torch 2.13's ``init_process_group`` takes no device for Gloo; ``ProcessGroupGloo`` looks up
-        GLOO_SOCKET_IFNAME for every group it opens. NCCL matches a name exactly after ``=``, else as a beginning.
+        GLOO_SOCKET_IFNAME for every group it opens. NCCL matches a name exactly after ``=``, else as a prefix.
     """
     wanted = {GLOO_INTERFACE: name, RPC_INTERFACE: name}
     if not is_loopback:
@@ -160,7 +161,7 @@ def set_interface(name: str, *, is_loopback: bool) -> tuple[str, ...]:
 
 
 def gloo_interfaces() -> list[str]:
-    """Return the interfaces that the user has Gloo use, by name; none where the user has not said."""
+    """Return the interfaces that the user set for Gloo, by name; none if unset."""
     return [name for name in os.environ.get(GLOO_INTERFACE, "").split(",") if name]
 
 
@@ -172,7 +173,7 @@ def unset(names: Iterable[str]) -> None:
 
 @contextmanager
 def replaced(variables: Mapping[str, str]) -> Generator[None]:
-    """Set variables inside the block, for code of the user's that reads them, and put back what was there before."""
+    """Set variables inside the block, for user code that reads them, and restore the previous values."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -183,43 +184,57 @@ def replaced(variables: Mapping[str, str]) -> Generator[None]:
 
 
 def checks_collectives() -> bool:
-    """Return whether ranks are to compare every collective before it begins: ``RANKWISE_CHECK=1``."""
+    """Return whether ranks compare every collective before it begins: ``RANKWISE_CHECK=1``."""
     return os.environ.get("RANKWISE_CHECK", "0").strip() not in {"", "0"}
 
 
 def asked_device() -> str | None:
-    """Return the device that ranks are to have unless their script names one: ``RANKWISE_DEVICE=cpu``."""
+    """Return the device that ranks use unless their script names one: ``RANKWISE_DEVICE=cpu``."""
     return os.environ.get("RANKWISE_DEVICE") or None
 
 
 def asked_torch_store() -> Literal["auto", "on", "off"]:
-    """Return whether a launcher serves torch's store too, unless its options say: ``RANKWISE_TORCH_STORE=off``.
+    """Return whether a launcher also serves torch's store, unless its options say: ``RANKWISE_TORCH_STORE=off``.
 
     Raises:
-        ConfigurationError: the variable says something else.
+        ConfigurationError: the variable has another value.
     """
     asked = os.environ.get("RANKWISE_TORCH_STORE") or "auto"
     if asked == "auto" or asked == "on" or asked == "off":  # noqa: PLR1714 - the type follows from these
         return asked
-    raise ConfigurationError(f"RANKWISE_TORCH_STORE={asked!r} is not known.", do="set it to on, off or auto")
+    raise ConfigurationError(
+        f"RANKWISE_TORCH_STORE must be on, off or auto, got {asked!r}.", do="correct RANKWISE_TORCH_STORE, or unset it"
+    )
 
 
 def job_of_process() -> tuple[str, int]:
-    """Return the name of rankwise's own job, which no other job has, and the number of its restart.
+    """Return the unique name of rankwise's own job, and the number of its restart.
 
-    Other launchers give several jobs one name: empty below them, and without a launcher.
+    Other launchers give several jobs the same name: empty below them, and without a launcher.
     """
     attempt = os.environ.get("RANKWISE_ATTEMPT", "")
     return os.environ.get("RANKWISE_RUN_ID", ""), int(attempt) if attempt.isdecimal() else 0
 
 
 def stack_file() -> str:
-    """Return what this rank writes its stack into when rankwise's launcher asks for it; empty without one."""
+    """Return the file this rank writes its stack into if rankwise's launcher asks for it; empty without one."""
     return os.environ.get("RANKWISE_STACK_FILE", "")
 
 
+def note_echo() -> None:
+    """Record for rankwise's launcher that this rank fails only because another one did; does nothing without one.
+
+    A rank that runs with Python options, or below a shell, can report only this and its exit code.
+    """
+    error_file = os.environ.get("RANKWISE_ERROR_FILE")
+    if error_file:
+        # A full disk must not keep a rank from exiting.
+        with suppress(OSError):
+            Path(rankwise.echo_note(error_file)).touch()
+
+
 def _ancestor(name: str) -> str | None:
-    """Return number and start time of the nearest process above this one called ``name``."""
+    """Return id and start time of the nearest ancestor process called ``name``."""
     number = os.getppid()
     while number > 1:
         stat = stat_of(number)
@@ -232,5 +247,5 @@ def _ancestor(name: str) -> str | None:
 
 
 def given_horovod_variables() -> dict[str, str]:
-    """Return Horovod's variables, which scripts that were written for it may be started with."""
+    """Return Horovod's variables, which may be set for scripts written for it."""
     return {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row of rankwise's own launcher: what it tells each rank, written and read in one place.
+"""The row of rankwise's own launcher: the variables of each rank, written and read in one place.
 
 Starts nothing. Imported by the table of this package; the launcher calls ``variables_for``.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.world.environments.reading import (
@@ -42,13 +43,13 @@ RANKS_PER_NODE = "RANKWISE_RANKS_PER_NODE"
 
 
 def is_below_torchrun(variables: Mapping[str, str]) -> bool:
-    """Return whether a torchrun that a rank of rankwise started stands between that rank and this process."""
+    """Return whether a torchrun started by a rankwise rank is between that rank and this process."""
     torchrun_job = variables.get(TORCHRUN_JOB)
     return bool(torchrun_job) and torchrun_job != variables.get("RANKWISE_RUN_ID")
 
 
 def is_own(variables: Mapping[str, str]) -> bool:
-    """Return whether the variables of torchrun in ``variables`` are those that rankwise's launcher gives."""
+    """Return whether the variables of torchrun in ``variables`` were set by rankwise's launcher."""
     return bool(variables.get(TORCHRUN_JOB)) and not is_below_torchrun(variables)
 
 
@@ -75,32 +76,32 @@ def variables_for(
     check: bool = False,
     guard: bool = False,
 ) -> dict[str, str]:
-    """Return the variables the launcher gives one rank; ``read`` turns them back into the facts.
+    """Return the variables that the launcher sets for one rank; ``read`` parses them.
 
-    Torchrun's names are among them: other libraries recognise a launcher by ``TORCHELASTIC_RUN_ID`` and go by the
-    rest. Only rankwise's launcher gives both names of the job the same value, and ``read`` goes by that.
+    Torchrun's names are among them: other libraries recognize a launcher by ``TORCHELASTIC_RUN_ID`` and use the
+    rest. Only rankwise's launcher gives both names of the job the same value, which ``read`` relies on.
 
     Args:
         rank: number of the process in the whole job.
-        world_size: number of processes of the whole job.
+        world_size: number of processes in the whole job.
         local_rank: number of the process on its machine.
         local_world_size: number of processes on its machine.
         node_rank: number of its machine.
         num_nodes: number of machines.
-        ranks_per_node: how many processes each machine has, where that is known.
+        ranks_per_node: how many processes each machine has, if known.
         store: host and port of the store that the launcher serves.
         run_id: name of the job.
         attempt: number of the restart, ``"0"`` at first, the same on every rank.
         error_file: path the rank writes its failure to.
-        stack_file: path the rank writes its stack to when it is asked for it.
-        torch_error_file: path that torch's ``@record`` writes a failure to; nobody reads it here.
+        stack_file: path the rank writes its stack to on request.
+        torch_error_file: path that torch's ``@record`` writes a failure to; not read by rankwise.
         max_restarts: how often the job is restarted after a failure, at most.
-        master: host and port of torch's store; ``None`` names ``store`` once more, which torch's client cannot use.
-        master_is_served: whether a store of torch's is there already, so that no rank is to serve one there.
-        secret: what the store asks for, where it asks for something.
-        interface: network interface that leads to the other machines, where there are some.
+        master: host and port of torch's store; ``None`` repeats ``store``, which torch's client cannot use.
+        master_is_served: whether torch's store is already served, so that no rank serves one there.
+        secret: the store's secret, if it has one.
+        interface: network interface to the other machines, if there are any.
         check: whether ranks compare their collectives before they send.
-        guard: whether ranks compare what the optimizers of a script of torch.distributed step.
+        guard: whether the ranks of a torch.distributed script compare what their optimizers step.
     """
     host, port = store
     return {
@@ -130,9 +131,18 @@ def variables_for(
         **({"RANKWISE_CHECK": "1"} if check else {}),
         **({"RANKWISE_GUARD": "1"} if guard else {}),
         **({"GLOO_SOCKET_IFNAME": interface, "TP_SOCKET_IFNAME": interface} if interface else {}),
-        # NCCL takes a bare name for the beginning of one.
+        # NCCL takes a bare name as a prefix.
         **({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}),
     }
+
+
+def echo_note(error_file: str) -> str:
+    """Return the file that a rank creates if it fails only because another one did.
+
+    Args:
+        error_file: path the rank writes its failure to.
+    """
+    return str(Path(error_file).with_suffix(".echo"))
 
 
 def _read(around: ProcessContext) -> Reading | Missing | None:
@@ -167,7 +177,7 @@ ROW = Environment(
     name="rankwise",
     title="rankwise",
     sign="RANKWISE_RUN_ID",
-    because="RANKWISE_RUN_ID is set, which only rankwise's launcher does",
+    because="RANKWISE_RUN_ID is set, as only rankwise's launcher does",
     names=NAMES,
     read=_read,
     set_address="start the script with `rankwise run`, which sets RANKWISE_STORE",

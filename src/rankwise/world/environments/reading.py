@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one environment says about this process, as a value, and how variables are read.
+"""What one environment shows about this process, as a value, and how variables are read.
 
 Pure: takes mappings, returns values, reads no process variable itself. Imported by the rows of this
 package.
@@ -20,47 +20,47 @@ if TYPE_CHECKING:
 
 LARGEST_PORT = 65535
 SECRET_NAME = "RANKWISE_SECRET"  # noqa: S105 - its name
-"""The variable of the job's secret. It stands in no row's names, so that no text about variables shows it."""
+"""The variable of the job's secret. It is in no row's names, so that no text about variables shows it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What the variables of one environment say. ``None`` is what they leave open."""
+    """What the variables of one environment give. ``None`` is what they leave open."""
 
     rank: int
     """Number of this process, from 0 to ``world_size - 1``."""
     world_size: int
-    """How many processes the launcher started, on all machines."""
+    """Number of processes the launcher started, on all machines."""
     local_rank: int | None = None
-    """Number of this process among those of its machine."""
+    """Number of this process among those on its machine."""
     local_world_size: int | None = None
-    """How many processes this machine has."""
+    """Number of processes on this machine."""
     node_rank: int | None = None
     """Number of this machine."""
     num_nodes: int | None = None
-    """How many machines there are."""
+    """Number of machines."""
     ranks_per_node: tuple[int, ...] | None = None
-    """How many processes each machine has, in the order of their numbers."""
+    """Number of processes on each machine, in order."""
     address: tuple[str, int] | None = None
     """Host and port of the job's store."""
     file: str | None = None
-    """Path of the file the job's store is kept in, where the user named one."""
+    """Path of the file the job's store is kept in, if the user gave one."""
     job_key: str | None = None
-    """Text of this job alone, fit for a file name: ranks of one machine meet by it."""
+    """Text that is unique to this job and valid as a file name: ranks on one machine find each other by it."""
     secret: str | None = field(default=None, repr=False)
-    """What a process must hold to be let into the job's store; never to be shown."""
+    """What a process must hold to connect to the job's store; must never be shown."""
     store_is_served: bool = False
     """Whether the launcher serves the store at ``address``; otherwise rank 0 does."""
     source: str
     """Name of the row it was read from, or ``"explicit"``, or ``"nobody"``."""
     attempt: str = "0"
-    """Tells the restarts of one job apart, the same on every rank."""
+    """Identifies the restart of a job, the same on every rank."""
     reason: str = ""
-    """One line for a person: what was decided, from which variables, and why."""
+    """One line for people: what was decided, from which variables, and why."""
     stop_signals: tuple[str, ...] = ()
-    """Names of the signals by which somebody asks this process itself to stop soon."""
+    """Names of the signals that ask this process itself to stop soon."""
     warns: bool = False
-    """Whether ``reason`` is worth saying for a world of one: the user likely wants more."""
+    """Whether to log ``reason`` for a world of one: the user probably expects more ranks."""
 
     @property
     def is_one_machine(self) -> bool:
@@ -70,36 +70,36 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Missing:
-    """A set of variables that was begun and not completed."""
+    """An incomplete set of variables."""
 
     names: tuple[str, ...]
     """Variables that are not set."""
     rank: int | None = None
-    """The rank that the others name, if they do."""
+    """The rank that the others give, if they do."""
     world_size: int | None = None
-    """The world size that the others name, if they do."""
+    """The world size that the others give, if they do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessContext:
-    """All that a process can be told from: its variables, its words, and its launcher."""
+    """Everything that identifies a process: its variables, its arguments, and its launcher."""
 
     variables: Mapping[str, str]
     argv: Sequence[str] = ()
     launcher_process: str | None = None
-    """Identity of the launcher's process on this machine, where no variable names the job."""
+    """Identity of the launcher's process on this machine, if no variable names the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """One row of the table: an environment, how to see it, and what to tell about it."""
+    """One row of the table: an environment, how to detect it, and how to describe it."""
 
     name: str
-    """What :attr:`Reading.source` says."""
+    """The value of :attr:`Reading.source`."""
     title: str
-    """The name a person knows."""
+    """The name for people."""
     sign: str
-    """The variable whose presence shows that this environment is around."""
+    """The variable whose presence shows that this environment is present."""
     because: str
     """Why these variables mean that this environment started the process, after "because"."""
     names: tuple[str, ...]
@@ -107,25 +107,25 @@ class Environment:
     read: Callable[[ProcessContext], Reading | Missing | None]
     """Read them; ``None`` when the environment did not start this process."""
     set_address: str
-    """How to give the address of rank 0 where the environment does not."""
+    """How to give the address of rank 0 if the environment does not."""
     overrules: frozenset[str] = frozenset()
     """Rows whose variables only describe the job around this one, once this one is found."""
 
 
 def required(variables: Mapping[str, str], names: Sequence[str]) -> Missing | None:
-    """Return what is missing of ``names``, or ``None`` when the set is complete.
+    """Return what is missing from ``names``, or ``None`` if the set is complete.
 
-    A variable that is set to nothing counts as not set.
+    An empty variable counts as not set.
     """
     missing = tuple(name for name in names if not variables.get(name))
     return Missing(names=missing) if missing else None
 
 
 def integer(variables: Mapping[str, str], name: str) -> int | None:
-    """Return a variable as a number from 0 up, or ``None`` where it is not set.
+    """Return a variable as a number >= 0, or ``None`` if it is not set.
 
     Raises:
-        ConfigurationError: it is set to something else.
+        ConfigurationError: it has another value.
     """
     text = variables.get(name)
     if not text:
@@ -134,21 +134,19 @@ def integer(variables: Mapping[str, str], name: str) -> int | None:
 
 
 def parse_integer(text: str, name: str) -> int:
-    """Return ``text`` as a number from 0 up; ``name`` tells the user where it stands.
+    """Return ``text`` as a number >= 0; ``name`` shows the user where it is.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: it is not such a number.
     """
-    # isdecimal() alone would let through digits of other scripts.
+    # isdecimal() alone would accept digits of other scripts.
     if not (text.strip().isascii() and text.strip().isdecimal()):
-        raise ConfigurationError(
-            f"{name}={text!r} is not a whole number from 0 up.", do=f"set {name} right, or unset it"
-        )
+        raise ConfigurationError(f"{name} must be an integer >= 0, got {text!r}.", do=f"correct {name}, or unset it")
     return int(text)
 
 
 def given(variables: Mapping[str, str], name: str) -> int:
-    """Return a variable of a set that :func:`required` found complete, as a number from 0 up."""
+    """Return a variable of a set that :func:`required` found complete, as a number >= 0."""
     return parse_integer(variables[name], name)
 
 
@@ -156,7 +154,7 @@ def address(variables: Mapping[str, str]) -> tuple[str, int] | None:
     """Return ``MASTER_ADDR`` and ``MASTER_PORT``, or ``None`` unless both are set.
 
     Raises:
-        ConfigurationError: the port is not one.
+        ConfigurationError: the port is invalid.
     """
     host, port = variables.get("MASTER_ADDR"), integer(variables, "MASTER_PORT")
     if not host or port is None:
@@ -165,25 +163,25 @@ def address(variables: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def job_secret(variables: Mapping[str, str]) -> str | None:
-    """Return the secret of the job, or ``None`` where nobody set one.
+    """Return the secret of the job, or ``None`` if it is not set.
 
     Raises:
-        ConfigurationError: it is set, and empty.
+        ConfigurationError: it is set but empty.
     """
     secret = variables.get(SECRET_NAME)
     if secret is not None and not secret.strip():
         raise ConfigurationError(
-            f"{SECRET_NAME} is set, and empty: the job would run without a secret.",
+            f"{SECRET_NAME} is set but empty: the job would run without a secret.",
             do=f"set {SECRET_NAME} to a long random text for every process of the job, or unset it",
         )
     return secret
 
 
 def parse_address(text: str, name: str) -> tuple[str, int]:
-    """Return ``host:port`` as a pair; an IPv6 host stands in brackets.
+    """Return ``host:port`` as a pair; an IPv6 host is in brackets.
 
     Raises:
-        ConfigurationError: the text is something else.
+        ConfigurationError: the text has another form.
     """
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isascii() and port.isdecimal()):
@@ -199,8 +197,8 @@ def checked_port(port: int, name: str) -> int:
     """
     if not 0 < port <= LARGEST_PORT:
         raise ConfigurationError(
-            f"{name} names port {port}, and ports go from 1 to {LARGEST_PORT}.",
-            do="name a free port, for example 29500",
+            f"The port in {name} must be 1 to {LARGEST_PORT}, got {port}.",
+            do="give a free port, for example 29500",
         )
     return port
 
@@ -211,7 +209,7 @@ def file_name(text: str) -> str:
 
 
 def misfit(reading: Reading) -> str | None:
-    """Return which numbers of a reading do not fit together, or ``None`` when all do."""
+    """Return which numbers of a reading are inconsistent, or ``None`` if none are."""
     for name, number, limit in (
         ("rank", reading.rank, reading.world_size),
         ("local_rank", reading.local_rank, reading.local_world_size),
@@ -234,7 +232,7 @@ def told(variables: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def parse_counts(text: str, name: str) -> list[int]:
-    """Return the number of each machine; ``name`` is the variable that holds the list.
+    """Return the count of each machine; ``name`` is the variable that holds the list.
 
     Raises:
         ConfigurationError: the list cannot be read.
@@ -243,12 +241,12 @@ def parse_counts(text: str, name: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
         if match is None:
-            raise ConfigurationError(f"{name}={text!r} cannot be read.", do="it should look like 2(x3),1")
+            raise ConfigurationError(f"{name}={text!r} cannot be parsed.", do="use the form 2(x3),1")
         counts.extend([int(match[1])] * int(match[2] or 1))
     return counts
 
 
 def format_counts(counts: Iterable[int]) -> str:
-    """Return the list as one text, equal neighbours folded."""
+    """Return the list as one text, equal neighbors folded."""
     folded = [(count, len(list(equal))) for count, equal in groupby(counts)]
     return ",".join(str(count) if number == 1 else f"{count}(x{number})" for count, number in folded)

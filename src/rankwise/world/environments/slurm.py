@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row of a Slurm step, started by srun, and what Slurm's lists of machines and tasks mean.
+"""The row of a Slurm step, started by srun, and parsers of Slurm's lists of machines and tasks.
 
 Reads variables from a mapping, nothing else; calls no Slurm command. Imported by the table of this
 package.
@@ -48,7 +48,7 @@ def hosts(text: str) -> Iterator[str]:
     Raises:
         ConfigurationError: the list cannot be read.
     """
-    # Commas within brackets belong to the bracket.
+    # Commas inside brackets do not separate hosts.
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not parts or ",".join(parts) != text:
         raise _bad_list(text)
@@ -72,15 +72,13 @@ def _expanded(part: str, text: str) -> Iterator[str]:
 
 
 def _bad_list(text: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{text!r} is not a Slurm list of machines.", do="it should look like gpu[001-003,7],login1"
-    )
+    return ConfigurationError(f"{text!r} is not a Slurm list of machines.", do="use the form gpu[001-003,7],login1")
 
 
 def step_port(job_id: int, step_id: int) -> int:
-    """Return the port of a step's store, from 20000 to 29999, where the user names none.
+    """Return the port of a step's store, from 20000 to 29999, if the user gives none.
 
-    Every machine must know it before any of them can talk, so it is computed, not found. Steps of
+    Every machine must know it before any of them can communicate, so it is computed. Steps of
     one job and
     jobs submitted one after another get different ports.
     """
@@ -88,7 +86,7 @@ def step_port(job_id: int, step_id: int) -> int:
 
 
 def is_leftover(variables: Mapping[str, str]) -> bool:
-    """Whether the step's variables came along from a step that submitted this job with sbatch.
+    """Whether the step's variables were inherited from a step that submitted this job with sbatch.
 
     srun sets SLURM_TASKS_PER_NODE to the step's tasks; a batch script's is the job's.
     """
@@ -98,7 +96,7 @@ def is_leftover(variables: Mapping[str, str]) -> bool:
 
 def _read(around: ProcessContext) -> Reading | Missing | None:
     variables = around.variables
-    # A batch script has SLURM_PROCID=0 and no step: nobody started ranks there.
+    # A batch script has SLURM_PROCID=0 and no step: no ranks were started there.
     if not variables.get("SLURM_STEP_ID") or is_leftover(variables):
         return None
     missing = required(variables, STEP_NAMES)
@@ -111,7 +109,7 @@ def _read(around: ProcessContext) -> Reading | Missing | None:
     counts = parse_counts(variables["SLURM_STEP_TASKS_PER_NODE"], "SLURM_STEP_TASKS_PER_NODE")
     if sum(counts) != world_size or node_rank >= len(counts):
         raise ConfigurationError(
-            "Slurm's variables of this step do not fit together.",
+            "The Slurm variables of this step are inconsistent.",
             evidence=" ".join(f"{name}={variables[name]}" for name in STEP_NAMES),
             do="start the ranks as one step: srun --ntasks=N python train.py",
         )
@@ -127,8 +125,8 @@ def _read(around: ProcessContext) -> Reading | Missing | None:
         ranks_per_node=tuple(counts),
         address=_address(variables, num_nodes=len(counts)),
         secret=job_secret(variables),
-        # The number of a job comes back when the controller is set up anew; the name of its cluster
-        # does not.
+        # The number of a job is reused if the controller is reinstalled; the name of its cluster
+        # is not.
         job_key=file_name(f"slurm-{variables.get('SLURM_CLUSTER_NAME', '')}-{job_id}.{step_id}.{attempt}"),
         source="slurm",
         attempt=str(attempt),
@@ -148,7 +146,7 @@ ROW = Environment(
     name="slurm",
     title="Slurm",
     sign="SLURM_JOB_ID",
-    because="the variables of a Slurm step are set, which srun does for each task",
+    because="the variables of a Slurm step are set, as srun does for each task",
     names=(*STEP_NAMES, "MASTER_ADDR", "MASTER_PORT", "SLURM_RESTART_COUNT"),
     read=_read,
     set_address="export MASTER_ADDR and MASTER_PORT before srun",

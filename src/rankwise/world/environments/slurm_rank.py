@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Slurm's variables say in a rank of rankwise's launcher: that rank's own numbers.
+"""Slurm's variables in a rank of rankwise's launcher: that rank's own numbers.
 
-A script written for ``srun python train.py`` reads them. Those of the launcher around it would make every rank of a
+A script written for ``srun python train.py`` reads them. Those of its launcher would make every rank on a
 machine the same task. Pure. Imported by ``process``.
 """
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 AGENT_PREFIX = "RANKWISE_AGENT_"
-"""Stands before the name of a variable whose value is the launcher's, where the rank has its own."""
+"""Prefix of a variable that holds the launcher's value, where the rank has its own."""
 SHARED_BY_RANKS = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
-"""What a task has been given, of which each rank has a part. srun compares them with one another."""
+"""Resources of a task, of which each rank has a part. srun compares them with one another."""
 
 
 def variables_for_rank(
     around: Mapping[str, str], *, rank: int, local_rank: int, node_rank: int, ranks_per_node: Sequence[int]
 ) -> dict[str, str]:
-    """Return Slurm's variables as srun would set them for one rank, had it started each rank itself.
+    """Return Slurm's variables as srun would set them for one rank if it started each rank itself.
 
-    Those that they replace keep their values under names that begin with ``RANKWISE_AGENT_``.
+    The replaced ones keep their values under names with the prefix ``RANKWISE_AGENT_``.
 
     Args:
         around: variables of the launcher.
@@ -38,10 +38,10 @@ def variables_for_rank(
         ranks_per_node: how many ranks each machine of the job has.
 
     Returns:
-        The variables to set; none where no Slurm job is around.
+        The variables to set; none outside a Slurm job.
 
     Source: srun(1), output environment variables. SLURM_NTASKS, SLURM_NPROCS, SLURM_NTASKS_PER_NODE,
-        SLURM_OVERCOMMIT and those of ``SHARED_BY_RANKS`` are also input: they are the defaults of a srun in the rank.
+        SLURM_OVERCOMMIT and those of ``SHARED_BY_RANKS`` are also input: they are the defaults of an srun in the rank.
     """
     if not around.get(ROW.sign):
         return {}
@@ -57,7 +57,7 @@ def variables_for_rank(
     }
     where_set = {
         "SLURM_STEP_NUM_TASKS": str(world_size),
-        # Beside a number of tasks, srun takes it for the most that a node may have.
+        # With a number of tasks, srun takes it as the maximum per node.
         "SLURM_NTASKS_PER_NODE": str(max(ranks_per_node)),
         "SLURM_TASKS_PER_NODE": counts,
         "SLURM_STEP_TASKS_PER_NODE": counts,
@@ -66,14 +66,14 @@ def variables_for_rank(
     }
     own |= {name: value for name, value in where_set.items() if around.get(name)}
     if _are_more_than_cpus(around, ranks_per_node):
-        # srun sets it for tasks that share CPUs, and a srun in one of them needs it to start as many.
+        # srun sets it for tasks that share CPUs, and an srun inside one of them needs it to start as many.
         own["SLURM_OVERCOMMIT"] = "1"
     kept = {f"{AGENT_PREFIX}{name}": around[name] for name in own if around.get(name)}
     return {**own, **kept}
 
 
 def _part(text: str, num_ranks: int) -> str:
-    """Return a rank's part of what a task has been given: of ``cpu:8,gres/gpu:a100:4``, for 4, ``cpu:2,...:1``."""
+    """Return a rank's part of a task's resources: of ``cpu:8,gres/gpu:a100:4``, for 4, ``cpu:2,...:1``."""
     return re.sub(r"[0-9]+(?=,|$)", lambda match: str(max(1, int(match[0]) // num_ranks)), text)
 
 

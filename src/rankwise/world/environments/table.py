@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ordered table of environments, and the decision which of them started this process.
+"""The ordered table of environments, and the decision about which of them started this process.
 
 Pure: variables in, a reading out. A new environment is one new file and one line here. Imported by this package's
 ``arguments`` and ``process``. The rules:
 
-- Only a complete set of a launcher's variables counts. A set that is begun and not complete is an error that names
+- Only a complete set of a launcher's variables counts. An incomplete set is an error that names
   what is missing, not a world of one.
-- rankwise and torchrun own the processes they start; whatever other variables there are describe the job around them.
+- rankwise and torchrun own the processes they start; any other variables describe the job around them.
   rankwise sets torchrun's variables too, and the job's name in ``RANKWISE_RUN_ID`` and ``TORCHELASTIC_RUN_ID``: where
-  the two differ, a torchrun that a rank started stands between.
-- mpirun and mpiexec stand between Slurm and the process: in an allocation, Slurm's variables number their daemons.
-- Any other two readings must agree on rank and world size, and then complete each other. Two that disagree are an error
-  that prints both.
-- Rank 0 is never guessed to be on this machine. Where all ranks are on one machine, it publishes its address in a file
+  the two differ, a rank has started a torchrun in between.
+- mpirun and mpiexec are between Slurm and the process: in an allocation, Slurm's variables number their daemons.
+- Any two other readings must agree on rank and world size, and then complement each other. If they disagree, the error
+  shows both.
+- Rank 0 is never assumed to be on this machine. If all ranks are on one machine, it publishes its address in a file
   named after the job; several machines without an address are an error.
 - A Slurm step over several machines uses the first host of the step and the port
   ``20000 + (101 * job + step) mod 10000``, unless ``MASTER_ADDR`` and ``MASTER_PORT`` are set.
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 TABLE = (
-    # The first two own the processes they start: whatever else is set describes the job around
+    # The first two own the processes they start: other variables describe the job around
     # them.
     rankwise.ROW,
     torchrun.ROW,
-    # Set by hand, or by an operator, for this very process.
+    # Set by hand, or by an operator, for this particular process.
     env.ROW,
-    # mpirun inside an allocation stands between Slurm and the process.
+    # mpirun inside an allocation is between Slurm and the process.
     openmpi.ROW,
     mpich.HYDRA_ROW,
     slurm.ROW,
-    # srun can serve PMI too; Slurm's own variables then say more.
+    # srun can also serve PMI; Slurm's own variables then hold more.
     mpich.PMI_ROW,
 )
 NOBODY = "nobody"
@@ -61,21 +61,21 @@ def read(
     *,
     launcher_process: str | None = None,
 ) -> Reading:
-    """Return who started a process, from its variables and its words.
+    """Return what started a process, from its variables and its arguments.
 
     Args:
         variables: the process's environment variables.
         argv: the process's ``sys.argv``, for the ``--local_rank`` of old launchers.
-        environment: name of the row to believe, whatever the others say; ``None`` decides.
-        launcher_process: identity of the launcher's process on this machine, where one was found;
-            it stands in for the name of the job where no variable has one.
+        environment: name of the row to use, whatever the others give; ``None`` decides.
+        launcher_process: identity of the launcher's process on this machine, if one was found;
+            it replaces the name of the job if no variable has one.
 
     Returns:
-        A reading; a world of one from ``"nobody"`` where no launcher's set of variables is there.
+        A reading; a world of one from ``"nobody"`` if no launcher's variables are set.
 
     Raises:
-        EnvironmentConflict: two environments say different things about this process.
-        ConfigurationError: a set of variables is incomplete, a value is bad, or rank 0 cannot be
+        EnvironmentConflict: two environments contradict each other about this process.
+        ConfigurationError: a set of variables is incomplete, a value is invalid, or rank 0 cannot be
             reached.
     """
     around = ProcessContext(variables=variables, argv=argv, launcher_process=launcher_process)
@@ -99,11 +99,11 @@ def row(name: str) -> Environment:
         if candidate.name == name:
             return candidate
     known = ", ".join([*(candidate.name for candidate in TABLE), NOBODY])
-    raise ConfigurationError(f"There is no environment {name!r}.", do=f"use one of {known}")
+    raise ConfigurationError(f"Unknown environment {name!r}.", do=f"use one of {known}")
 
 
 def incomplete(environment: Environment, missing: Missing, variables: Mapping[str, str]) -> ConfigurationError:
-    """Return the error about a set of variables that was begun and not completed."""
+    """Return the error for an incomplete set of variables."""
     names = ", ".join(missing.names)
     verb = "is" if len(missing.names) == 1 else "are"
     return ConfigurationError(
@@ -117,7 +117,7 @@ def reachable(reading: Reading) -> Reading:
     """Return ``reading`` if its ranks can find each other.
 
     Raises:
-        ConfigurationError: they cannot. This machine is never guessed to be rank 0's.
+        ConfigurationError: they cannot. This machine is never assumed to be rank 0's.
     """
     if reading.world_size == 1 or reading.address is not None or reading.file is not None:
         return reading
@@ -149,9 +149,9 @@ def _complete_readings(around: ProcessContext) -> tuple[list[Reading], Missing |
 
 
 def _accept(around: ProcessContext, partial: Missing, found: list[Reading]) -> None:
-    """Let ``WORLD_SIZE`` stand without ``RANK``, or the reverse, where a complete set agrees.
+    """Accept ``WORLD_SIZE`` without ``RANK``, or the reverse, if a complete set agrees.
 
-    Slurm's users export ``WORLD_SIZE`` in the batch script, for other libraries.
+    Slurm users export ``WORLD_SIZE`` in the batch script, for other libraries.
     """
     for reading in found:
         if partial.rank in {None, reading.rank} and partial.world_size in {
@@ -164,7 +164,7 @@ def _accept(around: ProcessContext, partial: Missing, found: list[Reading]) -> N
 
 def _agreed(around: ProcessContext, found: list[Reading]) -> Reading:
     """Return the first reading, completed by those that agree with it."""
-    # A step of one task may be no launch at all but a shell, in which a person starts something
+    # A step of one task may not be a launch but a shell, in which the user starts something
     # else.
     telling = [one for one in found if (one.source, one.world_size) != ("slurm", 1)] or found
     first, *others = telling
@@ -191,7 +191,7 @@ def _conflict(around: ProcessContext, first: Reading, other: Reading) -> Environ
     own = [[name for name in one.names if name not in shared] for one in rows]
     unset = [" ".join(f"-u {name}" for name in names if name in around.variables) for names in own]
     return EnvironmentConflict(
-        f"{rows[0].title} and {rows[1].title} disagree on who this process is.",
+        f"{rows[0].title} and {rows[1].title} disagree on the rank of this process.",
         evidence=evidence,
         do=f"keep {rows[1].title}: env {unset[0]} python ...\nor keep {rows[0].title}: env {unset[1]} python ...",
     )
@@ -204,28 +204,28 @@ def _checked(around: ProcessContext, reading: Reading) -> Reading:
     wrong = misfit(reading)
     if wrong is not None:
         raise ConfigurationError(
-            f"{environment.title}'s numbers do not fit together: {wrong}.",
+            f"{environment.title}'s numbers are inconsistent: {wrong}.",
             evidence=evidence,
-            do="set the variables right, or start the script with `rankwise run`",
+            do="correct the variables, or start the script with `rankwise run`",
         )
     reason = f"{environment.title}: {evidence}, because {environment.because}"
     # Torchrun and rankwise set the plain variables themselves.
     others = [one for one in TABLE if one.name in environment.overrules and one is not env.ROW]
     surrounding = [one.title for one in others if around.variables.get(one.sign)]
     if surrounding:
-        reason += f"; variables of {' and '.join(surrounding)} are there too, from the job around it"
+        reason += f"; variables of {' and '.join(surrounding)} are also set, from the job around it"
     return replace(reading, reason=reason)
 
 
 def _named(around: ProcessContext, name: str) -> Reading:
     if name == NOBODY:
-        return Reading(rank=0, world_size=1, source=NOBODY, reason="one rank, as asked for")
+        return Reading(rank=0, world_size=1, source=NOBODY, reason="one rank, as requested")
     environment = row(name)
     said = environment.read(around)
     if said is None:
         raise ConfigurationError(
             f"{environment.title} did not start this process: its variables are not set.",
-            do=f"leave environment={name!r} out, or set {', '.join(environment.names)}",
+            do=f"remove environment={name!r}, or set {', '.join(environment.names)}",
         )
     if isinstance(said, Missing):
         raise incomplete(environment, said, around.variables)
@@ -238,5 +238,5 @@ def _nobody(variables: Mapping[str, str]) -> Reading:
     if not variables.get("SLURM_JOB_ID") or num_tasks in {"", "1"}:
         return reading
     told_by = told(variables, ("SLURM_JOB_ID", "SLURM_NTASKS"))
-    reason = f"nobody: {told_by}, but this process is in no step of Slurm; start it with srun to get {num_tasks} ranks"
+    reason = f"nobody: {told_by}, but this process is not in a Slurm step; start it with srun to get {num_tasks} ranks"
     return replace(reading, reason=reason, warns=True)

@@ -41,7 +41,7 @@ def _read(around: ProcessContext) -> Reading | Missing | None:
     if missing is not None:
         return missing
     num_nodes = integer(variables, "GROUP_WORLD_SIZE")
-    # The agents of several machines count their restarts differently, so the count names no attempt
+    # The agents of several machines count their restarts separately, so the count identifies no attempt
     # there.
     attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0") if num_nodes == 1 else "0"
     return Reading(

@@ -17,6 +17,6 @@ def __getattr__(name: str) -> object:
     if name == "notification_manager":
         raise NotOffered(
             f"hvd.elastic does not offer {name!r}.",
-            do="leave it out: State.check_host_updates() knows of machines that joined or left",
+            do="omit it: State.check_host_updates() notices machines that joined or left",
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commits that outlive a rank's process: files in the launcher's temporary folder, written once per machine.
 
-The folder is this user's alone, and goes with the launcher, however that ends: so nothing is flushed to the disk, which
-would only help where the machine and the launcher with it are gone. Files are read without running code.
+The folder belongs to this user alone and is removed with the launcher. Files are read without running code.
 """
 
 from __future__ import annotations
 
 import _codecs
-import contextlib
 import io
 import itertools
 import pickle
@@ -25,6 +23,7 @@ from rankwise.comm.collectives import broadcast, gather_json
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.log import log, warn
+from rankwise.tensors.synced_folders import staged_file
 from rankwise.world import environments
 
 if TYPE_CHECKING:
@@ -85,19 +84,14 @@ class Commits:
         if kept is None or not self._is_writer:
             return
         path = self._folder / f"elastic-{self._run}-{self._attempt}-{self._num_written}.pt"
-        part = path.with_suffix(".part")
         try:
-            _save(kept, part, is_first=self._num_written == 1)
-            part.rename(path)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            if isinstance(error, OSError | RuntimeError):
-                raise CheckpointError(
-                    f"The elastic state cannot be committed to {self._folder}: {error}",
-                    do="make room there, or set TMPDIR to another folder before `rankwise run`",
-                ) from error
-            raise
+            with staged_file(path) as staging:
+                _save(kept, staging, is_first=self._num_written == 1)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"The elastic state cannot be committed to {self._folder}: {error}",
+                do="make room there, or set TMPDIR to another folder before `rankwise run`",
+            ) from error
         for old in self._found()[NUM_KEPT:]:
             self._path(old).unlink(missing_ok=True)
 
@@ -116,9 +110,7 @@ class Commits:
             return None
         # Of several equal ones the lowest rank's.
         source = max(marks, key=lambda rank: (marks[rank], -rank))
-        log(
-            f"elastic: commit {marks[source].number} of attempt {marks[source].attempt} is taken up, from rank {source}"
-        )
+        log(f"elastic: commit {marks[source].number} of attempt {marks[source].attempt} is restored from rank {source}")
         data = own[1] if own is not None and source == current().world.rank else b""
         size = broadcast(len(data), source)
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
@@ -132,7 +124,7 @@ class Commits:
                 _loaded(data)
             except Exception as error:  # noqa: BLE001 - torch raises many kinds for a damaged file
                 warn(
-                    f"the elastic commit {self._path(mark)} is passed over: {str(error).partition(chr(10))[0]}",
+                    f"the elastic commit {self._path(mark)} is skipped: {str(error).partition(chr(10))[0]}",
                     all_ranks=True,
                 )
                 continue
@@ -194,8 +186,8 @@ def _save(kept: dict[str, Any], path: Path, *, is_first: bool) -> None:
         found = [str(error).partition("\n")[0]]
     if found:
         raise ConfigurationError(
-            "The elastic state holds what cannot be read back without running code.",
+            "The elastic state contains objects that cannot be read back without running code.",
             evidence="\n".join(sorted(found)),
-            do="keep tensors, arrays, numbers, texts, and lists, sets and dicts of them; for a class of your own what "
-            "makes it up, or allow it by torch.serialization.add_safe_globals([Class])",
+            do="keep tensors, arrays, numbers, strings, and lists, sets and dicts of them; for a class of your own, "
+            "keep its fields, or allow it with torch.serialization.add_safe_globals([Class])",
         )

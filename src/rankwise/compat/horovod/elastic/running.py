@@ -108,7 +108,7 @@ def _run(
             num_commits = state.num_commits
             if num_tries == NUM_TRIES:
                 raise
-            warn(f"elastic: back to the last commit, since an operation failed: {error}", all_ranks=True)
+            warn(f"elastic: an operation failed; returning to the last commit: {error}", all_ranks=True)
             state.restore()
             skip_sync = False
         except HostsUpdatedInterrupt as interrupt:
@@ -123,5 +123,5 @@ def _forget_operations() -> None:
     queue = current_queue()
     for operation in tuple(queue.pending.values()):
         queue.withdraw(operation)
-        operation.end(HorovodInternalError(f"{operation.request.name!r} was given up for a reset."))
+        operation.end(HorovodInternalError(f"{operation.request.name!r} was cancelled by a reset."))
     queue.num_unnamed.clear()

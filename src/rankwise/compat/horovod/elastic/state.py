@@ -72,7 +72,7 @@ class State:
             self.save()
             if self._commits is not None:
                 self._commits.write(self.kept())
-            log("elastic: committed for the next attempt of this job; with the job it goes")
+            log("elastic: committed for the next attempt of this job; removed when the job ends")
             session.preemption.stop()
 
     def save(self) -> None:

@@ -64,7 +64,7 @@ def dtype_named(name: str) -> torch.dtype:
     """Return the dtype of a name as requests write it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ConfigurationError(f"torch has no dtype {name!r}.", do="use the same torch on every rank")
+        raise ConfigurationError(f"torch has no dtype {name!r}.", do="use the same version of torch on every rank")
     return dtype
 
 

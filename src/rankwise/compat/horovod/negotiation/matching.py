@@ -95,7 +95,7 @@ def mismatch(request_of_rank: Mapping[int, OperationRequest]) -> HorovodInternal
         return HorovodInternalError(
             f"{first.name!r} was called with different {differing[0]}.",
             evidence=fold_values(request_of_rank),
-            do="give every rank's call of this name the same, or calls that do not belong together different names",
+            do="pass the same on every rank, or give calls that do not belong together different names",
         )
     return None
 
@@ -125,10 +125,10 @@ def stalled(
                 if absent:
                     missing.append(f"{request.name!r} was not called on {fold_ranks(absent)}")
     what = (
-        "Every rank waits for an operation that another rank would have to call: none can go on."
+        "Every rank waits for an operation that another rank has not called: none can continue."
         if len(stuck) == len(states)
         else f"{fold_ranks(list(stuck)).capitalize()} cannot continue: waiting for an operation that another rank "
-        "would have to call."
+        "has not called."
     )
     named = sorted({*stuck, *others})
     return HorovodInternalError(

@@ -122,7 +122,7 @@ class OperationQueue:
             raise Refused(
                 f"{operation.request.name!r} is pending already.",
                 evidence=f"pending: {self.pending[key].request}",
-                do="give it another name, or synchronize the first one before",
+                do="give it another name, or synchronize the first one before this call",
             )
         self.pending[key] = operation
 
@@ -342,8 +342,8 @@ class OperationQueue:
         if operation is None:
             if name not in self.as_joined:
                 raise HorovodInternalError(
-                    f"This rank has called join(), and does not know {name!r}, which the others do.",
-                    do="make the same optimizers on every rank before hvd.join()",
+                    f"This rank has called join() and has no {name!r}, which the other ranks use.",
+                    do="create the same optimizers on every rank before hvd.join()",
                 )
             self.as_joined[name]()
             return

@@ -120,7 +120,7 @@ def called(mode: int, waited_for: PendingOperation | None) -> str:
 def broken_off(request: OperationRequest, error: BaseException) -> HorovodInternalError:
     """Return the error of an operation during which another one failed."""
     return HorovodInternalError(
-        f"{request.name!r} was broken off.", evidence=f"{type(error).__name__}: {error}", do="mend that error first"
+        f"{request.name!r} was aborted.", evidence=f"{type(error).__name__}: {error}", do="fix that error first"
     )
 
 

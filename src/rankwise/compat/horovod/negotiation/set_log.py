@@ -200,7 +200,7 @@ class SetLog:
         try:
             self._report(WaitEvent(rank=self._rank, mode=RUNS), take)
         except Exception as error:  # noqa: BLE001 - the error that ended the wait is the one to raise
-            warn(f"the other ranks could not be told that this rank stopped waiting: {error}", all_ranks=True)
+            warn(f"the other ranks could not be notified that this rank stopped waiting: {error}", all_ranks=True)
 
     def _check(self, departed: list[int], missing: list[int], waited: float, called: str, event: WaitEvent) -> None:
         if departed:

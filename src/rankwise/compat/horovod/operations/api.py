@@ -156,7 +156,8 @@ def poll(handle: int) -> bool:
     operation = queue.handles.get(handle)
     if operation is None:
         raise ConfigurationError(
-            f"There is no operation {handle!r}, or its result has been taken.", do="poll before synchronize"
+            f"Operation {handle!r} does not exist, or its result has already been returned.",
+            do="call poll() before synchronize()",
         )
     if not operation.is_done:
         queue.run_round(POLLS, operation)

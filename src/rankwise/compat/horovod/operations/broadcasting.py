@@ -75,9 +75,9 @@ def _begin(
     ranks = current_queue().members[members_of(process_set)].ranks
     if root_rank not in ranks:
         raise Refused(
-            f"broadcast has no rank {root_rank} to take from.",
+            f"broadcast got root_rank={root_rank}, which is not one of its ranks.",
             evidence=f"it is among {fold_ranks(ranks)}",
-            do="pass root_rank= one of them, by its number in the world",
+            do="pass one of them as root_rank=, by its rank in the world",
         )
     return submit(
         "broadcast",

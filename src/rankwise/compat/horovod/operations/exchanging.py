@@ -76,7 +76,7 @@ def _counts(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, p
     if isinstance(splits, torch.Tensor):
         if splits.dtype != torch.int32 or splits.dim() > 1:
             raise Refused(
-                "alltoall takes splits as one row of int32.",
+                "alltoall requires splits= as a one-dimensional int32 tensor.",
                 evidence=f"{splits.dtype}, shape {list(splits.shape)}",
                 do="pass torch.tensor([...], dtype=torch.int32)",
             )
@@ -87,13 +87,13 @@ def _counts(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, p
         if num_rows % size:
             raise Refused(
                 f"alltoall cannot divide {num_rows} rows equally among {size} ranks.",
-                do="pass splits=, how many rows go to each",
+                do="pass splits=, the number of rows for each rank",
             )
         return [num_rows // size] * size
     if len(counts) != size or sum(counts) > num_rows or min(counts) < 0:
         raise Refused(
             f"alltoall cannot divide {num_rows} rows among {size} ranks by splits={counts}.",
-            do="pass as many numbers as there are ranks, none below 0, and together at most the rows",
+            do="pass one number per rank, each at least 0, with a sum of at most the number of rows",
         )
     return counts
 

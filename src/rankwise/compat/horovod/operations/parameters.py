@@ -48,7 +48,7 @@ def broadcast_parameters(
         if not isinstance(tensor, torch.Tensor):
             raise ConfigurationError(
                 f"broadcast_parameters takes tensors; {name!r} is {type(tensor).__name__}.",
-                do="leave it out, and give it to broadcast_object()",
+                do="omit it here, and pass it to broadcast_object()",
             )
     # Detached, it is still the parameter's memory, and may be written.
     targets = [tensor.detach() for _, tensor in pairs]
@@ -110,7 +110,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         raise ConfigurationError(
             "The optimizers of the ranks have different numbers of parameters.",
             evidence=f"rank {root_rank}: {num_parameters}, rank {rank()}: {len(parameters)}",
-            do="build the optimizer of the same parameters on every rank",
+            do="create the optimizer with the same parameters on every rank",
         )
     if not is_root:
         for group, values in zip(optimizer.param_groups, options, strict=True):

@@ -207,7 +207,9 @@ def _check_adasum(tensors: Sequence[torch.Tensor], process_set: ProcessSet) -> N
     size = current_queue().session.world.world_size
     if size & (size - 1):
         raise NotOffered(
-            "Adasum needs a power of two of ranks.", evidence=f"there are {size}", do="start 1, 2, 4, 8, ... ranks"
+            "Adasum needs a number of ranks that is a power of two.",
+            evidence=f"there are {size}",
+            do="start 1, 2, 4, 8, ... ranks",
         )
     for tensor in tensors:
         if not tensor.dtype.is_floating_point:

@@ -43,7 +43,9 @@ class AdasumOptimizer(WrappedOptimizer):
         Raises:
             GradientOrderError: always; it is an ``AssertionError``.
         """
-        raise GradientOrderError("op=Adasum combines the steps themselves: it cannot be skipped.", do="call step()")
+        raise GradientOrderError(
+            "op=Adasum combines the optimizer steps, so synchronization cannot be skipped.", do="call step()"
+        )
         yield  # what makes this a context manager
 
     @torch.no_grad()

@@ -68,8 +68,9 @@ class AveragingOptimizer(WrappedOptimizer):
                 # Begins as Horovod's, which people filter on.
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(). Gradients that are combined already are combined again: write "
-                    "`with optimizer.skip_synchronize(): optimizer.step()`.",
+                    "optimizer.synchronize(). "
+                    "Gradients that were already reduced are reduced again: write `with optimizer.skip_synchronize(): "
+                    "optimizer.step()`.",
                     stacklevel=2,
                 )
             self.synchronize()

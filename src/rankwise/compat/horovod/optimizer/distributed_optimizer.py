@@ -97,7 +97,7 @@ def _names(
     ]
     if callable(named_parameters):
         raise ConfigurationError(
-            "named_parameters is a function.", do="call it: named_parameters=model.named_parameters()"
+            "named_parameters was passed as a function.", do="call it: named_parameters=model.named_parameters()"
         )
     named: Sequence[Any] = own if named_parameters is None else list(named_parameters)
     if not all(isinstance(pair, tuple) for pair in named):
@@ -109,9 +109,9 @@ def _names(
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         raise ConfigurationError(
-            "Names in named_parameters must differ.",
+            "Names in named_parameters must be unique.",
             evidence=f"more than once: {', '.join(map(str, twice))}",
-            do="for several models, put a prefix before the names of each",
+            do="for several models, add a prefix to the names of each",
         )
     names = {parameter: name for name, parameter in named}
     unnamed = [(name, parameter) for name, parameter in own if parameter not in names]
@@ -119,8 +119,8 @@ def _names(
         shapes = ", ".join(f"{name.removeprefix('allreduce.noname.')}: {list(p.shape)}" for name, p in unnamed)
         raise ConfigurationError(
             "The optimizer has parameters that named_parameters does not name.",
-            evidence=f"by group and place, with their shapes: {shapes}",
-            do="name every parameter that the optimizer was given, or leave named_parameters out",
+            evidence=f"by parameter group and index, with shapes: {shapes}",
+            do="name every parameter of the optimizer, or omit named_parameters",
         )
     return names
 
@@ -137,7 +137,7 @@ def _check(optimizer: object, passes: int, predivide_factor: float, op: object) 
         )
     if predivide_factor == 0.0:
         raise ConfigurationError(
-            "gradient_predivide_factor is what gradients are divided by: not 0.", do="leave it out"
+            "gradient_predivide_factor must not be 0: gradients are divided by it.", do="leave it out"
         )
     if predivide_factor != 1.0 and op != Average:
         raise ConfigurationError(
@@ -146,7 +146,7 @@ def _check(optimizer: object, passes: int, predivide_factor: float, op: object) 
     if passes <= 0:
         raise ConfigurationError(
             f"backward_passes_per_step must be 1 or more, not {passes}.",
-            do="pass how often backward runs before a step",
+            do="pass the number of backward passes before each step",
         )
 
 
@@ -154,7 +154,7 @@ def _check_ways(op: int, compression: object, process_set: object) -> None:
     known_op(op)
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ConfigurationError(
-            f"compression is {compression!r}, which has no compress and decompress.",
+            f"compression must have compress and decompress, got {compression!r}.",
             do="pass hvd.Compression.none or hvd.Compression.fp16",
         )
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of one wrapped optimizer: counted while backward runs, combined over ranks in ``reduce``.
 
-Means and sums of dense gradients travel on channels, everything else by name, as operations of its own.
+Means and sums of dense gradients are reduced in buckets, everything else by name, as operations of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,22 +20,24 @@ from rankwise.compat.horovod.negotiation import queue
 from rankwise.compat.horovod.operations.api import synchronize
 from rankwise.compat.horovod.operations.reducing import allreduce_async_
 from rankwise.compat.horovod.operations.sparse import sparse_allreduce_async
-from rankwise.compat.horovod.optimizer.gradient_channels import GradientChannels
 from rankwise.compat.horovod.optimizer.wrapped_optimizer import PassCounter
 from rankwise.compat.horovod.reduce_ops import Average, Sum
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.compress.methods import Narrow
+from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import nn
 
+    from rankwise.comm.backends.protocol import BucketChannel
     from rankwise.compat.horovod.process_sets import ProcessSet
 
 _numbers: Counter[int] = Counter()
 """How many optimizers there were of each process set: ranks wrap theirs in one order, so it is the same on each."""
 _collected: set[str] = set()
-"""Names of the optimizers that this rank has let go of, and whose lanes are still there for when it joins."""
+"""Names of the optimizers that this rank has let go of, and whose channels are still there for when it joins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,14 @@ class GradientReduction:
     process_set: ProcessSet
 
     @property
-    def takes_channels(self) -> bool:
-        """Whether dense gradients can travel on lanes."""
+    def takes_buckets(self) -> bool:
+        """Whether dense gradients can be reduced in buckets."""
         return self.op in {Average, Sum} and self.compression in {Compression.none, Compression.fp16}
+
+    def weights(self, num_ranks: int) -> Weights:
+        """Return what every rank's gradients count: a sum is a mean whose weights sum to one."""
+        share = 1.0 / self.predivide_factor
+        return Weights(share, share if self.op == Average else 1.0 / num_ranks)
 
 
 class Gradients:
@@ -62,14 +70,15 @@ class Gradients:
         self.passes = PassCounter(num_passes, self._complete)
         self.passes.follow(names, parameters)
         self._reduction = reduction
-        self._num_on_channels = len(parameters)
-        """Parameters that come later travel by name: the lanes are laid out for these."""
+        self._num_in_buckets = len(parameters)
+        """Parameters that are added later are reduced by name: the buckets are laid out for these."""
         self._arrived: list[int] = []
         self._was_sparse: set[int] = set()
         self._sparse: set[int] = set()
         """Parameters that had a sparse gradient on any rank in the first step."""
-        self._channels: GradientChannels | None = None
-        self._is_open = not reduction.takes_channels
+        self._buckets: GradientBuckets | None = None
+        self._weights = Weights(1.0, 1.0)
+        self._is_open = not reduction.takes_buckets
         self._under_way: dict[int, tuple[Any, Any]] = {}
         self._set_id = reduction.process_set.process_set_id or 0
         self._what = f"DistributedOptimizer.{self._set_id}.{_numbers[self._set_id]}"
@@ -81,9 +90,9 @@ class Gradients:
     def forget(self) -> None:
         """Forget what was computed, and what of it is on its way."""
         self._start_over()
-        # Other ranks may not have sent what this one has: nothing more can travel on these lanes.
-        self._channels = None
-        self._is_open = not self._reduction.takes_channels
+        # Other ranks may not have sent what this one has: nothing more can be sent on these channels.
+        self._buckets = None
+        self._is_open = not self._reduction.takes_buckets
 
     def _start_over(self) -> None:
         self.passes.start_over()
@@ -93,11 +102,12 @@ class Gradients:
 
     def _complete(self, number: int) -> None:
         """Let a gradient go on its way, while backward runs."""
-        if not self._is_open and number < self._num_on_channels:
+        if not self._is_open and number < self._num_in_buckets:
             self._arrived.append(number)
-        elif self._channels is not None and self._channels.carries(number):
+        elif self._buckets is not None and self._buckets.carries(number):
             self._make_dense(number)
-            self._channels.arrived(number)
+            if self._buckets.note_arrival(number):
+                self._buckets.send_full(self._weights)
 
     # -- before a step -----------------------------------------------------------------------------
 
@@ -110,9 +120,9 @@ class Gradients:
             if not self._is_open:
                 queue.announce(f"{self._what}.open", self._open, self._set_id)
             for number in range(len(self.passes.parameters)):
-                if self._channels is None or not self._channels.carries(number):
+                if self._buckets is None or not self._buckets.carries(number):
                     self._start_by_name(number)
-            if self._channels is not None:
+            if self._buckets is not None:
                 queue.announce(self._what, self._carry, self._set_id)
             for number, (handle, context) in self._under_way.items():
                 self._take_back(number, handle, context)
@@ -123,14 +133,14 @@ class Gradients:
         self._start_over()
 
     def _open(self) -> None:
-        """Lay out the channels, when every rank has seen which gradients there are.
+        """Lay out the buckets, when every rank has seen which gradients there are.
 
         Called by: every rank of the process set.
         """
         reduction = self._reduction
         sparse = [
             number
-            for number, parameter in enumerate(self.passes.parameters[: self._num_on_channels])
+            for number, parameter in enumerate(self.passes.parameters[: self._num_in_buckets])
             if parameter.grad is not None and parameter.grad.is_sparse and not reduction.sparse_as_dense
         ]
         group = reduction.process_set.group
@@ -139,34 +149,31 @@ class Gradients:
         _free_channels(set(collected).intersection(*(names for _, _, names in reported)))
         self._sparse = {number for other, _, _ in reported for number in other}
         arrived: list[int] = next((numbers for _, numbers, _ in reported if numbers), [])
-        every = dict.fromkeys([*arrived, *range(self._num_on_channels)])
+        every = dict.fromkeys([*arrived, *range(self._num_in_buckets)])
         order = [number for number in every if number not in self._sparse]
         exchange = exchange_of(group)
         self._is_open = True
         if exchange is None or not order:
             return
-        # A sum is a mean whose weights sum to one; dividing before the sum is a share other than one.
-        share = 1.0 / reduction.predivide_factor
-        self._channels = GradientChannels(
-            self.passes.parameters,
-            order,
-            exchange.dup(),
-            share=share,
-            weight=share if reduction.op == Average else 1.0 / exchange.world_size,
-            is_half=reduction.compression is Compression.fp16,
-            what=f"gradients of {self._what}",
+        compress = Narrow("fp16") if reduction.compression is Compression.fp16 else None
+        what = f"gradients of {self._what}"
+        self._buckets = GradientBuckets(
+            self.passes.parameters, order, exchange.dup(), what, compress, names=self.passes.names
         )
-        # The queue keeps the lanes: a rank may have joined and be done with its optimizer while others step.
-        queue.register(self._what, self._channels.standing_in())
+        self._weights = reduction.weights(exchange.world_size)
+        # The queue keeps the channels: a rank may have joined and be done with its optimizer while others step.
+        queue.register(self._what, partial(_stand_in, self._buckets.channels, self._weights.weight))
 
     def _carry(self) -> None:
-        channels = self._channels
-        if channels is None:
+        buckets = self._buckets
+        if buckets is None:
             return
-        for number in range(self._num_on_channels):
-            if channels.carries(number):
+        for number in range(self._num_in_buckets):
+            if buckets.carries(number):
                 self._make_dense(number)
-        channels.carry()
+                _fill(self.passes.parameters[number])
+        buckets.send_rest(self._weights)
+        buckets.take_back()
         for number in self._was_sparse:
             gradient = self.passes.parameters[number].grad
             if gradient is not None:
@@ -180,7 +187,7 @@ class Gradients:
             return
         if not self._reduction.sparse_as_dense:
             raise ConfigurationError(
-                f"The gradient of {self.passes.names[number]} is sparse, and was dense in the first step.",
+                f"The gradient of {self.passes.names[number]} is sparse but was dense in the first step.",
                 do="pass sparse_as_dense=True to DistributedOptimizer",
             )
         parameter.grad = gradient.to_dense()
@@ -232,6 +239,21 @@ def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
 
 
+def _fill(parameter: nn.Parameter) -> None:
+    """Give a parameter that has no gradient a gradient of zeros."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+
+
+def _stand_in(channels: Sequence[BucketChannel], weight: float) -> None:
+    """Take part in a step of the other ranks, with nothing."""
+    for channel in channels:
+        channel.claim()
+        channel.start(0.0, weight, ())
+    for channel in channels:
+        channel.finish()
+
+
 def _withdraw(handles: Iterable[Any]) -> None:
     """Forget operations that no other rank has come to: the next step has some of the same names."""
     known = queue.current_queue()
@@ -242,7 +264,7 @@ def _withdraw(handles: Iterable[Any]) -> None:
 
 
 def _free_channels(names: set[str]) -> None:
-    """Let go of the lanes of optimizers that no rank has any more."""
+    """Let go of the channels of optimizers that no rank has any more."""
     _collected.difference_update(names)
     as_joined = queue.current_queue().as_joined
     for name in names:
@@ -254,7 +276,8 @@ def _open_as_joined(followed: weakref.ref[Gradients]) -> None:
     gradients = followed()
     if gradients is None:
         raise ConfigurationError(
-            "Other ranks take the first step of a DistributedOptimizer that this rank, which has joined, let go of.",
-            do="keep the optimizer until join() has returned",
+            "Other ranks take the first step of a DistributedOptimizer that this rank has deleted after calling "
+            "join().",
+            do="keep a reference to the optimizer until join() returns",
         )
     gradients._open()  # noqa: SLF001 - of this module

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, cast
 
 import torch
 
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.core.gradient_hooks import call_when_accumulated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Raise: a copy would not be one of the optimizers that the ranks made alike."""
         raise ConfigurationError(
             "A DistributedOptimizer cannot be pickled or copied.",
-            do="keep optimizer.state_dict(), and load it into one that is wrapped anew",
+            do="save optimizer.state_dict(), and load it into a newly wrapped optimizer",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -54,7 +54,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._follow(self.param_groups[index]["params"])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Expect so many backward passes before each step, from now on."""
+        """Expect so many backward passes before each step, from now on.
+
+        Gradients of the step under way that are complete stay complete, since they may be on their way already: the
+        next backward that adds to one before ``step()`` raises a GradientOrderError. The others get ``passes`` more.
+        """
         self.backward_passes_per_step = passes
         if self._passes is not None:
             self._passes.expect(passes)
@@ -82,8 +86,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """
         if self.is_pending:
             raise GradientOrderError(
-                "zero_grad() was called after backward() and before step() or synchronize(): gradients would be lost "
-                "that are on their way already.",
+                "zero_grad() was called after backward() and before step() or synchronize(): gradients that are "
+                "already being reduced would be lost.",
                 do="call zero_grad() before the first backward() of a step, or after step()",
             )
         super().zero_grad(set_to_none)
@@ -141,6 +145,8 @@ class PassCounter:
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         self._num_passes = num_passes
+        self._expected: list[int] = []
+        """Passes of this step after which each gradient is complete."""
         self._left: list[int] = []
         self._complete = complete
         self._touched = False
@@ -153,44 +159,40 @@ class PassCounter:
     def follow(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         """Count the gradients of more parameters."""
         for name, parameter in zip(names, parameters, strict=True):
-            parameter.register_post_accumulate_grad_hook(self._hook(len(self.parameters)))
+            call_when_accumulated(parameter, self, PassCounter._count, len(self.parameters))
             self.names.append(name)
             self.parameters.append(parameter)
+            self._expected.append(self._num_passes)
             self._left.append(self._num_passes)
 
     def expect(self, num_passes: int) -> None:
-        """Expect ``num_passes`` before each step, from now on."""
+        """Expect ``num_passes`` before each step, from now on; what is complete in this step stays complete."""
         self._num_passes = num_passes
-        self._left = [num_passes] * len(self.parameters)
+        for number, left in enumerate(self._left):
+            if left > 0:
+                self._expected[number] += num_passes - left
+                self._left[number] = num_passes
 
     def start_over(self) -> None:
         """Begin a step."""
-        self._left = [self._num_passes] * len(self.parameters)
+        self._expected = [self._num_passes] * len(self.parameters)
+        self._left = self._expected.copy()
         self._touched = False
-
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        # The parameter holds the hook: a hook that held the optimizer would keep its state for ever.
-        followed = weakref.ref(self)
-
-        def arrived(_: torch.Tensor) -> None:
-            passes = followed()
-            if passes is not None:
-                passes._count(number)  # noqa: SLF001 - its own
-
-        return arrived
 
     def _count(self, number: int) -> None:
         left = self._left[number]
         if left <= 0:
+            expected = self._expected[number]
+            late = f", complete before set_backward_passes_per_step({self._num_passes})" * (expected < self._num_passes)
             raise GradientOrderError(
-                "Gradients were computed more often than backward_passes_per_step before step().",
-                evidence=f"{self.names[number]}: pass {self._num_passes + 1} of {self._num_passes}",
-                do="pass the number of backward passes between two steps as backward_passes_per_step",
+                "backward() ran more than backward_passes_per_step times before step().",
+                evidence=f"{self.names[number]}: pass {expected + 1} of {expected}{late}",
+                do="set backward_passes_per_step to the number of backward passes between two steps, before the first",
             )
         gradient = self.parameters[number].grad
         if gradient is not None and gradient.requires_grad:
             raise GradientOrderError(
-                "What backward(create_graph=True) leaves in the parameters of a DistributedOptimizer cannot be "
+                "Gradients that backward(create_graph=True) leaves in parameters of a DistributedOptimizer cannot be "
                 "differentiated again.",
                 do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
             )

@@ -13,13 +13,17 @@ from torch import nn
 
 from rankwise.comm.collectives import exchange_of
 from rankwise.comm.optimizer_steps import account_for_part
-from rankwise.compat.megengine.autodiff.reduced_gradients import ReducedGradients
 from rankwise.compat.megengine.distributed.gradients import AllreduceCallback
 from rankwise.compat.megengine.recording import Recording, recordings
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.core.earlier_gradients import add_back, restore, set_aside
+from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights
+from rankwise.parallel.core.gradient_hooks import call_when_accumulated
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
+
+    from rankwise.comm.backends.protocol import Exchange
 
 GradCallback = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -36,6 +40,18 @@ class _Attached:
     hook: RemovableHandle
     callbacks: list[GradCallback] = field(default_factory=list)
     over_ranks: AllreduceCallback | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """How the gradients of some tensors are reduced over ranks, in every backward."""
+
+    tensors: list[torch.Tensor]
+    exchange: Exchange
+    buckets: GradientBuckets
+    weights: Weights
+    numbers: dict[int, int]
+    """Of the tensors, by their ids."""
 
 
 _in_backward: list[GradManager] = []
@@ -63,7 +79,7 @@ class GradManager:
     def __init__(self) -> None:
         self._attached: dict[int, _Attached] = {}
         self._recording: Recording | None = None
-        self._ways: dict[AllreduceCallback, ReducedGradients] = {}
+        self._reductions: dict[AllreduceCallback, _Reduction] = {}
 
     def __del__(self) -> None:
         for attached in self._attached.values():
@@ -104,8 +120,8 @@ class GradManager:
             for callback in added:
                 if attached.over_ranks is not None:
                     raise ConfigurationError(
-                        "A callback stands behind make_allreduce_cb(), whose results come when backward has run.",
-                        do="attach make_allreduce_cb() as the last callback of a tensor, and once",
+                        "A callback follows make_allreduce_cb(), whose results are ready only after backward has run.",
+                        do="attach make_allreduce_cb() once, as the last callback of a tensor",
                     )
                 if isinstance(callback, AllreduceCallback):
                     attached.over_ranks = callback
@@ -120,7 +136,7 @@ class GradManager:
             NotRecording: it records already.
         """
         if self._recording is not None:
-            raise NotRecording("This GradManager records already.", do="call backward() or release() before")
+            raise NotRecording("This GradManager is already recording.", do="call backward() or release() first")
         self._recording = Recording()
         recordings.append(self._recording)
 
@@ -153,7 +169,7 @@ class GradManager:
         if recording is None:
             raise NotRecording(
                 "Nothing has been recorded for this backward().",
-                do="compute the loss within `with gm:`, or after gm.record(); one backward() for each",
+                do="compute the loss within `with gm:`, or after gm.record(), and call backward() once for each",
             )
         try:
             roots, gradients = _roots(y, dy)
@@ -179,78 +195,88 @@ class GradManager:
         self.release()
         if awaited and error is None:
             raise ConfigurationError(
-                "`with gm:` ended without gm.backward(), and what this rank sent waits for its gradient.",
-                do="call gm.backward() on every rank, without a loss where there is none; "
-                "send x.detach() where no gradient is wanted",
+                "`with gm:` ended without gm.backward(), so tensors that this rank sent never receive their gradients.",
+                do="call gm.backward() on every rank, without an argument on ranks that have no loss; send x.detach() "
+                "if no gradient is needed",
             )
 
     def _run_backward(
         self, roots: list[torch.Tensor], gradients: list[torch.Tensor], beginnings: list[torch.Tensor]
     ) -> None:
         alive = [(tensor, attached) for tensor, attached in self._alive() if tensor.requires_grad]
-        ways = self._open_ways(alive)
-        earlier = _set_aside(alive)
+        tensors = [tensor for tensor, _ in alive]
+        reductions = self._open_reductions(alive)
+        # Callbacks do not see the gradients so far again.
+        earlier = set_aside(tensors)
         _in_backward.append(self)
         try:
-            inputs = [*(tensor for tensor, _ in alive), *beginnings]
-            if roots and inputs:
-                torch.autograd.backward(roots, gradients, inputs=inputs)
-            for way in ways:
-                way.send_rest()
-            for way in ways:
-                way.finish()
+            if roots and (tensors or beginnings):
+                torch.autograd.backward(roots, gradients, inputs=[*tensors, *beginnings])
+            for reduction in reductions:
+                reduction.buckets.send_rest(reduction.weights)
+            for reduction in reductions:
+                reduction.buckets.take_back()
+                recorder = reduction.exchange.detector.recorder
+                recorder.note_step(recorder.step + 1)
         except BaseException:
-            for way in ways:
-                way.abandon()
-            for tensor, _ in alive:
-                tensor.grad = None
-            for tensor, gradient in earlier:
-                tensor.grad = gradient
+            for reduction in reductions:
+                reduction.buckets.start_over()
+            restore(tensors, earlier)
             raise
         finally:
             _in_backward.remove(self)
-        _add(earlier)
+        add_back(earlier)
 
-    def _open_ways(self, alive: list[tuple[torch.Tensor, _Attached]]) -> list[ReducedGradients]:
-        """Return the ways of what is reduced over ranks, opened anew where other tensors are attached by now."""
+    def _open_reductions(self, alive: list[tuple[torch.Tensor, _Attached]]) -> list[_Reduction]:
+        """Return what reduces gradients over ranks, opened again where other tensors are attached by now."""
         tensors_of: dict[AllreduceCallback, list[torch.Tensor]] = {}
         for tensor, attached in alive:
             if attached.over_ranks is not None:
                 tensors_of.setdefault(attached.over_ranks, []).append(tensor)
-        ways: list[ReducedGradients] = []
+        reductions: list[_Reduction] = []
         for callback, tensors in tensors_of.items():
             exchange = exchange_of(callback.group.group)
             if exchange is None:
-                self._ways.pop(callback, None)
+                self._reductions.pop(callback, None)
                 continue
-            way = self._ways.get(callback)
-            if way is None or not way.is_of(tensors, exchange):
-                way = self._ways[callback] = ReducedGradients(tensors, exchange, callback.reduce_method)
-            ways.append(way)
-        return ways
+            reduction = self._reductions.get(callback)
+            numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+            if reduction is None or reduction.exchange is not exchange or reduction.numbers != numbers:
+                # The last layer's gradients arrive first. The channels need no order towards the collectives that
+                # backward runs.
+                order, what = reversed(range(len(tensors))), "gradients of a GradManager"
+                buckets = GradientBuckets(tensors, order, exchange.dup(), what)
+                reduction = _Reduction(tensors, exchange, buckets, callback.weights(exchange.world_size), numbers)
+                self._reductions[callback] = reduction
+            reductions.append(reduction)
+        return reductions
 
-    def _arrived(self, tensor: torch.Tensor, attached: _Attached) -> None:
+    def _arrived(self, key: int) -> None:
         """Do what is to be done with the gradient of an attached tensor, which is there."""
+        attached = self._attached[key]
+        tensor = attached.tensor()
+        if tensor is None:
+            return
         if self not in _in_backward:
             if not _in_backward and (self._recording is not None or attached.over_ranks is not None):
                 raise ConfigurationError(
-                    "A plain backward() came to a tensor that is attached to a GradManager, which did not hear of it.",
+                    "loss.backward() reached a tensor that is attached to a GradManager, so its callbacks did not run.",
                     evidence=f"its shape is {list(tensor.shape)}",
-                    do="write gm.backward(loss) in place of loss.backward(), within `with gm:`",
+                    do="call gm.backward(loss) instead of loss.backward(), within `with gm:`",
                 )
             return
         for callback in attached.callbacks:
             gradient = callback(tensor, cast("torch.Tensor", tensor.grad))
             if not isinstance(gradient, torch.Tensor):
                 raise ConfigurationError(
-                    f"The callback {callback!r} returned {gradient!r} for a gradient.",
-                    do="return the gradient, changed or not",
+                    f"The callback {callback!r} must return a gradient, got {gradient!r}.",
+                    do="return a gradient tensor: the one it received, or a new one",
                 )
             tensor.grad = gradient
         if attached.over_ranks is not None:
-            way = self._ways.get(attached.over_ranks)
-            if way is not None:
-                way.arrived(tensor)
+            reduction = self._reductions.get(attached.over_ranks)
+            if reduction is not None and reduction.buckets.note_arrival(reduction.numbers[id(tensor)]):
+                reduction.buckets.send_full(reduction.weights)
 
     def _alive(self) -> list[tuple[torch.Tensor, _Attached]]:
         found = [(attached.tensor(), attached) for attached in self._attached.values()]
@@ -259,13 +285,7 @@ class GradManager:
     def _follow(self, tensor: torch.Tensor) -> _Attached:
         """Have gradients computed for a tensor, and note when they are."""
         key = id(tensor)
-        # The tensor holds the hook, which must not hold the GradManager.
         own = weakref.ref(self)
-
-        def arrived(there: torch.Tensor) -> None:
-            manager = own()
-            if manager is not None:
-                manager._arrived(there, attached)  # noqa: SLF001 - its own
 
         def forget(_: object) -> None:
             manager = own()
@@ -273,7 +293,7 @@ class GradManager:
                 manager._attached.pop(key, None)  # noqa: SLF001 - its own
 
         tensor.requires_grad_()
-        hook = tensor.register_post_accumulate_grad_hook(arrived)
+        hook = call_when_accumulated(tensor, self, GradManager._arrived, key)
         attached = self._attached[key] = _Attached(weakref.ref(tensor, forget), hook)
         return attached
 
@@ -287,16 +307,16 @@ def _check_attachable(tensor: object) -> None:
         raise ConfigurationError(
             f"A tensor of {tensor.dtype} cannot have gradients.",
             evidence=f"its shape is {list(tensor.shape)}",
-            do="attach tensors of floating point only",
+            do="attach floating-point tensors only",
         )
     if not tensor.is_leaf:
         raise ConfigurationError(
-            "attach was given the result of an operation; what comes before an attached tensor gets no gradient.",
+            "attach was given the result of an operation; tensors before an attached tensor receive no gradient.",
             do="attach x = x.detach(), and compute with that",
         )
     if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
         raise ConfigurationError(
-            f"attach was given a frozen parameter, of shape {list(tensor.shape)}.",
+            f"attach was given a frozen parameter of shape {list(tensor.shape)}.",
             do="leave it out: gm.attach(p for p in model.parameters() if p.requires_grad)",
         )
 
@@ -309,8 +329,8 @@ def _roots(
     gradients = [torch.ones_like(one) for one in results] if dy is None else _listed(dy)
     if len(results) != len(gradients):
         raise ConfigurationError(
-            f"backward was given {len(results)} results and {len(gradients)} gradients of them.",
-            do="pass one dy for each y, or leave dy out",
+            f"backward was given {len(results)} results but {len(gradients)} gradients.",
+            do="pass one dy for each y, or omit dy",
         )
     pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
     return [result for result, _ in pairs], [gradient for _, gradient in pairs]
@@ -320,24 +340,3 @@ def _listed(given: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torch.T
     if given is None:
         return []
     return [given] if isinstance(given, torch.Tensor) else list(given)
-
-
-def _set_aside(alive: list[tuple[torch.Tensor, _Attached]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Take away the gradients so far, which callbacks do not see again, and return them."""
-    earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for tensor, attached in alive:
-        gradient = tensor.grad
-        if gradient is not None:
-            # Its memory may be that in which gradients travel.
-            earlier.append((tensor, gradient if attached.over_ranks is None else gradient.detach().clone()))
-            tensor.grad = None
-    return earlier
-
-
-@torch.no_grad()
-def _add(earlier: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for tensor, gradient in earlier:
-        if tensor.grad is None:
-            tensor.grad = gradient
-        else:
-            tensor.grad.add_(gradient)

@@ -56,7 +56,7 @@ def _stacked(inputs: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 def _cannot(what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"A batch cannot be made of samples with {what}.",
-        do="give arrays, tensors, numbers, texts, or dicts, tuples and lists of these; "
-        "or pass DataLoader a collator= with an apply(inputs) of your own",
+        f"Cannot make a batch from samples with {what}.",
+        do="return arrays, tensors, numbers, strings, or dicts, tuples and lists of these; or pass a collator= "
+        "of your own with an apply(inputs) to DataLoader",
     )

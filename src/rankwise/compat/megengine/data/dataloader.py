@@ -56,8 +56,8 @@ class DataLoader:
         if parallel_stream:
             raise ConfigurationError(
                 "parallel_stream=True is not offered here.",
-                do="leave it out; divide the stream in its __iter__ by torch.utils.data.get_worker_info() and "
-                "rankwise.DataLoader to read it in parallel",
+                do="omit it; to read the stream in parallel, use rankwise.DataLoader and divide it in __iter__ by "
+                "torch.utils.data.get_worker_info()",
             )
         is_stream = isinstance(dataset, StreamDataset)
         if sampler is None:

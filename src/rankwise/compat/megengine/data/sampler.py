@@ -62,7 +62,7 @@ class MapSampler(Sampler):
     ) -> None:
         _check_positive("batch_size", batch_size)
         if not isinstance(drop_last, bool):
-            raise ConfigurationError(f"drop_last={drop_last!r} means nothing.", do="pass True or False")
+            raise ConfigurationError(f"drop_last must be True or False, got {drop_last!r}.", do="pass True or False")
         if num_samples is not None:
             _check_positive("num_samples", num_samples)
         self.dataset = dataset
@@ -71,12 +71,14 @@ class MapSampler(Sampler):
         self.world_size = get_world_size() if world_size is None else world_size
         self.rank = get_rank() if rank is None else rank
         if not 0 <= self.rank < self.world_size:
-            raise ConfigurationError(f"There is no rank {self.rank} of {self.world_size}.", do="pass both, or neither")
+            raise ConfigurationError(
+                f"rank={self.rank} is invalid for world_size={self.world_size}.", do="pass both, or neither"
+            )
         total = len(dataset) if num_samples is None else num_samples
         self.num_samples = math.ceil(total / self.world_size)
         if self.num_samples < batch_size:
             raise ConfigurationError(
-                f"{total} samples on {self.world_size} ranks are less than a batch of {batch_size} for each.",
+                f"{total} samples on {self.world_size} ranks are fewer than one batch of {batch_size} per rank.",
                 do="pass a smaller batch_size",
             )
         if seed is None and self.world_size > 1:
@@ -105,9 +107,9 @@ class MapSampler(Sampler):
         whole = [*indices, *indices[: max(total - len(indices), 0)]]
         if len(whole) != total:
             raise ConfigurationError(
-                f"{len(indices)} indices cannot be divided as {total} samples.",
+                f"{len(indices)} indices do not match {total} samples.",
                 evidence=f"the dataset has {len(self.dataset)}",
-                do="sample a torch.utils.data.Subset(dataset, indices) in place of indices=",
+                do="pass a torch.utils.data.Subset(dataset, indices) instead of indices=",
             )
         return whole[self.rank :: self.world_size]
 
@@ -188,7 +190,7 @@ class ReplacementSampler(MapSampler):
         super().__init__(dataset, batch_size, drop_last, num_samples, world_size, rank, seed)
         if weights is not None and len(weights) != len(dataset):
             raise ConfigurationError(
-                f"There are {len(weights)} weights for {len(dataset)} samples.", do="pass one weight for each sample"
+                f"Got {len(weights)} weights for {len(dataset)} samples.", do="pass one weight for each sample"
             )
         self.weights = None if weights is None else np.asarray(weights, dtype=float) / sum(weights)
 
@@ -249,6 +251,6 @@ def _check_positive(name: str, value: object) -> None:
 def _checked_indices(indices: object) -> Sequence[Any] | None:
     if indices is not None and not isinstance(indices, Sequence):
         raise ConfigurationError(
-            f"indices is a list, not {type(indices).__name__}.", do="pass a list: list(indices), indices.tolist()"
+            f"indices must be a list, not {type(indices).__name__}.", do="pass a list: list(indices), indices.tolist()"
         )
     return indices

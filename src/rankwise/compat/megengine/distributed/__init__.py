@@ -47,11 +47,11 @@ __all__ = [
     "synchronized",
 ]
 
-_ADDRESS = "dist.get_client() for values of your own: the store of the ranks has a secret, and no address to tell"
+_ADDRESS = "dist.get_client() for values of your own: the store of the ranks has a secret and no public address"
 _NOT_OFFERED = {
     "get_mm_server_addr": _ADDRESS,
     "get_py_server_addr": _ADDRESS,
-    "backend": "the argument backend= of dist.launcher; dist.get_backend() tells what is used",
+    "backend": "the argument backend= of dist.launcher; dist.get_backend() returns the backend in use",
     "group_start": "one collective after another, or a list of tensors in rankwise.all_reduce()",
     "group_end": "one collective after another, or a list of tensors in rankwise.all_reduce()",
 }

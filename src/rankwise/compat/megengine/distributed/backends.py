@@ -29,8 +29,8 @@ def arguments_of(backend: str) -> dict[str, Any]:
     """
     if backend not in _BACKENDS:
         raise ConfigurationError(
-            f"There is no backend {backend!r}.",
-            do="use one of " + ", ".join(_BACKENDS) + "; auto takes NCCL on GPUs, shared memory or Gloo elsewhere",
+            f"Unknown backend {backend!r}.",
+            do="use one of " + ", ".join(_BACKENDS) + "; auto selects NCCL on GPUs, shared memory or Gloo elsewhere",
         )
     return _BACKENDS[backend]
 

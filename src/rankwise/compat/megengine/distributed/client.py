@@ -86,7 +86,7 @@ class Client:
         world_size = self._session.world.world_size
         if size != world_size or key != ",".join(map(str, range(world_size))):
             raise ConfigurationError(
-                f"The ranks {key} cannot be waited for by their key.", do="use dist.group_barrier(group)"
+                f"wait_for does not accept the ranks {key} as a key.", do="use dist.group_barrier(group)"
             )
         collectives.barrier()
 
@@ -110,10 +110,10 @@ class Client:
         world = self._session.world
         others = [rank for rank in range(world.world_size) if rank != world.rank]
         return PeerMissing(
-            f"user_get({key!r}) waited {waited:.0f} s in vain: no rank has set it.",
+            f"user_get({key!r}) timed out after {waited:.0f} s: no rank has set it.",
             ranks=others,
             where=str(world),
-            do=f"let one rank call dist.get_client().user_set({key!r}, ...) before; user_pop() takes it away again",
+            do=f"call dist.get_client().user_set({key!r}, ...) on one rank first; user_pop() removes the value",
         )
 
     def _store(self, key: object) -> Store | None:
@@ -122,7 +122,7 @@ class Client:
                 "This client belongs to a world that has been left.", do="call dist.get_client() again"
             )
         if not isinstance(key, str) or not key:
-            raise ConfigurationError(f"A key is a text, not {key!r}.", do="pass str(key)")
+            raise ConfigurationError(f"A key must be a str, not {key!r}.", do="pass str(key)")
         return None if self._session.store is None else self._session.store.prefixed(PREFIX)
 
 
@@ -142,8 +142,8 @@ def _bytes_of(value: object) -> bytes:
     except ConfigurationError as error:
         raise ConfigurationError(
             error.what.replace("send cannot send", "user_set cannot set"),
-            do="set tensors, NumPy arrays, numbers and texts, in lists, tuples and dicts; "
-            "for other things there is rankwise.broadcast_object()",
+            do="pass tensors, NumPy arrays, numbers and strings, in lists, tuples and dicts; use "
+            "rankwise.broadcast_object() for other objects",
         ) from None
     return pack_fields([json.dumps(packed.tree).encode(), *map(bytes, packed.buffers)])
 

@@ -322,7 +322,7 @@ def _from_the_root(name: str, inp: torch.Tensor | None, group: Group, device: st
     kind = collectives.gather_json(reported, what=f"{name}: kind", group=group.group)[group.places[0]]
     if kind is None:
         raise ConfigurationError(
-            f"{name} takes a tensor, and rank {group.root} gave none.", do=f"pass a tensor on rank {group.root}"
+            f"{name} requires a tensor on rank {group.root}, got None.", do=f"pass a tensor on rank {group.root}"
         )
     if is_root:
         return group, cast("torch.Tensor", inp)

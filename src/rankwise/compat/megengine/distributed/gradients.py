@@ -14,6 +14,7 @@ from rankwise.comm import collectives
 from rankwise.compat.megengine.distributed.backends import arguments_of
 from rankwise.compat.megengine.distributed.groups import WORLD, Group, checked
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.core.gradient_buckets import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,12 +67,17 @@ class AllreduceCallback:
     def __init__(self, reduce_method: str, group: Group = WORLD, backend: str | None = None) -> None:
         if reduce_method.lower() not in REDUCE_METHODS:
             raise ConfigurationError(
-                f"There is no reduce_method {reduce_method!r}.", do="use one of " + ", ".join(REDUCE_METHODS)
+                f"Unknown reduce_method {reduce_method!r}.", do="use one of " + ", ".join(REDUCE_METHODS)
             )
         if backend is not None:
             arguments_of(backend)
         self.reduce_method = reduce_method.lower()
         self.group = checked(group)
+
+    def weights(self, num_ranks: int) -> Weights:
+        """Return what every rank's gradients count: each rank as one, however many samples it had."""
+        # What a mean divides by is what a sum is multiplied with: the bits are those of the plain sum.
+        return Weights(float(num_ranks) if self.reduce_method == "sum" else 1.0, 1.0)
 
     def __call__(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - as callbacks are called
         """Refuse: gradients do not go one by one.
@@ -80,8 +86,8 @@ class AllreduceCallback:
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "What make_allreduce_cb() returns is for a GradManager, which takes many gradients together.",
-            do="pass it to gm.attach(model.parameters(), callbacks=[...]); for one tensor there is all_reduce_sum()",
+            "The callback of make_allreduce_cb() works only with a GradManager, which reduces many gradients together.",
+            do="pass it to gm.attach(model.parameters(), callbacks=[...]); use all_reduce_sum() for one tensor",
         )
 
 

@@ -44,8 +44,8 @@ class _WithBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401 - torch's own class
         if torch.is_grad_enabled():
             raise ConfigurationError(
-                "A collective has no second derivative: backward(create_graph=True) cannot go through it.",
-                do="leave create_graph=True out, or compute the second derivative on one rank",
+                "Collectives do not support second derivatives: backward(create_graph=True) cannot pass through them.",
+                do="omit create_graph=True, or compute the second derivative on one rank",
             )
         return ctx.back(gradients[0]), None, None
 
@@ -58,14 +58,14 @@ def checked_axis(name: str, inp: torch.Tensor, axis: int, *, parts: int = 1) -> 
     """
     if isinstance(axis, bool) or not isinstance(axis, int) or not -inp.ndim <= axis < inp.ndim:
         raise ConfigurationError(
-            f"{name} has no axis {axis!r} of a tensor of {inp.ndim} dimensions.",
+            f"{name} got axis={axis!r} for a tensor of {inp.ndim} dimensions.",
             evidence=f"the shape is {list(inp.shape)}",
-            do="pass one of its dimensions; a scalar needs one first: x.reshape(1)",
+            do="pass one of its dimensions; reshape a scalar first: x.reshape(1)",
         )
     if inp.shape[axis] % parts:
         raise ConfigurationError(
             f"{name} cannot divide axis {axis} of {list(inp.shape)} into {parts} equal parts.",
-            do="pad it; or use rankwise.reduce_scatter() or all_to_all(), whose parts may differ",
+            do="pad it, or use rankwise.reduce_scatter() or all_to_all(), which accept unequal parts",
         )
     return axis % inp.ndim
 
@@ -74,8 +74,8 @@ def refuse_device(name: str, device: str | None) -> None:
     """Raise where a device was named: MegEngine's were streams."""
     if device:
         raise ConfigurationError(
-            f"{name} was given device={device!r}: what ranks exchange stays on the device it is on.",
-            do="leave device out, and move the result with .to(device)",
+            f"{name} was given device={device!r}, but results stay on the device of the input.",
+            do="omit device, and move the result with .to(device)",
         )
 
 

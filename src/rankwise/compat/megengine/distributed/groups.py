@@ -39,8 +39,8 @@ class Group:
             self._group: collectives.Group | None = collectives.new_group(self._proc_ranks)
         except (CollectiveMismatch, PeerMissing) as error:
             error.supplement(
-                do=f"call dist.new_group({list(self._proc_ranks)}) on every rank of the world, also on those outside: "
-                "MegEngine had the members alone call it"
+                do=f"call dist.new_group({list(self._proc_ranks)}) on every rank of the world, including ranks outside "
+                "the group (MegEngine: only its members)"
             )
             raise
 
@@ -70,7 +70,7 @@ class Group:
         if own not in self.proc_ranks:
             raise ConfigurationError(
                 f"Rank {own} is not in the group {self.proc_ranks}.",
-                do="use a group on its ranks only: `if dist.get_rank() in group.proc_ranks:`",
+                do="use a group only on its own ranks: `if dist.get_rank() in group.proc_ranks:`",
             )
         return self.proc_ranks.index(own)
 
@@ -133,8 +133,8 @@ def checked(group: object) -> Group:
     """
     if not isinstance(group, Group):
         raise ConfigurationError(
-            f"A group is needed, and {group!r} was given.",
-            do="make one with dist.new_group([...]), or leave group out: it is WORLD then",
+            f"group must be a Group, got {group!r}.",
+            do="create one with dist.new_group([...]), or omit group for WORLD",
         )
     return group
 

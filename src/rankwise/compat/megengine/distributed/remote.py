@@ -35,9 +35,9 @@ def remote_send(inp: torch.Tensor, dest_rank: int) -> None:
     """
     if inp.requires_grad and torch.is_grad_enabled() and not recordings:
         raise ConfigurationError(
-            "remote_send was given a tensor that requires a gradient, and no GradManager records.",
-            do="call it within `with gm:`, and gm.backward() behind it; send x.detach() where no gradient is wanted; "
-            "without a GradManager write rankwise.send(x, to=...).backward()",
+            "remote_send was given a tensor that requires a gradient, but no GradManager is recording.",
+            do="call it within `with gm:`, then gm.backward(); send x.detach() if no gradient is needed; without a "
+            "GradManager write rankwise.send(x, to=...).backward()",
         )
     keep_end(send(inp, dest_rank))
 
@@ -71,8 +71,8 @@ def remote_recv(
     if device is not None and not isinstance(device, str):
         # MegEngine's first versions had the shape and the dtype there.
         raise ConfigurationError(
-            f"remote_recv was given {device!r} for a device.",
-            do="leave it out: shape and dtype travel with the tensor; or name them: shape=, dtype=",
+            f"remote_recv does not accept device={device!r}.",
+            do="omit it: shape and dtype are sent with the tensor; or pass them by keyword: shape=, dtype=",
         )
     wanted = None if dtype is None else dtype_of(dtype)
     refuse_device("remote_recv", device)
@@ -92,12 +92,12 @@ def _check_received(
         return
     expected = {"shape": None if shape is None else list(shape), "dtype": dtype}
     raise ConfigurationError(
-        f"remote_recv expected another tensor than rank {src_rank} sent.",
+        f"remote_recv expected a different tensor than rank {src_rank} sent.",
         evidence="; ".join(
             [
                 "expected: " + ", ".join(f"{name}={value}" for name, value in expected.items() if value is not None),
                 f"received: shape={list(received.shape)}, dtype={received.dtype}",
             ]
         ),
-        do="pass what the sender has, by user_set() before each remote_send(), or leave shape= and dtype= out",
+        do="pass the sender's shape and dtype, or omit shape= and dtype=",
     )

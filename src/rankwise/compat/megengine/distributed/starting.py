@@ -90,7 +90,7 @@ def launcher(  # noqa: PLR0917 - as MegEngine has it
     def decorate(inner: Callable[P, T]) -> Callable[P, list[T]]:
         if not callable(inner):
             raise ConfigurationError(
-                f"launcher was given {inner!r}, which is no function.",
+                f"launcher requires a function, got {inner!r}.",
                 do="write @dist.launcher, @dist.launcher(n_gpus=2), or dist.launcher(worker, n_gpus=2)()",
             )
 
@@ -170,8 +170,8 @@ class Server:
     def __init__(self, port: int = 0) -> None:
         if not port:
             raise ConfigurationError(
-                "Server was to choose a port, and there is no server here that could hold it.",
-                do="leave Server out and pass a free port to init_process_group(); dist.launcher needs none",
+                "Server cannot choose a port: rankwise runs no MegEngine server that could reserve it.",
+                do="omit Server and pass a free port to init_process_group(); dist.launcher needs no port",
             )
         self.py_server_port = port
 
@@ -196,8 +196,8 @@ def _in_this_rank(
         ):
             if given is not None and given != there:
                 raise ConfigurationError(
-                    f"launcher was given {name}={given}, and `rankwise run` has started {there}.",
-                    do=f"leave {name} out, or start the script by `python`",
+                    f"launcher was given {name}={given}, but `rankwise run` started {there}.",
+                    do=f"omit {name}, or start the script with `python`",
                 )
         with join(**arguments) as world:
             values = collectives.all_gather_object(inner(*args, **kwargs))
@@ -211,8 +211,8 @@ def _device_of(device_type: str) -> Literal["auto", "cpu"]:
     check_device_type(device_type)
     if device_type in GPU_TYPES and not accelerator.count():
         raise ConfigurationError(
-            f"device_type={device_type!r}, and there is no GPU here that torch can use.",
-            do='leave device_type out, or pass device_type="cpu"',
+            f"device_type={device_type!r}, but torch finds no GPU on this machine.",
+            do='omit device_type, or pass device_type="cpu"',
         )
     return "cpu" if device_type == "cpu" else "auto"
 
@@ -221,26 +221,24 @@ def _nodes(num_here: int, world_size: int | None, rank_start: int, master_ip: st
     """Return what rankwise's launcher is told of several machines."""
     if world_size is None or world_size == num_here:
         if rank_start:
-            _refuse(num_here, world_size, rank_start, "pass world_size=, the ranks of all machines together")
+            _refuse(num_here, world_size, rank_start, "pass world_size=, the number of ranks on all machines together")
         return {}
     if world_size < num_here:
-        _refuse(
-            num_here, world_size, rank_start, "pass world_size= n_gpus times the number of machines, or leave it out"
-        )
+        _refuse(num_here, world_size, rank_start, "pass world_size= n_gpus times the number of machines, or omit it")
     if not port:
         _refuse(
             num_here,
             world_size,
             rank_start,
-            f"on one machine pass n_gpus={world_size}; for several name port= too, the same on all",
+            f"on one machine, pass n_gpus={world_size}; on several, also pass the same port= on each",
         )
     if world_size % num_here or rank_start % num_here or rank_start >= world_size:
         _refuse(
             num_here,
             world_size,
             rank_start,
-            "start as many ranks on each machine, from rank_start= 0, n_gpus, 2 n_gpus; for machines that differ there "
-            "is `rankwise run -n ... --nodes ... --rendezvous host:port` on each",
+            "start the same number of ranks on each machine, with rank_start= 0, n_gpus, 2 n_gpus; if machines "
+            "differ, run `rankwise run -n ... --nodes ... --rendezvous host:port` on each",
         )
     host = f"[{master_ip}]" if ":" in master_ip else master_ip
     return {
@@ -252,7 +250,7 @@ def _nodes(num_here: int, world_size: int | None, rank_start: int, master_ip: st
 
 def _refuse(num_here: int, world_size: int | None, rank_start: int, do: str) -> NoReturn:
     raise ConfigurationError(
-        "launcher was given numbers that do not go together.",
+        "launcher was given inconsistent numbers of ranks.",
         evidence=f"n_gpus={num_here}, world_size={world_size}, rank_start={rank_start}",
         do=do,
     )

@@ -36,7 +36,7 @@ class StreamDataset(Dataset):
     def __iter__(self) -> Iterator[Any]: ...
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise ConfigurationError("A StreamDataset has no samples by number.", do="iterate it, or use a MapDataset")
+        raise ConfigurationError("A StreamDataset cannot be indexed.", do="iterate it, or use a MapDataset")
 
     def __len__(self) -> int:
         # A TypeError where Python asks for a hint: list(dataset) does.
@@ -57,9 +57,9 @@ class ArrayDataset(MapDataset):
         lengths = [len(array) for array in arrays]
         if len({*lengths}) != 1:
             raise ConfigurationError(
-                "ArrayDataset needs one or more arrays of the same length.",
+                "ArrayDataset requires one or more arrays of the same length.",
                 evidence=f"it was given lengths {lengths}",
-                do="pass arrays whose first dimension counts the same samples",
+                do="pass arrays whose first dimensions are equal",
             )
         self.arrays = arrays
 

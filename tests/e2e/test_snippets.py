@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of Python in ``docs/from-*.md`` runs, and the two sides of a table give the same.
+"""Every block of Python in ``docs/`` runs, and the two sides of a table give the same.
 
-What a page hides in comments before a table is run with it: ``<!-- setup ... -->`` before both sides (until the next
-one), ``<!-- check ... -->`` after both; ``<!-- ranks: 2 -->`` says how many ranks this table takes, else one. Where
-both sides have set ``check`` in the end, or print lines that start with RESULT, rank 0's are compared.
+What a page hides in comments before a table or block is run with it: ``<!-- setup ... -->`` before both sides (until
+the next one), ``<!-- check ... -->`` after both; ``<!-- ranks: 2 -->`` says how many ranks it takes, else one on pages
+``from-*.md`` and two on others. Where both sides have set ``check`` in the end, or print lines that start with RESULT,
+rank 0's are compared. ``<!-- not run: needs GPUs -->`` leaves out the next block, and says why.
+
+Pages other than ``from-*.md`` find ``Net``, ``train_set`` and ``loss_fn``; where a page has no setup before a block
+that does not join, a world, a model, an optimizer, a loader and a batch too. Pages in Chinese show the code of the
+English ones.
 """
 
 from __future__ import annotations
@@ -24,17 +29,43 @@ if TYPE_CHECKING:
 
     from conftest import Command, Started
 
-ELSEWHERE = "from-a-function.md"
-"""Starts its ranks itself, and has a test of its own."""
-PAGES = sorted(path for path in (Path(__file__).parents[2] / "docs").glob("from-*.md") if path.name != ELSEWHERE)
+ELSEWHERE = {"errors.md", "from-a-function.md"}
+"""One raises, one starts its ranks itself; each has a test of its own."""
+DOCS = Path(__file__).parents[2] / "docs"
+SHOWN = re.compile(r"^ *```(?:python|py)\b", re.MULTILINE)
+PAGES = sorted(
+    path
+    for path in DOCS.rglob("*.md")
+    if path.name not in ELSEWHERE and "zh" not in path.parts and SHOWN.search(path.read_text(encoding="utf-8"))
+)
 LEFT = {"from-horovod.md": ("-m", "rankwise.compat.horovod")}
 """What runs the left side, where that is not `rankwise run` alone."""
 PIECE = re.compile(
-    r"<!-- (?P<kind>setup|check)\n(?P<code>.*?)-->|<!-- ranks: (?P<ranks>\d+) -->|(?P<table><table>.*?</table>)"
+    r"<!-- (?P<kind>setup|check)\n(?P<code>.*?)-->|<!-- ranks: (?P<ranks>\d+) -->|<!-- not run: (?P<why>[^>]+) -->"
+    r"|(?P<table><table>.*?</table>)"
     r"|^```python\n(?P<alone>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+ALL_PAGES = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import rankwise as rw
+torch.manual_seed(0)
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+train_set = TensorDataset(torch.randn(130, 3), torch.randn(130, 1))
+loss_fn = nn.functional.mse_loss
+"""
+JOINED = """
+world = rw.join()
+model = rw.replicate(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = rw.DataLoader(train_set, global_batch_size=65)
+x, y = next(iter(loader))
+"""
 WARM = {"from-accelerate.md": "import accelerate"}
 """What to import once for all snippets of a page."""
 RUNNER = """
@@ -87,6 +118,7 @@ class Snippet:
     """One table of a page, or one block outside of tables."""
 
     page: str
+    """Its path within docs."""
     number: int
     setup: str
     check: str
@@ -100,7 +132,10 @@ class Snippet:
 
 def snippets_of(path: Path) -> Iterator[Snippet]:
     """Return what a page has to run, in its order."""
-    setup, check, ranks, number = "", "", 1, 0
+    page = str(path.relative_to(DOCS))
+    moves_in = page.startswith("from-")
+    fewest = 1 if moves_in else 2
+    setup, check, ranks, number, is_run = None, "", fewest, 0, True
     for piece in PIECE.finditer(path.read_text(encoding="utf-8")):
         if piece["kind"] == "setup":
             setup = piece["code"]
@@ -108,11 +143,16 @@ def snippets_of(path: Path) -> Iterator[Snippet]:
             check = piece["code"]
         elif piece["ranks"]:
             ranks = int(piece["ranks"])
+        elif piece["why"]:
+            is_run = False
         else:
             number += 1
             blocks = (piece["alone"],) if piece["table"] is None else tuple(BLOCK.findall(piece["table"]))
-            yield Snippet(page=path.name, number=number, setup=setup, check=check, ranks=ranks, sides=blocks)
-            check, ranks = "", 1
+            if is_run:
+                found = JOINED if setup is None and not any("rw.join(" in block for block in blocks) else setup or ""
+                before = found if moves_in else ALL_PAGES + found
+                yield Snippet(page=page, number=number, setup=before, check=check, ranks=ranks, sides=blocks)
+            check, ranks, is_run = "", fewest, True
 
 
 GROUPS: dict[tuple[str, int, int], list[Snippet]] = {}
@@ -194,7 +234,8 @@ def test_both_sides_run_and_give_the_same(command: Command, page: str, ranks: in
                 assert left == expected, str(snippet)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
 def test_no_block_is_left_out(path: Path) -> None:
-    shown = re.findall(r"^ *```(?:python|py)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sum(len(snippet.sides) for snippet in snippets_of(path)) == len(shown)
+    text = path.read_text(encoding="utf-8")
+    left_out = text.count("<!-- not run: ")
+    assert sum(len(snippet.sides) for snippet in snippets_of(path)) + left_out == len(SHOWN.findall(text))

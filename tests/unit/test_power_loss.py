@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The power goes amid a save: what is left is the checkpoint before or the new one; the new one once save returned."""
+"""Power loss during a save: the state before or the new state is left; the new one once the save has returned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from rankwise.checkpoint.export import save_weights
 from rankwise.checkpoint.import_weights import load_weights
 from rankwise.checkpoint.load import load
 from rankwise.checkpoint.save import save
+from rankwise.compat.horovod.elastic.commits import Commits
 from rankwise.errors import CheckpointError
+from rankwise.parallel.parameter_server.snapshot import ServerSnapshots
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,8 +32,28 @@ def _save(folder: Path, how: str, number: int) -> None:
         save(folder / "runs" / "last", extra=state)
     elif how == "weights":
         save_weights(folder / "runs" / "of" / "last.safetensors", _model(number))
+    elif how == "server snapshot":
+        snapshots = _snapshots(folder / "runs", _model(number))
+        snapshots.updates()
+        snapshots.save(number, {0: {"position": number}})
+    elif how == "elastic commit":
+        Commits(folder, run=0, attempt=number, is_writer=True).write(state)
     else:
         Checkpointer(folder / "runs", keep=1).save(step=7 if how == "one number" else None, extra=state)
+
+
+def _snapshots(folder: Path, model: torch.nn.Module) -> ServerSnapshots:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return ServerSnapshots(
+        folder, server=0, num_servers=1, every=1, names=names, parameters=parameters, optimizer=optimizer
+    )
+
+
+def _number_of(model: torch.nn.Module) -> int:
+    numbers = {number for parameter in model.parameters() for number in parameter.flatten().tolist()}
+    assert len(numbers) == 1
+    return int(numbers.pop())
 
 
 def _model(number: int) -> torch.nn.Module:
@@ -55,17 +77,29 @@ def _restored(tree: Tree, folder: Path, how: str) -> int:
         model, path = _model(0), folder / "runs" / "of" / "last.safetensors"
         if path.exists():
             load_weights(path, model)
-        numbers = {number for parameter in model.parameters() for number in parameter.flatten().tolist()}
-        assert len(numbers) == 1
-        return int(numbers.pop())
+        return _number_of(model)
+    elif how == "server snapshot":
+        model = _model(0)
+        snapshots = _snapshots(folder / "runs", model)
+        updates = snapshots.updates()
+        if updates:
+            assert snapshots.load(updates[-1]) == {"0": {"position": updates[-1]}}
+        return _number_of(model)
+    elif how == "elastic commit":
+        newest = Commits(folder, run=0, attempt=9, is_writer=True).take_newest()
+        if newest is None:
+            return 0
+        extra = newest
     elif Checkpointer(folder / "runs").restore(extra=extra) is None:
         return 0
     assert extra["t"].eq(extra["n"]).all()
     return extra["n"]
 
 
-@pytest.mark.parametrize("how", ["numbers", "one number", "one directory", "weights"])
-@pytest.mark.parametrize("first", [1, 2], ids=["in a new folder", "after another"])
+@pytest.mark.parametrize(
+    "how", ["numbers", "one number", "one directory", "weights", "server snapshot", "elastic commit"]
+)
+@pytest.mark.parametrize("first", [1, 2, 4], ids=["in a new folder", "after another", "after several"])
 def test_no_save_is_lost_once_it_returned_and_none_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, first: int
 ) -> None:

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links between the languages, whose pages Sphinx builds one tree at a time.
+
+On each page one to the same page in the other language, or to that language's first page where there is none; and those
+of Chinese pages to English ones: ``[text](../shard.md)``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from docutils import nodes
+    from sphinx.application import Sphinx
+
+HERE = Path(__file__).parents[1]
+TREE_OF = {"en": HERE, "zh_CN": HERE / "zh"}
+FOLDER_OF = {"en": "", "zh_CN": "zh/"}
+"""Where each language's pages lie in the site."""
+NAME_OF = {"en": "English", "zh_CN": "中文"}
+
+
+TO_ENGLISH = re.compile(r"(?<!!)\[([^\[\]]+)\]\(\.\./([\w/-]+)\.md(#[^)\s]+)?\)")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Give the templates ``other_language``, and let pages lead out of their tree."""
+    app.connect("source-read", lead_to_english)
+    app.connect("html-page-context", add_link)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def lead_to_english(app: Sphinx, docname: str, source: list[str]) -> None:  # noqa: ARG001 - the same for all
+    """Make a link of HTML of each to an English page: of a Markdown link Sphinx would ask for a page of this tree."""
+    if app.config.language == "zh_CN":
+        source[0] = TO_ENGLISH.sub(r'<a href="../\2.html\3">\1</a>', source[0])
+
+
+def add_link(
+    app: Sphinx,
+    pagename: str,
+    templatename: str,  # noqa: ARG001 - the same for all
+    context: dict[str, Any],
+    doctree: nodes.document | None,  # noqa: ARG001 - not looked at
+) -> None:
+    """Put the other language's name and the address of its page into what a page is made of."""
+    own = app.config.language
+    (other,) = TREE_OF.keys() - {own}
+    page = pagename if (TREE_OF[other] / f"{pagename}.md").exists() else "index"
+    up = "../" * ((FOLDER_OF[own] + pagename).count("/"))
+    context["other_language"] = {"name": NAME_OF[other], "address": f"{up}{FOLDER_OF[other]}{page}.html"}

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws docs/images/speed-light.svg and speed-dark.svg: the time of rankwise relative to that of other tools.
+
+``python docs/speed_chart.py`` draws what docs/images/speed.json holds; ``python docs/speed_chart.py TABLE`` first takes
+the ratios from a table that ``make bench`` printed. A test compares the pictures with the file, and the file with
+docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+IMAGES = Path(__file__).parent / "images"
+FIGURES = IMAGES / "speed.json"
+TITLE = "Time relative to other tools on 2 CPU cores: shorter is faster, 1.0 is as fast"
+
+WIDTH = 760
+LEFT = 250
+"""Where the bars begin; labels end before it."""
+UNIT = 360
+"""Length of the bar of a ratio of 1."""
+BAR = 16
+PITCH = 26
+HEADING = 30
+TOP = 50
+BOTTOM = 12
+
+
+@dataclass(frozen=True)
+class Colors:
+    """What a picture is drawn in; nothing is drawn behind it."""
+
+    text: str
+    faint: str
+    bar: str
+
+
+COLORS = {
+    "light": Colors(text="#1f2328", faint="#59636e", bar="#0969da"),
+    "dark": Colors(text="#f0f6fc", faint="#9198a1", bar="#4493f8"),
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One bar: what was measured against which peer, and the row of ``make bench`` that it is from."""
+
+    group: str
+    label: str
+    peer: str
+    row: str
+    ratio: float
+
+
+def read(file: Path = FIGURES) -> list[Figure]:
+    """Return the figures in the order they are drawn."""
+    return [Figure(**fields) for fields in json.loads(file.read_text("utf-8"))]
+
+
+def taken_from(table: str, figures: Sequence[Figure]) -> list[Figure]:
+    """Return the figures with the ratios of a table of ``make bench``; a row that is missing there is an error."""
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    ratios = {row[0]: row[3] for row in cells}
+    missing = [figure.row for figure in figures if figure.row not in ratios]
+    if missing:
+        raise SystemExit("the table has no row " + "\nnor ".join(missing))
+    return [replace(figure, ratio=round(float(ratios[figure.row]), 2)) for figure in figures]
+
+
+def written(figures: Sequence[Figure]) -> str:
+    """Return the figures as the file has them, one a line."""
+    lines = ",\n".join(" " + json.dumps(asdict(figure)) for figure in figures)
+    return f"[\n{lines}\n]\n"
+
+
+def draw(figures: Sequence[Figure], colors: Colors) -> str:
+    """Return the picture."""
+    groups = [(name, list(bars)) for name, bars in groupby(figures, key=lambda figure: figure.group)]
+    height = TOP + HEADING * len(groups) + PITCH * len(figures) + BOTTOM
+    ratios = "; ".join(f"{figure.label} against {figure.peer} {figure.ratio:.2f}" for figure in figures)
+    spoken = escape(f"{TITLE}. {ratios}")
+    size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
+    font = 'font-family="system-ui, sans-serif" font-size="13"'
+    one = LEFT + UNIT
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{spoken}" {font}>',
+        f'<text x="{WIDTH // 2}" y="18" text-anchor="middle" font-size="14" fill="{colors.text}">{TITLE}</text>',
+        *_bars(groups, colors),
+        f'<path d="M{one} {TOP}V{height - BOTTOM}" stroke="{colors.faint}" stroke-dasharray="4 3"/>',
+        f'<text x="{one}" y="{TOP - 6}" text-anchor="middle" fill="{colors.faint}">1.0</text>',
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _bars(groups: Sequence[tuple[str, Sequence[Figure]]], colors: Colors) -> Iterator[str]:
+    y = TOP
+    for name, figures in groups:
+        yield f'<text x="12" y="{y + 19}" font-weight="600" fill="{colors.text}">{escape(name)}</text>'
+        y += HEADING
+        for figure in figures:
+            length = round(UNIT * figure.ratio, 1)
+            base = y + BAR - 3
+            yield (
+                f'<text x="{LEFT - 10}" y="{base}" text-anchor="end" fill="{colors.text}">{escape(figure.label)}'
+                f'<tspan fill="{colors.faint}"> / {escape(figure.peer)}</tspan></text>'
+            )
+            yield f'<rect x="{LEFT}" y="{y}" width="{length:g}" height="{BAR}" rx="2" fill="{colors.bar}"/>'
+            yield f'<text x="{WIDTH - 12}" y="{base}" text-anchor="end" fill="{colors.text}">{figure.ratio:.2f}</text>'
+            y += PITCH
+
+
+def main() -> None:
+    """Take new ratios where a table is given, and draw."""
+    figures = read()
+    if sys.argv[1:]:
+        figures = taken_from(Path(sys.argv[1]).read_text("utf-8"), figures)
+        FIGURES.write_text(written(figures), encoding="utf-8")
+    for name, colors in COLORS.items():
+        (IMAGES / f"speed-{name}.svg").write_text(draw(figures, colors), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

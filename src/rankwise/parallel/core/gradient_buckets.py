@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of many parameters, reduced over ranks in buckets; each is sent once it and those before it are full.
+
+The one engine for replicate, pipeline, Horovod's DistributedOptimizer and MegEngine's GradManager. Each of them
+decides when a gradient is complete, and what it counts: its :class:`Weights`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankwise.errors import ConfigurationError
+from rankwise.parallel.compress.error_feedback import carry_over
+from rankwise.parallel.compress.open_channels import open_channels
+from rankwise.parallel.core.buckets import FIRST_BUCKET_BYTES, Bucket, channel_size, plan
+from rankwise.torch_private.dtensor import own_part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rankwise.comm.backends.protocol import BucketChannel, Exchange
+    from rankwise.parallel.compress.methods import Method
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What one rank's gradients count: each becomes ``sum_r share_r g_r / sum_r weight_r``.
+
+    For the mean over samples both are this rank's number of samples, for the mean over n ranks both are 1, and for
+    their sum a share of 1 goes with a weight of 1/n.
+    """
+
+    share: float
+    """What this rank's gradients are multiplied with; with 0 nothing of them counts, not even a NaN."""
+    weight: float
+    """This rank's part of what the sum is divided by."""
+
+
+class GradientBuckets:
+    """Buckets that are sent in one order on all ranks, and used again in every step.
+
+    A step is: :meth:`note_arrival` for each gradient that is complete, and :meth:`send_full` where it says so;
+    :meth:`send_rest`; :meth:`take_back`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        order: Iterable[int],
+        exchange: Exchange,
+        what: str,
+        compress: Method | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        replaced: GradientBuckets | None = None,
+    ) -> None:
+        """Open a channel per bucket.
+
+        Called by: every rank of ``exchange``, with parameters of the same shapes in the same order.
+
+        Args:
+            parameters: all of them.
+            order: numbers of those whose gradients are reduced, at least one, as they are expected to arrive.
+            exchange: the ranks.
+            what: is reduced, in words.
+            compress: how gradients are compressed on their way.
+            names: of all parameters, for errors; default: their numbers and shapes.
+            replaced: the buckets of the steps before, whose error feedback is taken over.
+
+        Raises:
+            CollectiveMismatch: the shapes are not the same on every rank.
+        """
+        numbers = list(order)
+        members = plan(parameters, numbers, FIRST_BUCKET_BYTES, exchange.channel_bytes(parameters[numbers[0]].device))
+        sizes = [channel_size(inside, parameters) for inside in members]
+        shapes = [[own_part(parameters[number]).shape for number in inside] for inside in members]
+        channels = open_channels(compress, exchange, sizes, shapes, what)
+        self._names = names or [f"{number} of shape {list(one.shape)}" for number, one in enumerate(parameters)]
+        self._buckets = [Bucket(inside, parameters, channel) for inside, channel in zip(members, channels, strict=True)]
+        self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.numbers}
+        self._num_sent = 0
+        self._is_first_step = True
+        self.first_arrivals: list[int] = []
+        """Numbers of the parameters in the order in which their gradients arrived in the first step."""
+        if replaced is not None:
+            carry_over(replaced._buckets, self._buckets)  # noqa: SLF001 - of this class
+
+    @property
+    def channels(self) -> list[BucketChannel]:
+        """The channels of the buckets, in the order in which they are sent."""
+        return [bucket.channel for bucket in self._buckets]
+
+    def carries(self, number: int) -> bool:
+        """Return whether the gradient of a parameter is reduced here."""
+        return number in self._bucket_of
+
+    def note_arrival(self, number: int) -> bool:
+        """Note that a gradient is complete; return whether a bucket can be sent by now.
+
+        Raises:
+            ConfigurationError: it was complete before in this step, or it is sparse.
+        """
+        missing = self._bucket_of[number].note_arrival()
+        if self._is_first_step:
+            self._note_first_arrival(number)
+        if missing < 0:
+            raise ConfigurationError(
+                f"Parameter {self._names[number]} received another gradient after its gradient was sent to the other "
+                "ranks.",
+                evidence="a part of the model ran backward several times within one backward()",
+                do="use torch.utils.checkpoint with use_reentrant=False",
+            )
+        return missing == 0 and self._can_send_next()
+
+    def _note_first_arrival(self, number: int) -> None:
+        bucket = self._bucket_of[number]
+        gradient = bucket.parameters[bucket.numbers.index(number)].grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise ConfigurationError(
+                f"Parameter {self._names[number]} has a sparse gradient.", do="create the layer with sparse=False"
+            )
+        self.first_arrivals.append(number)
+
+    def _can_send_next(self) -> bool:
+        if self._num_sent == len(self._buckets):
+            return False
+        bucket = self._buckets[self._num_sent]
+        # To wait here could be for ever: another rank may wait for this one elsewhere in its backward.
+        return bucket.num_missing <= 0 and bucket.channel.can_claim()
+
+    def send_full(self, weights: Weights) -> None:
+        """Send the next buckets, as long as they are full and need not wait."""
+        while self._can_send_next():
+            self._send_next(weights)
+
+    def send_rest(self, weights: Weights) -> None:
+        """Send the other buckets, full or not. A parameter without a gradient counts as zero.
+
+        Called by: every rank of the exchange, once per step.
+        """
+        while self._num_sent < len(self._buckets):
+            self._send_next(weights)
+
+    def _send_next(self, weights: Weights) -> None:
+        bucket = self._buckets[self._num_sent]
+        first = bucket.parameters[0].grad
+        if first is not None and first.requires_grad:
+            raise ConfigurationError(
+                "backward(create_graph=True) left gradients that are reduced over ranks, and cannot be differentiated "
+                "again.",
+                do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
+            )
+        bucket.send(weights.share, weights.weight)
+        self._num_sent += 1
+
+    def take_back(self) -> None:
+        """Wait for the results, which become the gradients. Ends the step.
+
+        A parameter that no rank had a gradient for keeps ``grad=None``.
+        """
+        for bucket in self._buckets:
+            bucket.take_back()
+        self._num_sent = 0
+        self._is_first_step = False
+
+    def total(self) -> float:
+        """Return the sum of all ranks' weights in the latest step, after :meth:`take_back`."""
+        return self._buckets[0].channel.total()
+
+    def start_over(self) -> None:
+        """Forget a step that an error interrupted: nothing has arrived."""
+        self._num_sent = 0
+        for bucket in self._buckets:
+            bucket.start_over()

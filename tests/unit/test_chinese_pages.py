@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each page of docs/zh says what its English page says: as many headings and paragraphs, the same code and figures."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+CHINESE = sorted(path.relative_to(DOCS / "zh").as_posix() for path in (DOCS / "zh").rglob("*.md"))
+NAVIGATION = "index.md"
+"""Lists pages, and not the same ones in both languages."""
+PAGES = [page for page in CHINESE if page != NAVIGATION]
+BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+HIDDEN = re.compile(r"<!--.*?-->", re.DOTALL)
+COMMENT = re.compile(r"(?:^|\s+)#.*$", re.MULTILINE)
+FIGURE = re.compile(r"\d+(?:\.\d+)?")
+ENGLISH_ONLY = re.compile(r"[A-Za-z][a-z]+(?: [a-z]+){7,}")
+"""A sentence that was left in English."""
+
+
+def _text(page: str) -> str:
+    return HIDDEN.sub("", (DOCS / page).read_text(encoding="utf-8"))
+
+
+def _prose(page: str) -> str:
+    return BLOCK.sub("", _text(page))
+
+
+def _headings(page: str) -> list[int]:
+    return [len(marks) for marks in re.findall(r"^(#+) ", _prose(page), re.MULTILINE)]
+
+
+def _code(page: str) -> list[str]:
+    return [COMMENT.sub("", block) for block in BLOCK.findall(_text(page))]
+
+
+def _paragraphs(page: str) -> list[int]:
+    """Return how many items or rows each paragraph, list and table has, those of tables of code aside."""
+    pieces = re.split(r"\n\s*\n", re.sub(r"<table>.*?</table>", "", _prose(page), flags=re.DOTALL).strip())
+    return [len(re.findall(r"^(?: *- |\|)", piece, re.MULTILINE)) for piece in pieces]
+
+
+def _figures(page: str) -> Counter[str]:
+    return Counter(FIGURE.findall(re.sub(r"\]\(.*?\)", "]", _prose(page))))
+
+
+def _names(page: str) -> set[str]:
+    return {" ".join(name.split()) for name in re.findall(r"`([^`]+)`", _prose(page))}
+
+
+def _links(page: str) -> Counter[str]:
+    """Return the names of the files that a page links to or shows, how often."""
+    return Counter(Path(target).name for target in re.findall(r"\]\(([^)#\s]+)", _prose(page)))
+
+
+def _anchors(page: str) -> set[str]:
+    """Return what links to the headings of a page may end in."""
+    headings = re.findall(r"^#+ (.+)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_there_are_pages() -> None:
+    assert PAGES
+    assert [page for page in PAGES if not (DOCS / page).exists()] == [], "of each Chinese page there is an English one"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_the_english_page_says(page: str) -> None:
+    chinese = f"zh/{page}"
+    assert _headings(chinese) == _headings(page)
+    assert _paragraphs(chinese) == _paragraphs(page)
+    assert _code(chinese) == _code(page)
+    assert _figures(chinese) == _figures(page)
+    assert _names(chinese) == _names(page)
+    assert _links(chinese) == _links(page)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_is_left_in_english(page: str) -> None:
+    prose = re.sub(r"`[^`\n]+`", "", _prose(f"zh/{page}"))
+    assert ENGLISH_ONLY.findall(prose) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_pages_and_headings_that_exist(page: str) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", _prose(f"zh/{page}")):
+        file = (DOCS / "zh" / page).parent / target if target else DOCS / "zh" / page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in _anchors(file.resolve().relative_to(DOCS.resolve()).as_posix()), f"{target}#{anchor}"
