@@ -61,6 +61,10 @@ class WithNorm(BySize):
         super().__init__(**attributes)
         self.q_norm = nn.LayerNorm(3)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_norm(self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim))
+        return self.o_proj(q.flatten(-2))
+
 
 class Pair(nn.Module):
     """An MLP as its subclasses calculate it."""
@@ -138,7 +142,7 @@ class Sometimes(Pair):
 
 class ReadsWeight(Pair):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x) @ self.down.weight)
+        return self.down(self.up(x)) + x @ self.down.weight @ self.up.weight
 
 
 class AnotherActivation(Pair):
@@ -232,26 +236,29 @@ def test_attributes_that_count_heads_are_adapted() -> None:
 
 
 WHOLE = {
-    "width of the input": (ByWidth(num_heads=4), "uses the width c of its input"),
-    "width of its own": (ByOwnWidth(num_heads=4, embed_dim=WIDTH), "uses self.embed_dim (12)"),
+    "width of the input": (ByWidth(num_heads=4), "does not run on a part"),
+    "width of its own": (ByOwnWidth(num_heads=4, embed_dim=WIDTH), "does not run on a part"),
     "nothing said": (BySize(), "neither how many heads"),
-    "a norm of heads": (WithNorm(head_dim=3), "its q_norm may work on heads"),
+    "a norm of heads": (WithNorm(head_dim=3), "another gradient of its q_norm.weight"),
     "packed": (nn.MultiheadAttention(WIDTH, 3), "packs its three projections"),
-    "a softmax inside": (SoftmaxInside(), "calls softmax() of what lies between"),
-    "a softmax for activation": (AnotherActivation(nn.Softmax(-1)), "passes what lies between to self.act()"),
-    "a norm for activation": (AnotherActivation(nn.LayerNorm(8)), "passes what lies between to self.act()"),
-    "a function inside": (FunctionInside(), "passes what lies between to normalize()"),
-    "features given out": (GivesFeatures(), "uses what lies between in h"),
-    "features kept": (Remembers(), "keeps what lies between in self.hidden"),
-    "a pair the other way": (OtherWay(), "does not hand self.down one value"),
-    "a layer left out at times": (Sometimes(), "in some cases only"),
-    "a weight that is read": (ReadsWeight(), "uses self.down.weight itself"),
+    "a softmax inside": (SoftmaxInside(), "the parts of down do not add up"),
+    "a softmax for activation": (AnotherActivation(nn.Softmax(-1)), "the parts of down do not add up"),
+    "a norm for activation": (AnotherActivation(nn.LayerNorm(8)), "does not run on a part"),
+    "a function inside": (FunctionInside(), "the parts of down do not add up"),
+    "features given out": (GivesFeatures(), "returns what lies between"),
+    "features kept": (Remembers(), "keeps what lies between"),
+    "a pair the other way": (OtherWay(), "no input was found that its code takes"),
+    "a layer left out at times": (Sometimes(), "no input was found that its code takes"),
+    "a weight that is read": (ReadsWeight(), "uses the weight of a layer itself"),
     "layers of another kind": (AdaptedPair(), "do more than nn.Linear"),
-    "nobody calls them": (nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)}), "does not call"),
-    "a number per head": (Slopes(num_heads=4), "self.num_heads for more than the shape"),
-    "the width of what is split": (ScaledBefore(head_dim=3), "uses q.shape[-1], perhaps the width"),
-    "a mean over heads": (MeanOfHeads(head_dim=3), "calls mean()"),
-    "a softmax over heads": (SoftmaxOfHeads(head_dim=3), "softmax of something else"),
+    "nobody calls them": (
+        nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)}),
+        "no code of its own calls its layers",
+    ),
+    "a number per head": (Slopes(num_heads=4), "the parts of o_proj do not add up"),
+    "the width of what is split": (ScaledBefore(head_dim=3), "the parts of o_proj do not add up"),
+    "a mean over heads": (MeanOfHeads(head_dim=3), "returns what lies between"),
+    "a softmax over heads": (SoftmaxOfHeads(head_dim=3), "the parts of o_proj do not add up"),
     "a gate in a Sequential": (nn.Sequential(nn.Linear(4, 8), nn.GLU(), nn.Linear(4, 4)), None),
     "an uneven pair": (Pair(hidden=7), "7 inputs cannot be shared by 2 ranks evenly"),
     "words with a greatest norm": (words(max_norm=1.0), "max_norm"),
@@ -328,7 +335,10 @@ class PerhapsWithTable(Heads):
             self.bias_table = nn.Embedding(5, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.o_proj(self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim).flatten(-2))
+        q = self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim)
+        if hasattr(self, "bias_table"):
+            q = q * self.bias_table.weight[0, :, None]
+        return self.o_proj(q.flatten(-2))
 
 
 def test_an_attention_stays_whole_where_one_of_its_class_does() -> None:
