@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the layers of a model are split for tensor parallelism: found by looking at it, or given by hand. Pure.
+"""How the layers of a model are split for tensor parallelism: found by names and shapes, or given by hand. Pure.
 
 A pair of linear layers is split so that what lies between stays on its rank: the first by its outputs ("column"),
-the second by its inputs ("row"). Only what is clear is split. Used by tensor_parallel.
+the second by its inputs ("row"). Names and shapes only suggest a pair; it is split where proof finds that the module
+computes the same. Used by tensor_parallel.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,8 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.core.blocks import has_forward, matching, near
-from rankwise.parallel.tensor_parallel.attention_code import HeadsUse, forward_source, heads_use
-from rankwise.parallel.tensor_parallel.mlp_code import is_elementwise, is_linear, why_not_elementwise
+from rankwise.parallel.tensor_parallel.proof import Proofs, Split
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -53,6 +55,15 @@ _ATTENTIONS = (
     (("query", "key", "value"), ("out", "output", "proj", "dense", "out_proj")),
     (("q", "k", "v"), ("o", "out", "proj")),
 )
+_HEAD_SIZES = ("head_dim", "attention_head_size", "d_head", "dim_head", "head_size", "key_value_proj_dim", "d_kv")
+_HEAD_COUNTS = (
+    "num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "h", "num_query_heads", "n_local_heads",
+)  # fmt: skip
+_KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads")
+_TRIED_FEATURES = 64
+"""At most so many features between two layers are tried on one rank."""
+_TRIED_HEADS = 2
+"""And so many heads of keys and values."""
 _HEADS = {"lm_head", "head", "output", "embed_out", "unembed", "decoder", "out", "to_logits"}
 
 
@@ -84,16 +95,17 @@ def find_plan(model: nn.Module, tp: int) -> TensorPlan:
         ConfigurationError: attention heads cannot be shared by so many ranks, or there is nothing to split.
     """
     plan = TensorPlan()
+    proofs = Proofs()
     for name, module in model.named_modules():
-        if any(name.startswith(f"{whole}.") for whole in plan.whole):
+        if _is_inside(name, plan.whole):
             continue
         if isinstance(module, nn.MultiheadAttention):
             plan.whole[name] = "nn.MultiheadAttention packs its three projections into one"
         elif isinstance(module, nn.Sequential):
-            _add_sequential(plan, name, module, tp)
+            _add_sequential(plan, proofs, name, module, tp)
         else:
-            _add_attention(plan, name, module, tp)
-            _add_mlp(plan, model, name, module, tp)
+            _add_attention(plan, proofs, name, module, tp)
+            _add_mlp(plan, proofs, model, name, tp)
     _leave_siblings_whole(plan, model)
     _add_vocabulary(plan, model, tp)
     if not any(isinstance(style, ParallelStyle) or style != "replicate" for style in plan.styles.values()):
@@ -193,84 +205,162 @@ def _check_style(name: str, module: nn.Module, style: object, tp: int) -> None:
         )
 
 
-def _add_mlp(plan: TensorPlan, model: nn.Module, name: str, module: nn.Module, tp: int) -> None:
-    children = dict(module.named_children())
+def _add_mlp(plan: TensorPlan, proofs: Proofs, model: nn.Module, name: str, tp: int) -> None:
+    module = model.get_submodule(name)
+    layers = {child: one for child, one in module.named_children() if isinstance(one, nn.Linear)}
     for firsts, last in _MLPS:
-        column = [children[one] for one in firsts if one in children]
-        row = children.get(last)
-        if len(column) < len(firsts) or not isinstance(row, nn.Linear) or _join(name, last) in plan.styles:
+        if not layers.keys() >= {*firsts, last} or _join(name, last) in plan.styles:
             continue
-        linear = [one for one in column if isinstance(one, nn.Linear)]
-        if len(linear) < len(column) or any(one.out_features != row.in_features for one in linear):
+        width = layers[last].in_features
+        if any(layers[one].out_features != width for one in firsts):
             continue
-        why = _why_no_mlp(model, name, firsts, last)
-        if why is not None:
-            plan.whole.setdefault(name, why)
-        elif row.in_features % tp:
-            plan.whole.setdefault(_join(name, last), f"{row.in_features} inputs cannot be shared by {tp} ranks evenly")
-        else:
+        if width % tp:
+            plan.whole.setdefault(_join(name, last), f"{width} inputs cannot be shared by {tp} ranks evenly")
+            return
+        why = _why_no_pair(proofs, model, name, firsts, last, tp)
+        if why is None:
             plan.styles |= {_join(name, one): "column" for one in firsts} | {_join(name, last): "row"}
+        else:
+            plan.whole.setdefault(name, why)
         return
 
 
-def _why_no_mlp(model: nn.Module, name: str, firsts: tuple[str, ...], last: str) -> str | None:
-    module = model.get_submodule(name)
-    if not all(is_linear(module.get_submodule(one)) for one in (*firsts, last)):
-        return "its layers do more than nn.Linear"
-    if has_forward(module):
-        return why_not_elementwise(module, [f"self.{one}" for one in firsts], f"self.{last}")
+def _why_no_pair(
+    proofs: Proofs, model: nn.Module, name: str, firsts: tuple[str, ...], last: str, tp: int
+) -> str | None:
     # A ModuleDict: whoever holds it calls its layers.
-    above, _, own = name.rpartition(".")
-    if not name or not own.isidentifier():
+    above = name
+    while above and not has_forward(model.get_submodule(above)):
+        above = above.rpartition(".")[0]
+    owner = model.get_submodule(above)
+    if not has_forward(owner):
         return "no code of its own calls its layers"
-    return why_not_elementwise(
-        model.get_submodule(above), [f"self.{own}['{one}']" for one in firsts], f"self.{own}['{last}']"
+    within = name[len(above) :].strip(".")
+    return _why_not_split(proofs, owner, [_join(within, one) for one in firsts], _join(within, last), tp)
+
+
+def _why_not_split(proofs: Proofs, owner: nn.Module, columns: list[str], row: str, tp: int) -> str | None:
+    layers = [owner.get_submodule(one) for one in (*columns, row)]
+    if not all(is_linear(one) for one in layers):
+        return "its layers do more than nn.Linear"
+    width = int(layers[-1].in_features)  # type: ignore[arg-type]
+    features = dict.fromkeys((*columns, row), min(width // tp, _TRIED_FEATURES))
+    return proofs.why_not(owner, Split(tuple(columns), row, tp, features))
+
+
+def is_linear(module: object) -> bool:
+    """Return whether a module calculates as ``nn.Linear`` does, and has no parameters of its own (an adapter's)."""
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
+        and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
     )
 
 
-def _add_sequential(plan: TensorPlan, name: str, module: nn.Sequential, tp: int) -> None:
+def _add_sequential(plan: TensorPlan, proofs: Proofs, name: str, module: nn.Sequential, tp: int) -> None:
     if type(module).forward is not nn.Sequential.forward:
         return
-    first: tuple[str, nn.Linear] | None = None
-    for child, layer in module.named_children():
-        if isinstance(layer, nn.Linear) and is_linear(layer):
-            if first is not None and first[1].out_features == layer.in_features and layer.in_features % tp == 0:
-                plan.styles |= {_join(name, first[0]): "column", _join(name, child): "row"}
-                first = None
-            else:
-                if first is not None:
-                    plan.whole[_join(name, first[0])] = f"{first[1].out_features} outputs over {tp} ranks"
-                first = (child, layer)
-        elif not is_elementwise(layer):
-            first = None
-
-
-def _add_attention(plan: TensorPlan, name: str, module: nn.Module, tp: int) -> None:
-    children = dict(module.named_children())
-    for projections, outs in _ATTENTIONS:
-        out = next((one for one in outs if isinstance(children.get(one), nn.Linear)), None)
-        if out is None or not all(isinstance(children.get(one), nn.Linear) for one in projections):
+    children = list(module.named_children())
+    first: int | None = None
+    for place, (child, layer) in enumerate(children):
+        if not is_linear(layer):
             continue
-        q, k, v, o = (children[one] for one in (*projections, out))
-        if not all(is_linear(one) for one in (q, k, v, o)):
+        if first is not None:
+            column, width = children[first][0], children[first][1].out_features
+            piece = nn.Sequential(OrderedDict(children[first : place + 1]))
+            if width == layer.in_features and width % tp == 0:
+                why = _why_not_split(proofs, piece, [column], child, tp)
+            else:
+                why = f"{width} outputs over {tp} ranks"
+            if why is None:
+                plan.styles |= {_join(name, column): "column", _join(name, child): "row"}
+                first = None
+                continue
+            plan.whole[_join(name, column)] = why
+        first = place
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """How many heads an attention has, and the attributes that count them."""
+
+    size: int
+    queries: int
+    keys: int
+    query_counts: tuple[str, ...]
+    key_counts: tuple[str, ...]
+
+
+def _heads_of(module: nn.Module, q_width: int, kv_width: int, out_width: int) -> _Heads | str:
+    """Return the heads that attributes of a module and the widths of its projections say, or why they do not."""
+    numbers = {name: one for name, one in vars(module).items() if isinstance(one, int) and not isinstance(one, bool)}
+    size = next((numbers[name] for name in _HEAD_SIZES if name in numbers), None)
+    count = next((numbers[name] for name in _HEAD_COUNTS if name in numbers), None)
+    if size is None and count is None:
+        return "it says neither how many heads it has nor how large they are"
+    if size is None or size <= 0:
+        size = q_width // count if count else 0
+    if not size or q_width % size or kv_width % size or out_width != q_width:
+        return f"its projections ({q_width}, {kv_width}, {out_width}) are no whole number of heads of {size}"
+    queries, keys = q_width // size, kv_width // size
+    return _Heads(
+        size,
+        queries,
+        keys,
+        tuple(name for name in _HEAD_COUNTS if numbers.get(name) == queries),
+        tuple(name for name in _KV_COUNTS if numbers.get(name) == keys),
+    )
+
+
+def _add_attention(plan: TensorPlan, proofs: Proofs, name: str, module: nn.Module, tp: int) -> None:
+    layers = {child: one for child, one in module.named_children() if isinstance(one, nn.Linear)}
+    for projections, outs in _ATTENTIONS:
+        out = next((one for one in outs if one in layers), None)
+        if out is None or not layers.keys() >= {*projections}:
+            continue
+        if not all(is_linear(layers[one]) for one in (*projections, out)):
             plan.whole[name] = "its layers do more than nn.Linear"
             return
-        trained = [n for n, _ in module.named_parameters(recurse=False)]
-        trained += [
-            n for n, m in children.items() if n not in {*projections, out} and any(True for _ in m.parameters())
-        ]
-        if trained:
-            plan.whole[name] = f"its {trained[0]} may work on heads, of which each rank would have a part"
+        q, k, v = (layers[one].out_features for one in projections)
+        heads = _heads_of(module, q, k, layers[out].in_features) if k == v else "its keys are not as wide as its values"
+        if isinstance(heads, str):
+            plan.whole[name] = heads
             return
-        use = heads_use(module, int(q.out_features), int(k.out_features), int(o.in_features))  # type: ignore[arg-type]
-        if isinstance(use, str):
-            plan.whole[name] = use
+        is_even = heads.queries % tp == heads.keys % tp == 0
+        # Where ranks cannot share the heads, that is the error only if the attention could be split otherwise.
+        counts = _counts_of_part(proofs, module, projections, out, heads, tp if is_even else heads.keys)
+        if isinstance(counts, str):
+            plan.whole[name] = counts
             return
-        _check_heads(name, module, use, tp)
+        if not is_even:
+            _refuse_uneven_heads(name, module, heads, tp)
         plan.styles |= {_join(name, one): "column" for one in projections} | {_join(name, out): "row"}
-        if use.counts:
-            plan.heads[name] = {attribute: count // tp for attribute, count in use.counts.items()}
+        if counts:
+            plan.heads[name] = counts
         return
+
+
+def _counts_of_part(
+    proofs: Proofs, module: nn.Module, projections: tuple[str, ...], out: str, heads: _Heads, tp: int
+) -> dict[str, int] | str:
+    """Return the attributes that must count the heads of one rank, or why an attention cannot be split."""
+    if heads.queries % heads.keys:
+        return f"its {heads.queries} heads do not share {heads.keys} heads of keys and values evenly"
+    keys = min(heads.keys // tp, _TRIED_HEADS)
+    queries = keys * (heads.queries // heads.keys)
+    widths = (queries, keys, keys, queries)
+    features = {one: heads.size * n for one, n in zip((*projections, out), widths, strict=True)}
+    tried = dict.fromkeys(heads.query_counts, queries) | dict.fromkeys(heads.key_counts, keys)
+    why: str | None = None
+    # Code that views its projections by the size of a head needs no count.
+    for counts in ({}, tried) if tried else ({},):
+        why = proofs.why_not(module, Split(projections, out, tp, features, counts, queries, heads.size))
+        if why is None:
+            of_rank = dict.fromkeys(heads.query_counts, heads.queries // tp)
+            of_rank |= dict.fromkeys(heads.key_counts, heads.keys // tp)
+            return of_rank if counts else {}
+    return str(why)
 
 
 def _leave_siblings_whole(plan: TensorPlan, model: nn.Module) -> None:
@@ -291,13 +381,13 @@ def _is_attention(module: nn.Module) -> bool:
     return any(all(one in children for one in projections) for projections, _ in _ATTENTIONS)
 
 
-def _check_heads(name: str, module: nn.Module, use: HeadsUse, tp: int) -> None:
-    for what, count in (("heads", use.num_heads), ("heads of keys and values", use.num_kv_heads)):
+def _refuse_uneven_heads(name: str, module: nn.Module, heads: _Heads, tp: int) -> None:
+    for what, count in (("heads", heads.queries), ("heads of keys and values", heads.keys)):
         if count % tp:
             raise ConfigurationError(
                 f"{name} ({type(module).__name__}) has {count} {what}, which cannot be divided evenly among {tp} "
                 "ranks.",
-                do=f"use {_divisors(use.num_kv_heads, tp)} ranks along tp, or pass a plan without it: "
+                do=f"use {_divisors(heads.keys, tp)} ranks along tp, or pass a plan without it: "
                 "plan={...}, with names as plan_of() prints them",
             )
 
@@ -334,9 +424,17 @@ def _why_no_vocabulary(model: nn.Module, name: str, embedding: nn.Embedding) -> 
     parent, _, last = name.rpartition(".")
     above = [parent.rsplit(".", cut)[0] if cut else parent for cut in range(parent.count(".") + 1)]
     for owner in {"", *above}:
-        if f".{last}.weight" in forward_source(model.get_submodule(owner)):
+        if f".{last}.weight" in _forward_source(model.get_submodule(owner)):
             return f"the code of {type(model.get_submodule(owner)).__name__} uses its weight itself"
     return None
+
+
+def _forward_source(module: nn.Module) -> str:
+    """Return the text of a module's ``forward``, or nothing where it cannot be read."""
+    try:
+        return inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return ""
 
 
 def _why_not_tied(model: nn.Module, names: set[str]) -> str | None:

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small inputs that a module's ``forward`` may take, guessed from the names of its parameters and from its layers.
+
+A wrong guess costs nothing: the module raises, and the next one is tried. Used by proof.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+BATCH, LENGTH = 2, 5
+IMAGE_SIZES = (8, 16, 28, 32, 64, 224)
+_ROTATIONS = {"position_embeddings", "rotary", "rope", "rotary_emb", "pos_emb"}
+_COSINES = {"cos", "sin", "rope_cos", "rope_sin"}
+_COMPLEX = {"freqs_cis", "freqs"}
+_NUMBERS = {"position_ids", "positions", "cache_position", "input_pos"}
+_OFFSETS = {"start_pos", "offset", "layer_idx"}
+_LEFT_OUT = ("past", "cache", "output_", "return_", "need_", "use_", "is_", "training")
+
+
+def example_inputs(
+    module: nn.Module, width: int, other_width: int, head_size: int
+) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Yield positional and keyword arguments for calls of ``module``, likely ones first; all on the CPU, in float64.
+
+    Tensors that a layer before may have computed require gradients.
+
+    Args:
+        module: whose ``forward`` is looked at.
+        width: features of its first argument, [batch, length, width].
+        other_width: features of further tensors, as attention's keys and values.
+        head_size: features of a head, which rotations of positions have too.
+    """
+    generator = torch.Generator("cpu").manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return drawn.requires_grad_()
+
+    angles = normal(LENGTH, head_size).detach()
+    half = max(head_size // 2, 1)
+    below = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cpu").tril()
+    first, *others = _arguments(module)
+    for optional in (False, True):
+        filled = [one for one in others if one.default is one.empty or (optional and _is_position(one.name))]
+        if optional and len(filled) == sum(one.default is one.empty for one in others):
+            return
+        masks: Sequence[torch.Tensor | None] = (None, below, ~below)
+        if not any("mask" in one.name or "bias" in one.name for one in filled):
+            masks = (None,)
+        rotations: Sequence[torch.Tensor] = (angles[None], angles, angles[:, :half])
+        if not any(_is_position(one.name) for one in filled):
+            rotations = rotations[:1]
+        for x, mask, angle in itertools.product(_first_arguments(module, width, normal), masks, rotations):
+            given = {
+                one.name: _argument(one.name, normal(BATCH, LENGTH, other_width), mask, angle, half) for one in filled
+            }
+            by_place = [
+                given.pop(one.name) for one in filled if one.kind is one.POSITIONAL_ONLY and one.default is one.empty
+            ]
+            yield ([x, *by_place], given) if first is not None else ([x], {})
+
+
+def _arguments(module: nn.Module) -> list[inspect.Parameter | Any]:
+    """Return the parameters of ``forward``; the first is ``None`` where it has no name of its own."""
+    found = [
+        one
+        for one in inspect.signature(module.forward).parameters.values()
+        if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}
+    ]
+    return found or [None]
+
+
+def _first_arguments(module: nn.Module, width: int, normal: Any) -> list[torch.Tensor]:  # noqa: ANN401 - draws
+    usual = [normal(BATCH, LENGTH, width), normal(BATCH, width)]
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding):
+            top = min(layer.num_embeddings, BATCH * LENGTH)
+            return [(torch.arange(BATCH * LENGTH, device="cpu") % top).view(BATCH, LENGTH), *usual]
+        if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            dims = layer.weight.ndim - 2
+            sizes = IMAGE_SIZES if dims < 3 else IMAGE_SIZES[:2]  # noqa: PLR2004 - a volume is large soon
+            return [*(normal(BATCH, layer.in_channels, *[size] * dims) for size in sizes), *usual]
+        if isinstance(layer, nn.Linear):
+            if layer.in_features == width:
+                return usual
+            return [normal(BATCH, LENGTH, layer.in_features), normal(BATCH, layer.in_features), *usual]
+    return usual
+
+
+def _is_position(name: str) -> bool:
+    return name in _ROTATIONS | _COSINES | _COMPLEX | _NUMBERS
+
+
+def _argument(name: str, other: torch.Tensor, mask: torch.Tensor | None, angle: torch.Tensor, half: int) -> object:
+    if "mask" in name or "bias" in name:
+        return mask
+    if name in _ROTATIONS:
+        return angle.cos(), angle.sin()
+    if name in _COSINES:
+        return angle.cos() if "cos" in name else angle.sin()
+    if name in _COMPLEX:
+        turns = angle.reshape(-1, angle.shape[-1])[:, :half]
+        return torch.polar(torch.ones_like(turns), turns)
+    if name in _NUMBERS:
+        return torch.arange(LENGTH, device="cpu")[None]
+    if name in _OFFSETS:
+        return 0
+    return None if name.startswith(_LEFT_OUT) else other
