@@ -120,7 +120,7 @@ def _first_that_runs(module: nn.Module, split: Split, values: _Values) -> tuple[
     """Return the first input that the module takes as a whole, and what it made of it."""
     first = module.get_submodule(split.columns[0])
     other = module.get_submodule(split.columns[-1])
-    head_size = split.head_size or next((int(n) for n in map(_head_size, module.modules()) if n), 2)
+    head_size = split.head_size or next((size for size in map(_head_size, module.modules()) if size), 2)
     reason: str | None = None
     for inputs in example_inputs(module, int(first.in_features), int(other.in_features), head_size):  # type: ignore[arg-type]
         try:
@@ -156,7 +156,7 @@ class _Values:
             size = split.features[name] * split.num_parts
             outputs, inputs = (int(one) for one in layer.weight.shape)  # type: ignore[union-attr]
             outputs, inputs = (outputs, size) if name == split.row else (size, inputs)
-            bias = None if layer.bias is None else self._random((outputs,))
+            bias = None if own_parameters(layer)["bias"] is None else self._random((outputs,))
             self.layers[name] = self._random((outputs, inputs)), bias
         self.tensors: dict[torch.Tensor, torch.Tensor] = {}
         for one in module.modules():
@@ -473,8 +473,9 @@ def _plain(value: object) -> Hashable:
     return "object", id(value)
 
 
-def _head_size(module: nn.Module) -> object:
-    return vars(module).get("head_dim") or 0
+def _head_size(module: nn.Module) -> int:
+    size = vars(module).get("head_dim")
+    return size if isinstance(size, int) else 0
 
 
 def _first_line(error: BaseException) -> str:
