@@ -556,22 +556,6 @@ def check_recurrent() -> None:
     assert any(one is layer.weight_hh_l0 for one in layer._flat_weights)
 
 
-@canary("torch.nn.TransformerEncoderLayer._ff_block")
-def check_feed_forward() -> None:
-    class Own(nn.TransformerEncoderLayer):
-        def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
-        assert modules.runs_torch_feed_forward(kind(4, 2, 8), kind)
-    own = Own(4, 2, 8)
-    assert not modules.runs_torch_feed_forward(own, nn.TransformerEncoderLayer)
-    # It is what forward calls.
-    own.eval()
-    own.linear1 = None
-    own(torch.ones(1, 1, 4))
-
-
 # -- optimizers ----------------------------------------------------------------------------------------
 
 

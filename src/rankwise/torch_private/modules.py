@@ -25,6 +25,8 @@ own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter(
 """Return the table of a module's own buffers, which may be changed. In torch.jit it has no ``get``."""
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 """Return the table of a module's own modules."""
+TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+"""The names of these tables among a module's attributes."""
 
 
 def replace_buffers(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None:
@@ -80,11 +82,6 @@ def forget_flat_weights(layer: nn.RNNBase) -> None:
 def update_flat_weights(layer: nn.RNNBase) -> None:
     """Make a recurrent layer collect its current weights again."""
     layer._init_flat_weights()  # noqa: SLF001
-
-
-def runs_torch_feed_forward(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a layer has the feed-forward part of ``kind``, one of torch's transformer layers."""
-    return type(layer)._ff_block is kind._ff_block  # type: ignore[attr-defined] # noqa: SLF001
 
 
 # -- state -------------------------------------------------------------------------------------------

@@ -110,7 +110,6 @@ NAMES = tuple(
         ("torch.nn.modules.batchnorm._BatchNorm._check_input_dim", "check a BatchNorm layer's input", _OLDEST),
         ("torch.nn.RNNBase._flat_weight_refs", "drop weak references to weights that are replaced", _OLDEST),
         ("torch.nn.RNNBase._init_flat_weights", "make a recurrent layer use its new weights", _OLDEST),
-        ("torch.nn.TransformerEncoderLayer._ff_block", "whether the feed-forward part is torch's own", _OLDEST),
         ("torch.optim.Optimizer._opt_called", "schedulers check that the optimizer has stepped", _OLDEST),
         ("torch.optim.Optimizer.step._wrapped_by_lr_sched", "schedulers mark the step that they watch", _OLDEST),
         # rendezvous

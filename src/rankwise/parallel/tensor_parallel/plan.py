@@ -264,7 +264,7 @@ def _add_sequential(plan: TensorPlan, proofs: Proofs, name: str, module: nn.Sequ
     children = list(module.named_children())
     first: int | None = None
     for place, (child, layer) in enumerate(children):
-        if not is_linear(layer):
+        if not isinstance(layer, nn.Linear) or not is_linear(layer):
             continue
         if first is not None:
             column, width = children[first][0], int(children[first][1].out_features)  # type: ignore[arg-type]

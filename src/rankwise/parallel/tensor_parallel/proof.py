@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the usual name
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise.parallel.tensor_parallel.example_inputs import example_inputs
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.modules import aliases, own_buffers, own_parameters
+from rankwise.torch_private.kernels import DispatchMode
+from rankwise.torch_private.modules import TABLES, aliases, own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Hashable, Iterator, Mapping
@@ -32,8 +32,7 @@ TOLERANCE = 1e-10
 MAX_ELEMENTS = 2**29
 """How many elements the parameters beside the pair may have, which are copied whole."""
 _LOWER = {torch.float32, torch.float16, torch.bfloat16}
-_TABLES = {"_parameters", "_buffers", "_modules"}
-_UNLIKE = {*_TABLES, "layer_idx", "layer_id", "layer_index", "layer_number"}
+_UNLIKE = {*TABLES, "layer_idx", "layer_id", "layer_index", "layer_number"}
 """What differs between layers that are alike: the place that a layer knows to have, as for a cache."""
 
 
@@ -121,7 +120,7 @@ def _first_that_runs(module: nn.Module, split: Split, values: _Values) -> tuple[
     """Return the first input that the module takes as a whole, and what it made of it."""
     first = module.get_submodule(split.columns[0])
     other = module.get_submodule(split.columns[-1])
-    head_size = split.head_size or next((n for n in map(_head_size, module.modules()) if n), 2)
+    head_size = split.head_size or next((size for size in map(_head_size, module.modules()) if size), 2)
     reason: str | None = None
     for inputs in example_inputs(module, int(first.in_features), int(other.in_features), head_size):  # type: ignore[arg-type]
         try:
@@ -157,7 +156,7 @@ class _Values:
             size = split.features[name] * split.num_parts
             outputs, inputs = (int(one) for one in layer.weight.shape)  # type: ignore[union-attr]
             outputs, inputs = (outputs, size) if name == split.row else (size, inputs)
-            bias = self._random((outputs,)) if isinstance(layer.bias, torch.Tensor) else None
+            bias = None if own_parameters(layer)["bias"] is None else self._random((outputs,))
             self.layers[name] = self._random((outputs, inputs)), bias
         self.tensors: dict[torch.Tensor, torch.Tensor] = {}
         for one in module.modules():
@@ -304,7 +303,7 @@ def _copy_of(module: nn.Module, split: Split, values: _Values, run: _Run) -> nn.
         for key, value in list(vars(one).items()):
             if isinstance(value, torch.Tensor):
                 vars(one)[key] = values.of(value)
-            elif key not in _TABLES and isinstance(value, dict | list | set):
+            elif key not in TABLES and isinstance(value, dict | list | set):
                 vars(one)[key] = copy.copy(value)
         for name, parameter in original.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in made:
@@ -321,7 +320,7 @@ def _copy_of(module: nn.Module, split: Split, values: _Values, run: _Run) -> nn.
 def _kept(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what modules hold, by name."""
     for name, module in owner.named_modules():
-        held = {key: value for key, value in vars(module).items() if key not in _TABLES}
+        held = {key: value for key, value in vars(module).items() if key not in TABLES}
         for place, leaf in enumerate(pytree.tree_leaves(held)):
             if isinstance(leaf, torch.Tensor):
                 yield f"{name}[{place}]", leaf
@@ -414,7 +413,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -
 # -- surroundings ----------------------------------------------------------------------------------------
 
 
-class _InFloat64(TorchDispatchMode):
+class _InFloat64(DispatchMode):
     """Has code that works in lower precision work in float64, and dropout pass everything on."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
