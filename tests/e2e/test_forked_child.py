@@ -34,7 +34,7 @@ SCRIPT = """
     [
         ("sys.exit(0)", 0, ""),
         ("raise ValueError('in the child')", 1, "ValueError: in the child"),
-        ("rw.all_reduce(1)", 1, "This process was forked from rank 1, and is not a rank itself."),
+        ("rw.all_reduce(1)", 1, "This process was forked from rank 1 and is not a rank itself."),
         ("rw.leave(); sys.exit(7)", 7, ""),
     ],
 )

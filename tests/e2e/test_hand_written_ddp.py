@@ -144,7 +144,7 @@ def test_a_script_trains_as_it_is(command: Command, ranks: int, init: str) -> No
     command.write("train.py", f"{HEAD}{inspect.getsource(data)}x, y, model = data()\n{TRAIN.replace('INIT', init)}")
     done = command.run("--device", "cpu", "-n", str(ranks), "train.py", "3")
     assert done.returncode == 0, done.stderr
-    assert "train.py takes --local_rank: each rank is passed its own" in done.stderr
+    assert "train.py accepts --local_rank: each rank is passed its own" in done.stderr
     got = json.loads((command.folder / "trained.json").read_text())
     for mine, expected in zip(got, trained_plainly(3), strict=True):
         torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), expected, rtol=1e-10, atol=1e-12)

@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.e2e.conftest import Command
 
-STEP = "rank 0 has taken an optimizer step and has not joined the other ranks: 2 ranks each train alone"
+STEP = "rank 0 has taken an optimizer step without joining the other ranks: 2 ranks each train alone"
 END = "[rankwise] the script never joined: 2 ranks each trained alone; "
 TRAIN = """
 import os, sys, torch

@@ -113,7 +113,7 @@ def test_torchs_store_is_served_to_several_machines_where_that_is_asked_for(
 @pytest.mark.parametrize(
     ("words", "env", "text"),
     [
-        (("--nodes", "2", "--node-rank", "0", "train.py"), {}, "is taken"),
+        (("--nodes", "2", "--node-rank", "0", "train.py"), {}, "is in use"),
         (("--nodes", "2", "--torch-store", "on", "train.py"), {}, "do not run the same job"),
         (("--nodes", "2", "other.py"), {}, "do not run the same job"),
         (("--nodes", "2", "train.py"), {"RANKWISE_SECRET": "another"}, "do not hold the same secret"),

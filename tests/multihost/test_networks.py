@@ -93,7 +93,7 @@ def test_rank_zero_on_the_wrong_machine_says_so_at_once(debian_hosts: Hosts) -> 
     process = debian_hosts.start(0, [sys.executable, "-c", JOIN_SOON], variables, stderr=subprocess.PIPE)
     _, err = process.communicate()
     assert process.returncode == 1
-    assert "serve the job's store at 198.18.0.2, which is no address of its machine" in err
+    assert "serve the job's store at 198.18.0.2, which is not an address of its machine" in err
     assert "eth0: 198.18.0.1" in err
     assert "MASTER_ADDR=198.18.0.1" in err
 

@@ -301,7 +301,7 @@ def _ends_too_early(world: World) -> str:
 
 def test_who_waits_for_a_rank_that_has_come_to_its_end_is_told() -> None:
     _, text = (result.get() for result in testing.run_ranks(_ends_too_early, 2))
-    assert "rank 0: has come to the end" in text
+    assert "rank 0: has reached the end" in text
     assert "rank 1: waits for 'allreduce.waited for'" in text
 
 

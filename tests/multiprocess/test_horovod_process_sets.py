@@ -283,7 +283,7 @@ def _ends_early(world: World) -> str:
 def test_a_member_that_has_left_is_named(run_ranks: RunRanks) -> None:
     text = run_ranks(_ends_early, 3)[1].get()
     assert "Rank 1 cannot continue" in text
-    assert "rank 0: has come to the end" in text
+    assert "rank 0: has reached the end" in text
     assert "'allreduce.x' was not called on rank 0" in text
 
 

@@ -84,9 +84,9 @@ def test_a_circle_of_ranks_is_found_while_others_compute() -> None:
 def test_who_waits_for_a_rank_that_has_left_is_told() -> None:
     known = Negotiation(4)
     known.apply(waits(1, 1, "a"), SETS)
-    outcome = known.apply(WaitEvent(rank=0, mode=LEAVES, waits_text="has come to the end"), SETS)
+    outcome = known.apply(WaitEvent(rank=0, mode=LEAVES, waits_text="has reached the end"), SETS)
     assert outcome.stuck == {1}
-    assert "rank 0: has come to the end" in str(outcome.error)
+    assert "rank 0: has reached the end" in str(outcome.error)
     assert known.apply(waits(1, 0, "b"), SETS).stuck == {1}
 
 
