@@ -267,7 +267,7 @@ def _add_sequential(plan: TensorPlan, proofs: Proofs, name: str, module: nn.Sequ
         if not isinstance(layer, nn.Linear) or not is_linear(layer):
             continue
         if first is not None:
-            column, width = children[first][0], children[first][1].out_features
+            column, width = children[first][0], int(children[first][1].out_features)  # type: ignore[arg-type]
             piece = nn.Sequential(OrderedDict(children[first : place + 1]))
             if width == layer.in_features and width % tp == 0:
                 why = _why_not_split(proofs, piece, [column], child, tp)
