@@ -47,7 +47,8 @@ check: lint type  ## everything that looks without running
 lint: setup  ## style, format, spelling
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
-	$(BIN)/codespell $(CODE) docs *.md
+	$(BIN)/codespell $(CODE) *.md
+	@$(BIN)/python docs/messages.py --avoid docs/avoided.txt README.md CONTRIBUTING.md CHANGELOG.md docs/*.md
 
 format: setup  ## mend what a tool can mend
 	$(BIN)/ruff check --fix $(CODE)

@@ -173,7 +173,7 @@ def test_after_a_kill_it_is_said_where_that_rank_was(command: Command) -> None:
     report = ended.stderr[ended.stderr.index("[rankwise] [rank 1/3 on ") :]
     first, seen, *others = report.splitlines()
     assert "failed first: killed by SIGKILL, exit code 137" in first
-    assert seen.startswith("[rankwise] it was last seen in or after barrier() at train.py:5 in train, begun ")
+    assert seen.startswith("[rankwise] it was last seen in or after barrier() at train.py:5 in train, started ")
     assert "[rankwise] rank 0 then also failed: PeerFailed: Rank 1 failed: SIGKILL." in others
     assert f"[rankwise] rank 2 had to be terminated by the launcher, at {path}:10 in train" in others
 

@@ -197,7 +197,7 @@ def test_wrong_arguments_are_refused_before_anything_changes(tmp_path: Path) -> 
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: save_weights(None, model), "must be the path of a file, got a NoneType"),  # type: ignore[arg-type]
         (lambda: load_weights(model, file), "must be the path of a file, got a Linear"),  # type: ignore[type-var]
-        (lambda: load_weights(file, {"weight": torch.ones(2, 3)}), "was given a dict"),  # type: ignore[type-var]
+        (lambda: load_weights(file, {"weight": torch.ones(2, 3)}), "needs a module, got a dict"),  # type: ignore[type-var]
         (lambda: save_weights(file, torch.nn.LazyLinear(2)), "has no shape yet"),
         (lambda: load_weights(file, torch.nn.LazyLinear(2)), "has no shape yet"),
         (lambda: load_weights(file, expanded), "bias cannot be loaded in place: it is an expanded tensor"),

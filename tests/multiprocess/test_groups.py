@@ -171,7 +171,7 @@ def test_wrong_groups_and_parts_are_refused_and_the_world_goes_on(run_ranks: Run
         assert "rank 0: [0]" in said[3]
         assert "rank 1: [1]" in said[3]
         assert "a list of ranks, got [0.5]" in said[4]
-        assert "rankwise.new_group() returned, not list" in said[5]
+        assert "rankwise.new_group(), got list" in said[5]
         assert "a list of values, not dict" in said[6]
         assert "all_reduce()" in said[7]
         assert "divide" in said[8]

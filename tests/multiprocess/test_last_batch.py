@@ -96,7 +96,7 @@ def test_an_error_that_names_the_global_batch_says_what_this_ranks_share_is() ->
     failed = [result for result in results if isinstance(result.error, RuntimeError)]
     notes = [note for result in failed for note in _notes(result)]
     assert notes
-    assert all(re.search(r"was given [12] of the 5 samples of the global batch.* as in len\(x\)", n) for n in notes)
+    assert all(re.search(r"this rank got [12] of the 5 samples of the global batch.* as in len\(x\)", n) for n in notes)
 
 
 def _batch_size(world: World) -> tuple[int, int]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rankwise.checkpoint.phases import CheckpointRanks
 
 
-_Told = tuple[str, list[Any] | None]
+_Reported = tuple[str, list[Any] | None]
 """A rank's message about its state: a digest, and a report if the state is spread over ranks."""
 
 
@@ -149,17 +149,17 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
     num_counting = _num_counting(ranks)
     own: list[_OwnState] = []
 
-    def read_own() -> _Told:
+    def read_own() -> _Reported:
         own.append(_read_own(objects))
-        return _told(own[0], is_spread=own[0].is_spread or num_counting < ranks.world_size)
+        return _reported(own[0], is_spread=own[0].is_spread or num_counting < ranks.world_size)
 
-    told = ranks.confirm("reading the state to save", read_own)
+    reported = ranks.confirm("reading the state to save", read_own)
     mine = own[0]
-    is_spread_on = [report is not None for _, report in told]
+    is_spread_on = [report is not None for _, report in reported]
     if any(is_spread_on) and not all(is_spread_on):
-        told = ranks.confirm("comparing which rank holds what", lambda: _told(mine, is_spread=True))
+        reported = ranks.confirm("comparing which rank holds what", lambda: _reported(mine, is_spread=True))
     frames = mine.frames if any(is_spread_on) else {}
-    if len({digest for digest, _ in told}) > 1:
+    if len({digest for digest, _ in reported}) > 1:
         raise _difference(ranks, mine, frames)
     held = {name: dtensor_layout.local(tensor) for name, tensor in mine.tensors.items()}
     if not any(is_spread_on):
@@ -169,7 +169,7 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
             for name, (dtype, shape, _) in mine.report.tensors.items()
         }
         return Gathered(objects=mine.objects, layouts=layouts, held=held)
-    reports = [report_of(sections) for _, sections in told[:num_counting] if sections is not None]
+    reports = [report_of(sections) for _, sections in reported[:num_counting] if sections is not None]
     united = {name: _with_entries(frame, united_entries(name, reports)) for name, frame in frames.items()}
     merged = {
         name: ObjectEntry(kind=entry.kind, state=united.get(name, entry.state)) for name, entry in mine.objects.items()
@@ -244,7 +244,7 @@ def kind_of(item: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _told(own: _OwnState, *, is_spread: bool) -> _Told:
+def _reported(own: _OwnState, *, is_spread: bool) -> _Reported:
     """Return a digest of what must be the same on every rank; and the report, where the state is spread over ranks."""
     skeletons = {name: entry.state for name, entry in own.objects.items()}
     if is_spread:

@@ -91,9 +91,9 @@ def values_of(label: str, own: Outcome, outcomes: Sequence[list[Any]], world: Wo
 
 
 def _share(label: str, own: Outcome, call: str) -> list[Any]:
-    told, error = own
+    outcome, error = own
     try:
-        outcomes = gather_json(told, what=call)
+        outcomes = gather_json(outcome, what=call)
     except RankwiseError as lost:
         if error is None:
             raise

@@ -163,13 +163,13 @@ class _BeforeLBFGS:
     """Warns once about the closure of LBFGS, before its first step: afterwards ranks may have diverged."""
 
     def __init__(self) -> None:
-        self._is_told = False
+        self._has_warned = False
 
     @uncompiled
     def __call__(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         """Look at an optimizer before a step. Called by torch."""
-        if isinstance(optimizer, LBFGS) and not self._is_told:
-            self._is_told = True
+        if isinstance(optimizer, LBFGS) and not self._has_warned:
+            self._has_warned = True
             warn(
                 "the loss that the closure returns decides how often LBFGS runs backward: return "
                 "rankwise.mean(loss, len(x)), which is equal on every rank, or the ranks diverge"

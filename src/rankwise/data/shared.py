@@ -77,9 +77,9 @@ def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
                     published = _publish(value, world.node_rank)
                     until_all_have_mapped.callback(os.close, published.file_descriptor)
         on_this_node = [
-            _Published(**told)
-            for told in gather_json(published and published._asdict(), what="share()")
-            if told is not None and told["node_rank"] == world.node_rank
+            _Published(**report)
+            for report in gather_json(published and published._asdict(), what="share()")
+            if report is not None and report["node_rank"] == world.node_rank
         ]
         with all_ranks_succeed("share: mapping the dataset"):
             if on_this_node:

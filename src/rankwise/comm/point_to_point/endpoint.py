@@ -149,8 +149,8 @@ class Endpoint:
         self.is_closed = True
         ignored = {source: len(messages) for source, messages in self.recv_queue.values.items() if messages}
         if ignored:
-            count, who = sum(ignored.values()), fold_ranks(list(ignored))
-            warn(f"{count} of the values sent to this rank, by {who}, were never received", all_ranks=True)
+            count, senders = sum(ignored.values()), fold_ranks(list(ignored))
+            warn(f"{count} of the values sent to this rank, by {senders}, were never received", all_ranks=True)
         if untaken := +self.recv_queue.count_untaken():
             warn(
                 f"gradients arrived for {untaken.total()} of the values that this rank sent, from "

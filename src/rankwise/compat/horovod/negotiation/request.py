@@ -129,4 +129,4 @@ def waits_for(mode: int, waited_for: PendingOperation | None) -> str:
     if waited_for is not None and mode != POLLS:
         request = waited_for.request
         return f"waits for {request.name!r}" + (f", {request}" if request.dtypes else "")
-    return {HAS_JOINED: "has called join()", LEAVES: "has come to the end"}.get(mode, "polls")
+    return {HAS_JOINED: "has called join()", LEAVES: "has reached the end"}.get(mode, "polls")
