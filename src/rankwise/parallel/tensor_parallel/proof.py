@@ -270,11 +270,10 @@ def _run(
         run.leaves[f"{name}.weight"] = weight.detach().requires_grad_()
         if bias is not None:
             run.leaves[f"{name}.bias"] = bias.detach().requires_grad_()
-        owner.get_submodule(name).forward = _Layer(run, name, is_row=is_row, answers=answers)
+        _stand_in(owner.get_submodule(name), _Layer(run, name, is_row=is_row, answers=answers))
     for attribute, count in split.counts.items():
         setattr(owner, attribute, count if part is not None else count * split.num_parts)
-    for one in owner.modules():
-        one.training = training
+    owner.train(training)
 
     def given(tensor: Any) -> Any:  # noqa: ANN401 - anything that is no tensor stays
         if not isinstance(tensor, torch.Tensor):
@@ -291,6 +290,10 @@ def _run(
     run.outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     run.kept = dict(_kept(owner))
     return run
+
+
+def _stand_in(module: nn.Module, layer: _Layer) -> None:
+    module.forward = layer
 
 
 def _copy_of(module: nn.Module, split: Split, values: _Values, run: _Run) -> nn.Module:
