@@ -173,7 +173,7 @@ def test_a_full_disk_behind_stdout_ends_no_rank_that_has_log_files(command: Comm
     command.write("train.py", TRAIN_AND_PRINT)
     ended = _run_into(command, "/dev/full", "-n", "2", "--log-dir", "logs", "train.py")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("[rankwise] /dev/full: No space left on device; the ranks go on") == 1
+    assert ended.stderr.count("[rankwise] /dev/full: No space left on device; the ranks continue") == 1
     for rank in (0, 1):
         assert (command.folder / f"trained-{rank}").exists()
         assert (command.folder / "logs" / f"rank-{rank}.out").stat().st_size == 3000 * 301

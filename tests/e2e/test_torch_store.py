@@ -230,7 +230,7 @@ def test_a_bad_variable_is_told_before_anything_starts(command: Command) -> None
     command.write("train.py", "print('started')")
     ended = command.run("-n", "2", "train.py", env={"RANKWISE_TORCH_STORE": "1"})
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "RANKWISE_TORCH_STORE='1' is not known." in ended.stderr
+    assert "RANKWISE_TORCH_STORE must be on, off or auto, got '1'." in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -138,5 +138,5 @@ def test_wrong_arguments_say_what_to_do(world_size: int) -> None:
         unknown_op, integer_mean, wrong_kind, no_rank = result.get()
         assert "sum, mean, min, max, product" in unknown_op
         assert "op='sum' and divide" in integer_mean
-        assert "not str" in wrong_kind
+        assert "got str" in wrong_kind
         assert f"0 to {world_size - 1}" in no_rank

@@ -276,7 +276,7 @@ def _labels_one_by_one(_: World) -> list[str]:
         for x in rw.DataLoader(torch.ones(16, 2), global_batch_size=8):
             with rw.as_one_rank():
                 [torch.randint(9, (1,)).item() for _ in x]
-    return [text for text in said if "one by one" in text]
+    return [text for text in said if "one at a time" in text]
 
 
 def test_numbers_that_are_drawn_one_by_one_are_named_once() -> None:
@@ -354,7 +354,7 @@ def _seeded_apart(world: World, seed: int) -> tuple[list[str], int]:
     torch.manual_seed(seed + world.rank)
     with listening() as said:
         rw.replicate(nn.Linear(2, 1))
-    return [text for text in said if "seeded" in text], hash(torch.get_rng_state().numpy().tobytes())
+    return [text for text in said if "different seeds" in text], hash(torch.get_rng_state().numpy().tobytes())
 
 
 @pytest.mark.parametrize(("seed", "expected"), [(7, ["had different seeds on different ranks"]), (2**40, [])])
@@ -376,7 +376,7 @@ def _pictures_on_rank_zero(world: World) -> tuple[list[str], int]:
             optimizer.zero_grad()
             model(x).mean().backward()
             optimizer.step()
-    return [text for text in said if "stood elsewhere" in text], hash(torch.get_rng_state().numpy().tobytes())
+    return [text for text in said if "differed between ranks" in text], hash(torch.get_rng_state().numpy().tobytes())
 
 
 def test_a_generator_that_parts_takes_rank_zeros_state() -> None:
