@@ -54,7 +54,7 @@ def test_a_disk_that_fills_up_behind_stdout_is_named(tmp_path: Path) -> None:
 def test_ranks_with_log_files_go_on_when_the_disk_of_stdout_is_full(tmp_path: Path) -> None:
     ended = _run(tmp_path, "--log-dir logs train.py > disk/train.log")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("disk/train.log: No space left on device; the ranks go on") == 1
+    assert ended.stderr.count("disk/train.log: No space left on device; the ranks continue") == 1
     assert _trained(tmp_path) == ["trained-0", "trained-1"]
     assert {path.stat().st_size for path in (tmp_path / "logs").glob("*.out")} == {3000 * 301}
 

@@ -145,7 +145,7 @@ def test_what_cannot_be_read_or_given_back_is_refused() -> None:
             (torch.ones(2, device="meta"), "meta device"),
             (torch.eye(2).to_sparse(), r"to_dense\(\)"),
             ({"count": 2**63}, "64 bits"),
-            ("text", "not str"),
+            ("text", "got str"),
         ):
             with pytest.raises(ConfigurationError, match=words):
                 rw.all_gather(value)
