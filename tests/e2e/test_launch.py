@@ -194,7 +194,7 @@ FAILURES = {
         r"""
         False
         RankFailed
-        What fails returned on rank 1, a lock, cannot be pickled.
+        The lock that fails returned on rank 1 cannot be pickled.
           on        \[rank 1/2 on .*\]
           evidence  TypeError: cannot pickle '_thread.lock' object
           do        return values that can be pickled(?s:.*)

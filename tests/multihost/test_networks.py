@@ -78,7 +78,7 @@ def test_rank_zero_told_localhost_serves_the_others_all_the_same(debian_hosts: H
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
     address, other = debian_hosts.addresses
     assert [listeners(ended.stdout)[1] for ended in (first, second)] == [[address], [other]]
-    assert f"listens on every interface, port {PORT}: localhost means 127.0.0.1 on this machine" in first.stderr
+    assert f"listens on every interface, port {PORT}: localhost resolves to 127.0.0.1 on this machine" in first.stderr
 
 
 def test_ranks_of_one_host_stay_on_loopback(debian_hosts: Hosts) -> None:

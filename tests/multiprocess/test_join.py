@@ -154,7 +154,7 @@ def test_a_port_in_use_is_said(warm_python: WarmPython, tmp_path: Path) -> None:
         _, err = process.communicate(timeout=50)
     assert process.returncode == 1
     assert f"cannot be served on 127.0.0.1:{port}: Address already in use" in err
-    assert "give another port" in err
+    assert "use another port" in err
 
 
 def test_a_rank_that_never_starts_is_named(warm_python: WarmPython, tmp_path: Path) -> None:
