@@ -197,6 +197,7 @@ def test_refusals_say_what_to_write(command: Command) -> None:
     assert code == 0, said
     words = [
         "pass n_gpus=4", "same number of ranks on each machine", "or omit it", "pass world_size=", "xpu, cpu, cuda",
-        "auto, gloo, nccl", "requires a function", "omit Server", "NotJoined", "NotJoined", "port is of type int, not str",
+        "auto, gloo, nccl", "requires a function", "omit Server", "NotJoined", "NotJoined",
+        "port is of type int, not str",
     ]  # fmt: skip
     assert [word for word, line in zip(words, out.splitlines(), strict=True) if word not in line] == [], out
