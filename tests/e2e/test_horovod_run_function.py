@@ -57,6 +57,7 @@ ELASTIC = """
                 state.log = state.log + [os.environ["RANKWISE_ATTEMPT"]]
                 state.commit()
                 if state.step == 2 and os.environ["RANKWISE_ATTEMPT"] == "0":
+                    hvd.barrier()  # rank 0 writes the commit: the end of rank 1 would end it before it has
                     os._exit(9)
             return state.step, state.log
 
