@@ -14,7 +14,6 @@ from rankwise.checkpoint.export import save_weights
 from rankwise.checkpoint.import_weights import load_weights
 from rankwise.checkpoint.load import load
 from rankwise.checkpoint.save import save
-from rankwise.compat.horovod.elastic.commits import Commits
 from rankwise.errors import CheckpointError
 from rankwise.parallel.parameter_server.snapshot import ServerSnapshots
 
@@ -36,8 +35,6 @@ def _save(folder: Path, how: str, number: int) -> None:
         snapshots = _snapshots(folder / "runs", _model(number))
         snapshots.updates()
         snapshots.save(number, {0: {"position": number}})
-    elif how == "elastic commit":
-        Commits(folder, run=0, attempt=number, is_writer=True).write(state)
     else:
         Checkpointer(folder / "runs", keep=1).save(step=7 if how == "one number" else None, extra=state)
 
@@ -85,20 +82,13 @@ def _restored(tree: Tree, folder: Path, how: str) -> int:
         if updates:
             assert snapshots.load(updates[-1]) == {"0": {"position": updates[-1]}}
         return _number_of(model)
-    elif how == "elastic commit":
-        newest = Commits(folder, run=0, attempt=9, is_writer=True).take_newest()
-        if newest is None:
-            return 0
-        extra = newest
     elif Checkpointer(folder / "runs").restore(extra=extra) is None:
         return 0
     assert extra["t"].eq(extra["n"]).all()
     return extra["n"]
 
 
-@pytest.mark.parametrize(
-    "how", ["numbers", "one number", "one directory", "weights", "server snapshot", "elastic commit"]
-)
+@pytest.mark.parametrize("how", ["numbers", "one number", "one directory", "weights", "server snapshot"])
 @pytest.mark.parametrize("first", [1, 2, 4], ids=["in a new folder", "after another", "after several"])
 def test_no_save_is_lost_once_it_returned_and_none_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, first: int

@@ -2,7 +2,7 @@
 """Saved state that is complete under its name or absent, also after a power loss: write, sync, rename, sync.
 
 POSIX promises only what ``fsync`` was called for: of a file its bytes, of a folder its names. Whatever saves state
-(checkpoints, weights, snapshots of servers, elastic commits) does it through here. Knows nothing of what is saved.
+(checkpoints, weights, snapshots of servers; elastic commits, without the sync) does it through here. Knows nothing of what is saved.
 """
 
 from __future__ import annotations
@@ -59,12 +59,20 @@ def commit(staging: Path, target: Path, aside: Path | None = None) -> None:
 
 
 @contextlib.contextmanager
-def staged_file(target: Path) -> Generator[Path]:
-    """Yield the path at which the block writes a file that then becomes ``target``; after an error nothing is left."""
+def staged_file(target: Path, *, durable: bool = True) -> Generator[Path]:
+    """Yield the path at which the block writes a file that then becomes ``target``; after an error nothing is left.
+
+    Args:
+        target: replaced if it exists.
+        durable: whether the file must survive a power loss; False for files that end with the job anyway.
+    """
     staging = target.with_name(f".{target.name}.new")
     try:
         yield staging
-        commit(staging, target)
+        if durable:
+            commit(staging, target)
+        else:
+            staging.rename(target)
     except BaseException:
         with contextlib.suppress(OSError):
             staging.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commits that outlive a rank's process: files in the launcher's temporary folder, written once per machine.
 
-The folder belongs to this user alone and is removed with the launcher. Files are read without running code.
+The folder belongs to this user alone and is removed with the launcher, so commits are not synced to the disk: that
+would help only after a power loss, which ends the launcher too. Files are read without running code.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Commits:
             return
         path = self._folder / f"elastic-{self._run}-{self._attempt}-{self._num_written}.pt"
         try:
-            with staged_file(path) as staging:
+            with staged_file(path, durable=False) as staging:
                 _save(kept, staging, is_first=self._num_written == 1)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
