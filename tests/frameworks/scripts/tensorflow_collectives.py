@@ -54,6 +54,6 @@ with rw.join() as world:
     assert "tf.io.decode_raw" in refused(tf.constant("text"))
     assert "takes tensors, arrays and numbers, got SparseTensor" in refused(tf.sparse.from_dense([[1.0, 0.0]]))
     assert "takes tensors, arrays and numbers, got IndexedSlices" in refused(tf.IndexedSlices(own, tf.range(4)))
-    assert "comes out of tf.function, not inside" in tf.function(refused)(own).numpy().decode()
+    assert "the result of tf.function, not inside" in tf.function(refused)(own).numpy().decode()
     assert rw.all_reduce(1) == world.world_size
     rw.print("every collective took TensorFlow's tensors")
