@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn.functional import dropout, normalize, relu, silu
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.tensor_parallel.plan import check_tied, find_plan, given_plan
+from rankwise.parallel.tensor_parallel.found_plan import find_plan
+from rankwise.parallel.tensor_parallel.given_plan import given_plan
+from rankwise.parallel.tensor_parallel.plan import check_tied
 
 WIDTH = 12
 

@@ -26,7 +26,9 @@ from rankwise.parallel.core.same_model import broadcast_tensors, check_same_mode
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
 from rankwise.parallel.core.strategy_registry import check_unregistered
 from rankwise.parallel.tensor_parallel.forward_checks import ForwardChecks
-from rankwise.parallel.tensor_parallel.plan import Style, TensorPlan, check_tied, find_plan, given_plan, tied
+from rankwise.parallel.tensor_parallel.found_plan import find_plan
+from rankwise.parallel.tensor_parallel.given_plan import given_plan
+from rankwise.parallel.tensor_parallel.plan import Style, TensorPlan, check_tied, tied
 from rankwise.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
