@@ -13,7 +13,7 @@ FILES = sorted((ROOT / "tests/mutants").glob("*.toml"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_mistakes_fit_the_code(file: Path):
+def test_mistakes_fit_the_code(file: Path) -> None:
     for mistake in tomllib.loads(file.read_text(encoding="utf-8")).get("mistake", []):
         source = (ROOT / mistake["path"]).read_text(encoding="utf-8")
         assert source.count(mistake["old"]) == 1, f"{mistake['what']}: {mistake['path']} no longer holds its line once"
