@@ -15,7 +15,7 @@ import torch
 
 from rankwise.comm.session import current_or_none
 from rankwise.log import warn
-from rankwise.parallel.loss.hooks import sizes_of_first
+from rankwise.parallel.loss.terms import first_tensor
 from rankwise.parallel.state_guard.diagnosis import furthest_from, largest_element
 from rankwise.parallel.state_guard.guard import CheckSchedule
 from rankwise.tensors.checksum import ChecksumOfAll, checksums_of_each
@@ -208,8 +208,9 @@ def _checksums(buffers: Buffers) -> Checksums:
 def _has_samples(inputs: object) -> bool:
     session = current_or_none()
     batch = None if session is None else session.latest_batch
-    # A rank without samples may be called with others' to stand in.
-    return (batch is None or batch.num > 0) and sizes_of_first(inputs, {})[:1] != (0,)
+    first = first_tensor(inputs)
+    # A rank without samples may be called with others' as a stand-in.
+    return (batch is None or batch.num > 0) and (first is None or first.is_nested or first.shape[0] > 0)
 
 
 def _apart(own: torch.Tensor, first: torch.Tensor, largest: float) -> tuple[float, float, float, float]:

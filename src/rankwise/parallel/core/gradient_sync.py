@@ -15,16 +15,18 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.core.accumulation import Accumulation
-from rankwise.parallel.core.buckets import own_gradient
-from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights
-from rankwise.parallel.core.gradient_hooks import call_when_accumulated
+from rankwise.parallel.core.gradient_buckets import (
+    GradientBuckets,
+    Weights,
+    WeightUnit,
+    call_when_accumulated,
+    own_gradient,
+)
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.core.registrations import count_registrations
 from rankwise.parallel.core.same_inputs import FirstCall, first_call_of, report_first_calls
-from rankwise.parallel.core.weight_unit import WeightUnit
-from rankwise.parallel.loss.hooks import mark_output, samples_of, sizes_of_first, tensors_with_grad
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, model_numbers
-from rankwise.parallel.loss.terms import ForwardCall
+from rankwise.parallel.loss.terms import forward_call, mark_output
 from rankwise.torch_private import foreach
 from rankwise.torch_private.autograd import in_backward, run_after_backward
 from rankwise.torch_private.compiler import uncompiled
@@ -367,9 +369,9 @@ class SyncAfterForward(OwnHook):
                 self._after_training()
             sync.before_backward()
             sync.note_first_call(args, kwargs)
-        amount = samples_of(self._weight, args, kwargs)
-        reached = tensors_with_grad(output)
-        mark_output(reached, ForwardCall(sync.number, amount, sizes_of_first(args, kwargs)))
+        call = forward_call(sync.number, self._weight, args, kwargs)
+        reached = mark_output(output, call)
+        amount = call.num_samples
         if amount is None:
             return
         sync.loss.note_forward(amount)

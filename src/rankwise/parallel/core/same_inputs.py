@@ -13,7 +13,7 @@ import torch
 
 from rankwise.comm.session import current_or_none
 from rankwise.log import log, warn
-from rankwise.parallel.loss.hooks import samples_of
+from rankwise.parallel.loss.terms import first_tensor
 from rankwise.tensors.as_bytes import memory_of
 from rankwise.torch_private import tree as pytree
 
@@ -70,7 +70,8 @@ def first_call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> FirstCall:
     """Return what a model was called with."""
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     tensors = [leaf.detach() for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
-    num_samples = int(samples_of(None, args, dict(kwargs)) or 0)
+    first = first_tensor((args, dict(kwargs)))
+    num_samples = 0 if first is None else int(first.shape[0])
     try:
         digest = digest_of_tensors([tensor.flatten()[:MOST_ELEMENTS] for tensor in tensors])
     except RuntimeError:  # of tensors that have no values, as those inside torch.func have none

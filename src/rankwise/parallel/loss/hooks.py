@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks what forward calls give, and reads each loss when its backward is called, for models that need its weight.
+"""Reads each loss when its backward is called, for models that need its weight.
 
-torch has no public hook between the call of backward and its first node, and inside of it what losses saved is being
-freed: ``torch.autograd.backward`` is wrapped from the first strategy call until the world is left.
+torch has no public hook between the call of backward and its first node, and during backward the tensors that losses
+saved are freed: ``torch.autograd.backward`` is wrapped from the first strategy call until the world is left.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
 from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
-from rankwise.parallel.loss.terms import MARK, SHAPES, ForwardCall, LossReader
-from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.autograd import in_backward, metadata_of
+from rankwise.parallel.loss.terms import LossReader
+from rankwise.torch_private.autograd import in_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from rankwise.comm.session import Session
     from rankwise.parallel.loss.loss_on_ranks import LossOnRanks
     from rankwise.parallel.loss.reports import GlobalLoss
-    from rankwise.parallel.loss.terms import Term
+    from rankwise.parallel.loss.terms import ForwardCall, Term
 
 
 _subscribers: list[ref[LossOnRanks]] = []
@@ -50,57 +49,6 @@ def check_weight_function(weight: object, strategy: str) -> None:
             f"weight of {strategy}() must be callable, got {weight!r}.",
             do="pass a function of the model's inputs: weight=lambda x: len(x)",
         )
-
-
-def samples_of(
-    weight: Callable[..., float | torch.Tensor] | None, args: object, kwargs: dict[str, Any]
-) -> float | None:
-    """Return what the loss of a forward call is a mean over, as far as the call tells.
-
-    Args:
-        weight: what the user says it is, as a function of the call's arguments.
-        args: of the call.
-        kwargs: of the call.
-    """
-    if weight is not None:
-        return float(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
-    first = _first_tensor((args, kwargs))
-    return None if first is None else float(first.shape[0])
-
-
-def sizes_of_first(args: object, kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the sizes of the first tensor that a forward call was given."""
-    first = _first_tensor((args, kwargs))
-    return () if first is None or first.is_nested else tuple(first.shape)
-
-
-def _first_tensor(values: object) -> torch.Tensor | None:
-    if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
-        first = values[0][0]
-        if isinstance(first, torch.Tensor) and first.ndim:
-            return first
-    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
-
-
-def tensors_with_grad(output: object) -> list[torch.Tensor]:
-    """Return the tensors of an output that backward can come from, also those in a dataclass."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.requires_grad else []
-    found: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves(output):
-        values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
-        found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
-    return found
-
-
-def mark_output(outputs: Iterable[torch.Tensor], call: ForwardCall) -> None:
-    """Note that tensors are what a call of a model gave."""
-    for output in outputs:
-        if output.grad_fn is not None:
-            noted = metadata_of(output.grad_fn)
-            noted[MARK] = call
-            if not output.is_nested:
-                noted.setdefault(SHAPES, {})[output.output_nr] = output.shape
 
 
 def subscribe(subscriber: LossOnRanks, session: Session) -> None:

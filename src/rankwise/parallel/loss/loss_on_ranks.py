@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING, Protocol
 from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
-from rankwise.parallel.loss.reports import Mode, ReportChannel, TermReadings, Verdict, combine, report_of
-from rankwise.parallel.loss.row_lengths import RowLengthsInSteps, unequal_lengths
-from rankwise.parallel.loss.same_batch import batch_in_hand, check_same_batch
+from rankwise.parallel.loss.reports import (
+    Mode,
+    ReportChannel,
+    RowLengthsInSteps,
+    TermReadings,
+    Verdict,
+    batch_in_hand,
+    check_same_batch,
+    combine,
+    report_of,
+    unequal_lengths,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,8 +33,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.health.call_site import CallSite
-    from rankwise.parallel.loss.reports import GlobalLoss, GlobalTerm, TermReading
-    from rankwise.parallel.loss.row_lengths import RowLengths
+    from rankwise.parallel.loss.reports import GlobalLoss, GlobalTerm, RowLengths, TermReading
     from rankwise.parallel.loss.terms import ForwardCall
     from rankwise.parallel.state_guard.guard import StateGuard
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a loss as a sum of terms, each a mean or a sum over this rank's samples.
+"""Marks the outputs of models, and reads a loss as a sum of terms, each a mean or a sum over this rank's samples.
 
-Walks the graph from the loss to the outputs of the models it came from, which are marked. Knows no other rank and
-changes nothing. In order: facts of single nodes; what the reductions on the way make of a loss; the walk.
+Walks the graph from the loss to the marked outputs. Knows no other rank and changes nothing but the marks. In order:
+the marks; facts of single nodes; what the reductions on the way make of a loss; the walk.
 
-Terms are made in every step, among work that empties the processor's caches: named tuples are made several times as
-fast as dataclasses.
+Terms are created in every step, among work that empties the processor's caches: named tuples are created several times
+as fast as dataclasses.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 
 from rankwise.parallel.loss.operations import ADDING, COUPLING, LOOKUPS, PASSING, PRODUCTS, REDUCING, SCALING
+from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import is_of_python, is_of_strategy, metadata_of, saved, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.autograd.graph import Node
 
@@ -49,6 +50,51 @@ class ForwardCall:
     """What the call says its loss is a mean over, where it says so."""
     sizes: tuple[int, ...] = ()
     """Of the first tensor that it was given."""
+
+
+def forward_call(
+    model: int, weight: Callable[..., float | torch.Tensor] | None, args: object, kwargs: dict[str, Any]
+) -> ForwardCall:
+    """Return the facts of a forward call of a model.
+
+    Args:
+        model: its number.
+        weight: the user's function of the call's arguments that returns what its loss is a mean over.
+        args: of the call.
+        kwargs: of the call.
+    """
+    first = first_tensor((args, kwargs))
+    amount = None if first is None else float(first.shape[0])
+    if weight is not None:
+        amount = float(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
+    return ForwardCall(model, amount, () if first is None or first.is_nested else tuple(first.shape))
+
+
+def first_tensor(values: object) -> torch.Tensor | None:
+    """Return the first tensor of a tree that has dims; most often the first positional argument of a call."""
+    if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
+        first = values[0][0]
+        if isinstance(first, torch.Tensor) and first.ndim:
+            return first
+    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+
+
+def mark_output(output: object, call: ForwardCall) -> list[torch.Tensor]:
+    """Note that ``call`` returned ``output``; return its tensors that backward can come from, also in a dataclass."""
+    if isinstance(output, torch.Tensor):
+        found = [output] if output.requires_grad else []
+    else:
+        found = []
+        for leaf in pytree.tree_leaves(output):
+            values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
+            found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    for one in found:
+        if one.grad_fn is not None:
+            noted = metadata_of(one.grad_fn)
+            noted[MARK] = call
+            if not one.is_nested:
+                noted.setdefault(SHAPES, {})[one.output_nr] = one.shape
+    return found
 
 
 def inputs_of(node: Node) -> list[Edge]:
