@@ -56,8 +56,8 @@ def install(model: nn.Module, runs_on: dict[Unit, torch.device], away: set[Unit]
     # The last one registered comes first: the whole model's.
     calls_of: dict[nn.Module, list[_Around]] = {}
     for module, calls in reversed(around):
-        module.register_forward_pre_hook(_Before(calls), with_kwargs=True, prepend=True)
-        module.register_forward_hook(_After(calls), always_call=True)
+        module.register_forward_pre_hook(OwnHook(calls.before), with_kwargs=True, prepend=True)
+        module.register_forward_hook(OwnHook(calls.after), always_call=True)
         calls_of.setdefault(module, []).append(calls)
     for module, all_calls in calls_of.items():
         wrap_call(module, _Interruptible(module, all_calls))
@@ -70,7 +70,7 @@ def refuse_training(model: nn.Module, what: str) -> None:
         model: in eval mode or not.
         what: what its weights are, for the error.
     """
-    model.register_forward_pre_hook(_Before(_RefuseTraining(what)), with_kwargs=True, prepend=True)
+    model.register_forward_pre_hook(OwnHook(_RefuseTraining(what).before), with_kwargs=True, prepend=True)
 
 
 class _Around:
@@ -80,7 +80,7 @@ class _Around:
         """Prepare the call; return changed arguments, or ``None``."""
         raise NotImplementedError
 
-    def after(self) -> None:
+    def after(self, *_: object) -> None:
         """Clear up. Also called when the call raised, and when :meth:`before` did not come to its end."""
 
 
@@ -98,7 +98,7 @@ class _AroundModel(_Around):
         if self._cross_device is not None:
             self._cross_device.begin()
 
-    def after(self) -> None:
+    def after(self, *_: object) -> None:
         if self._cross_device is not None:
             self._cross_device.end()
         if self._fetching is not None:
@@ -131,7 +131,7 @@ class _AroundPart(_Around):
         self._num_entered += 1
         return arguments
 
-    def after(self) -> None:
+    def after(self, *_: object) -> None:
         if self._num_entered:
             self._num_entered -= 1
             if self._cross_device is not None and self._device is not None:
@@ -159,7 +159,7 @@ class _AroundLayer(_Around):
         self._entered.append(alone)
         return arguments
 
-    def after(self) -> None:
+    def after(self, *_: object) -> None:
         if self._entered and self._entered.pop():
             self._fetching.leave(self._away)
 
@@ -207,22 +207,3 @@ class _Interruptible:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
-
-
-class _PlacedModelHook(OwnHook):
-    """A hook of a placed model."""
-
-    def __init__(self, calls: _Around) -> None:
-        self._calls = calls
-
-
-class _Before(_PlacedModelHook):
-    @uncompiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        return self._calls.before(module, args, kwargs)
-
-
-class _After(_PlacedModelHook):
-    @uncompiled
-    def __call__(self, *_: object) -> None:
-        self._calls.after()
