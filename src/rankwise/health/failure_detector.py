@@ -68,7 +68,6 @@ class FailureDetector:
         self.next_event = 1
         """A number below which the log is full."""
         self._optional: set[int] = set()
-        self._is_checking = False
         self._main_thread_id = threading.get_ident()
         status_poll.introduce(self.store, world.rank, process_probe.this_process(stack_file))
         self._thread = threading.Thread(
@@ -86,12 +85,8 @@ class FailureDetector:
         """
         if self.error is not None:
             raise self.error
-        if self.check is not None and not self._is_checking and self._is_of_all(exchange_id):
-            self._is_checking = True
-            try:
-                self.check(what if tensor is None else with_kind(what, tensor))
-            finally:
-                self._is_checking = False
+        if self.check is not None and self._is_of_all(exchange_id):
+            self.check(what if tensor is None else with_kind(what, tensor))
         return self.recorder.begin(what, exchange_id)
 
     def check_by(self, check: Callable[[str], None]) -> None:
