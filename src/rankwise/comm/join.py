@@ -32,8 +32,7 @@ from rankwise.health.collective_timeout import DEFAULT_TIMEOUT_SECONDS
 from rankwise.health.diagnosis import forked_from, world_left
 from rankwise.health.event_log import WORLDS_KEY, world_prefix
 from rankwise.health.failure_detector import FailureDetector
-from rankwise.health.preemption import STOPPED_EXIT_CODE
-from rankwise.health.preemption_signals import listen
+from rankwise.health.preemption import STOPPED_EXIT_CODE, listen
 from rankwise.log import log, speak_as
 from rankwise.store import bootstrap, opening
 from rankwise.store.address_and_port import listening_address

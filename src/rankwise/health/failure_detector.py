@@ -253,11 +253,11 @@ class FailureDetector:
         return None
 
     def poll_status(
-        self, exchange_id: int = 0, sequence: int = 0, *, without: Collection[int] = ()
+        self, exchange_id: int = 0, sequence: int = 0, *, without: Collection[int] = (), stacks: str = "missing"
     ) -> diagnosis.Answers:
         """Ask every rank what it is doing, and probe those on this host that do not answer."""
         world = self.world
-        asked = {"channel": exchange_id, "sequence": sequence, "stacks": "missing"}
+        asked = {"channel": exchange_id, "sequence": sequence, "stacks": stacks}
         answers = status_poll.call(
             self.store,
             rank=world.rank,

@@ -123,7 +123,12 @@ def is_there(pid: int, start_time: str) -> bool:
             return True
         return True
     # A process that has not been waited for yet is still listed.
-    return start_time_of(pid) == start_time and _letter_of(pid) not in {"Z", "X"}
+    return start_time_of(pid) == start_time and not has_exited(pid)
+
+
+def has_exited(pid: int) -> bool:
+    """Return whether a process has exited, even if it has not been waited for."""
+    return _letter_of(pid) in {"Z", "X"}
 
 
 def _letter_of(pid: int) -> str:

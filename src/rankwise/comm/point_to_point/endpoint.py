@@ -14,8 +14,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rankwise.comm.point_to_point.recv_queue import RecvQueue
-from rankwise.comm.point_to_point.send_queue import KEYS, PURPOSE, SendQueue, address_key
+from rankwise.comm.point_to_point.queues import KEYS, PURPOSE, RecvQueue, SendQueue, address_key
 from rankwise.comm.point_to_point.waiting import PeerWait, wait
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing, fold_ranks
@@ -115,9 +114,7 @@ class Endpoint:
         peer_wait = PeerWait(
             what=what,
             peer=peer,
-            world=self.world,
             detector=self._detector,
-            store=self._store,
             broken=lambda: self.recv_queue.ended.get(peer) or (None if send_queue is None else send_queue.error),
         )
         wait(peer_wait, self.recv_queue.changed, is_there)
