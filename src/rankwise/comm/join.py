@@ -35,7 +35,6 @@ from rankwise.health.failure_detector import FailureDetector
 from rankwise.health.preemption import STOPPED_EXIT_CODE, listen
 from rankwise.log import log, speak_as
 from rankwise.store import bootstrap, opening
-from rankwise.store.address_and_port import listening_address
 from rankwise.store.published import connect_published, forget_published, serve_published
 from rankwise.torch_private.groups import have_groups_leaked, leak_groups
 from rankwise.world import environments
@@ -273,7 +272,7 @@ def _open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
         return _published_store(reading, timeout_seconds)
     host, port = reading.address
     if reading.rank == 0 and not reading.store_is_served:
-        address, words = listening_address(reading, in_kubernetes=in_kubernetes())
+        address, words = bootstrap.listening_address(reading, in_kubernetes=in_kubernetes())
         opened, _ = opening.serve(address, port, secret=_secret(reading))
         if words:
             log(words)

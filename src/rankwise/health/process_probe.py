@@ -13,9 +13,9 @@ import os
 import select
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankwise.world.processes import machine_name, stat_of
 
@@ -49,10 +49,6 @@ class Process:
     pid: int
     stack_file: str
     """The file it writes its stack into; empty if it does not."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return asdict(self)
 
 
 def this_process(stack_file: str = "") -> Process:

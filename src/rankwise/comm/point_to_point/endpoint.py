@@ -20,7 +20,6 @@ from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing, fold_ranks
 from rankwise.log import warn
 from rankwise.store import bootstrap
-from rankwise.store.address_and_port import EVERY_INTERFACE
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.wire import listen
 
@@ -51,7 +50,7 @@ class Endpoint:
         server = AuthenticatedServer(listen(host, 0), self._secret, {}, {PURPOSE: self.recv_queue.serve})
         server.start()
         self._server = server
-        announced = session.world.hostname if host == EVERY_INTERFACE else host
+        announced = session.world.hostname if host == bootstrap.EVERY_INTERFACE else host
         self._store.set(address_key(session.world.rank), json.dumps([announced, server.port]))
         # After a failure leave() is not called; the threads must not outlive this object. At process exit leave()
         # runs later than this would, and must still wait for pending messages.

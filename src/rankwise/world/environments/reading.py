@@ -223,8 +223,7 @@ def checked_port(port: int, name: str) -> int:
     """
     if not 0 < port <= LARGEST_PORT:
         raise ConfigurationError(
-            f"The port in {name} must be 1 to {LARGEST_PORT}, got {port}.",
-            do="give a free port, for example 29500",
+            f"The port in {name} must be 1 to {LARGEST_PORT}, got {port}.", do="give a free port, for example 29500"
         )
     return port
 
