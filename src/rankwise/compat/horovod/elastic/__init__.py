@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from rankwise.compat.horovod.elastic.running import run, run_fn
 from rankwise.compat.horovod.elastic.sampler import ElasticSampler
-from rankwise.compat.horovod.elastic.state import ObjectState, State
-from rankwise.compat.horovod.elastic.torch_state import TorchState
+from rankwise.compat.horovod.elastic.state import ObjectState, State, TorchState
 from rankwise.compat.horovod.errors import NotOffered
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run", "run_fn"]
