@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``hvd.elastic``: trainings that go on after ranks and machines are lost."""
+"""``hvd.elastic``: trainings that continue after ranks or machines are lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run", "run_f
 
 
 def __getattr__(name: str) -> object:
-    """Say what takes the place of a name that is not here."""
+    """Raise an error that names a replacement, or the names that are offered."""
     if name == "notification_manager":
         raise NotOffered(
             f"hvd.elastic does not offer {name!r}.",
