@@ -389,7 +389,7 @@ def sparse_allreduce_async(
     number of entries may differ between ranks.
 
     Args:
-        tensor: in torch's sparse COO layout. It is not changed.
+        tensor: of torch's sparse layout. It is not changed.
         name: matches the calls of the ranks.
         op: ``Average``; anything else means the sum.
         process_set: the ranks that take part.
