@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.store.bootstrap import RankAddress
-    from rankwise.world.environments import Reading
+    from rankwise.world.environments.reading import Reading
 
 _variables: list[str] = []
 """The variables set here, which are removed when the world is left."""

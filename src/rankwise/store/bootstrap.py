@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.store.values import Store
-    from rankwise.world.environments import Reading
+    from rankwise.world.environments.reading import Reading
     from rankwise.world.facts import World
     from rankwise.world.network import Route
 
