@@ -138,7 +138,7 @@ def join(
     set_current(session)
     session.call_last(listen(session.preemption, reading.stop_signals))
     optimizer_steps.follow(session.store, world)
-    speak_as(str(world), is_rank_zero=world.rank == 0)
+    speak_as(str(world) if world.world_size > 1 else "", is_rank_zero=world.rank == 0)
     _hook_exit()
     if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has already logged it
         log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
