@@ -238,9 +238,7 @@ class Worker:
         peer_wait = PeerWait(
             what=what,
             peer=server.rank,
-            world=self._context.world,
             detector=self._context.detector,
-            store=self._context.store,
             broken=lambda: channel.error,
             spare_seconds=SPARE_SECONDS,
             do=f"look at the output of rank {server.rank}, a parameter server, and of the slowest worker",
