@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horovod's variables: which are honoured here, and which are named as without effect. Used by initialization."""
+"""Horovod's variables: those that are applied here, and those that are logged as without effect."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ FACTS = {
         *("CONTROLLER", "CPU_OPERATIONS", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT"),
     )
 }
-"""What a launcher sets for its ranks, and nobody asks for."""
+"""Variables that a launcher sets for its ranks; they are not settings of the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HorovodSettings:
-    """What Horovod's variables ask for."""
+    """The settings in Horovod's variables."""
 
     log_level: int | None = None
     limit_seconds: float | None = None
-    """How long a rank waits for others before it raises an error."""
+    """The time after which a rank that waits for others raises an error."""
     interface: str = ""
     """The network interface that ranks use."""
     without_effect: tuple[str, ...] = ()
-    """Names of variables that are set, and change nothing here."""
+    """Names of variables that are set but have no effect here."""
 
 
 def read(variables: Mapping[str, str], *, has_joined: bool) -> HorovodSettings:
-    """Return what variables ask for.
+    """Return the settings in some variables.
 
     Args:
         variables: of this process.
-        has_joined: whether the world was joined before ``hvd.init()``: its limit and interface are chosen then.
+        has_joined: whether the world was joined before ``hvd.init()``, with its own limit and interface.
 
     Raises:
-        ConfigurationError: a value is no level, or no number of seconds.
+        ConfigurationError: a value is not a level, or not a number of seconds.
     """
     given = {name: value.strip() for name, value in variables.items() if name.startswith("HOROVOD_") and value.strip()}
     too_late = {LIMIT, INTERFACE} if has_joined else set[str]()
@@ -76,7 +76,7 @@ def _level(text: str | None) -> int | None:
 
 
 def _seconds(text: str | None) -> float | None:
-    """Return a limit in seconds; none where it is 0, as with Horovod."""
+    """Return a limit in seconds; none for 0, as in Horovod."""
     if text is None:
         return None
     if not text.isdecimal():
