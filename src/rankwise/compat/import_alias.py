@@ -41,13 +41,7 @@ class ImportAlias:
 
 
 def provide(alias: ImportAlias) -> None:
-    """Make ``import`` of the library's name give rankwise's package, from now on in this process.
-
-    Processes that multiprocessing starts have it too. Calling it again does nothing.
-
-    Raises:
-        ConfigurationError: The library itself is installed here, or has been imported already.
-    """
+    """Make ``import`` of the library's name give rankwise's package: see each library's ``provide``."""
     present = sys.modules.get(alias.name)
     if present is not None:
         origin = present.__spec__ and present.__spec__.origin
@@ -62,11 +56,7 @@ def provide(alias: ImportAlias) -> None:
 
 
 def check_not_installed(alias: ImportAlias) -> None:
-    """Check that the library itself is not on ``sys.path``, where ``on_path`` may come before it.
-
-    Raises:
-        ConfigurationError: It is installed here.
-    """
+    """Raise a ConfigurationError if the library itself is on ``sys.path``, where ``on_path`` may come before it."""
     found = importlib.machinery.PathFinder.find_spec(alias.name, [one for one in sys.path if one != alias.on_path])
     # A folder of that name without an __init__.py is not the library, and this alias precedes it.
     if found is not None and found.origin is not None:
@@ -92,7 +82,7 @@ class _Refusing:
         self._alias = alias
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Raise for modules of the library, since all offered ones have been imported; leave others to other finders."""
+        """Raise for a module of the library, since all offered ones are in ``sys.modules``; ignore others."""
         del path, target
         alias = self._alias
         if not name.startswith(f"{alias.name}."):

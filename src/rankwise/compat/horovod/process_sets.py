@@ -157,11 +157,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def members_of(process_set: ProcessSet) -> int:
-    """Return the number of a process set that is in use.
-
-    Raises:
-        Refused: it is not, or no longer.
-    """
+    """Return the number of a process set; raise if it is not in use."""
     queue = current_queue_or_none()
     if queue is None:
         raise not_initialized()

@@ -43,11 +43,7 @@ def chosen_op(op: int | None, average: bool | None) -> ReduceOp:  # noqa: FBT001
 
 
 def known_op(op: int) -> ReduceOp:
-    """Return the op of a number.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Return the reduction of a number; raise if it is unknown."""
     try:
         return ReduceOp(op)
     except ValueError:

@@ -47,15 +47,7 @@ class HorovodSettings:
 
 
 def read(variables: Mapping[str, str], *, has_joined: bool) -> HorovodSettings:
-    """Return the settings in some variables.
-
-    Args:
-        variables: of this process.
-        has_joined: whether the world was joined before ``hvd.init()``, with its own limit and interface.
-
-    Raises:
-        ConfigurationError: a value is not a level, or not a number of seconds.
-    """
+    """Return the settings in variables; without limit and interface if the world was joined before ``hvd.init()``."""
     given = {name: value.strip() for name, value in variables.items() if name.startswith("HOROVOD_") and value.strip()}
     too_late = {LIMIT, INTERFACE} if has_joined else set[str]()
     honoured = {LOG_LEVEL, LIMIT, INTERFACE} - too_late

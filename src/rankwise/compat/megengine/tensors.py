@@ -42,14 +42,7 @@ def Parameter(data: Any, dtype: object = None, device: str | None = None) -> tor
 
 
 def dtype_of(given: object) -> torch.dtype:
-    """Return torch's dtype.
-
-    Args:
-        given: torch's or NumPy's dtype, or its name: ``"float32"``, ``"torch.float32"``, ``np.float32``.
-
-    Raises:
-        ConfigurationError: torch has no such dtype.
-    """
+    """Return torch's dtype for torch's or NumPy's, or its name: ``"float32"``, ``"torch.float32"``, ``np.float32``."""
     if isinstance(given, torch.dtype):
         return given
     name = given.removeprefix("torch.") if isinstance(given, str) else _name_in_numpy(given)

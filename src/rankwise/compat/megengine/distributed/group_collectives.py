@@ -51,11 +51,7 @@ class _WithBackward(torch.autograd.Function):
 
 
 def checked_axis(name: str, inp: torch.Tensor, axis: int, *, parts: int = 1) -> int:
-    """Return ``axis`` counted from the front.
-
-    Raises:
-        ConfigurationError: it is not a dimension, or ``parts`` does not divide it.
-    """
+    """Return ``axis`` counted from the front; raise if it is not a dimension, or cannot be divided into ``parts``."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -inp.ndim <= axis < inp.ndim:
         raise ConfigurationError(
             f"{name} got axis={axis!r} for a tensor of {inp.ndim} dimensions.",

@@ -136,11 +136,7 @@ WORLD: Group = _WorldGroup()
 
 
 def checked(group: object) -> Group:
-    """Return ``group``.
-
-    Raises:
-        ConfigurationError: it is not a group.
-    """
+    """Return ``group``; raise if it is not a group."""
     if not isinstance(group, Group):
         raise ConfigurationError(
             f"group must be a Group, got {group!r}.",
@@ -184,11 +180,7 @@ def get_backend() -> str:
 
 
 def arguments_of(backend: str) -> dict[str, Any]:
-    """Return the arguments of :func:`rankwise.join` for one of MegEngine's backends.
-
-    Raises:
-        ConfigurationError: the backend is unknown.
-    """
+    """Return the arguments of :func:`rankwise.join` for one of MegEngine's backends; raise if it is unknown."""
     if backend not in _BACKENDS:
         raise ConfigurationError(
             f"Unknown backend {backend!r}.",
