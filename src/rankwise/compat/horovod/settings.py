@@ -52,25 +52,21 @@ def read(variables: Mapping[str, str], *, has_joined: bool) -> HorovodSettings:
     too_late = {LIMIT, INTERFACE} if has_joined else set[str]()
     honoured = {LOG_LEVEL, LIMIT, INTERFACE} - too_late
     return HorovodSettings(
-        log_level=_level(given.get(LOG_LEVEL)),
-        limit_seconds=None if has_joined else _seconds(given.get(LIMIT)),
+        log_level=_level(given[LOG_LEVEL]) if LOG_LEVEL in given else None,
+        limit_seconds=_seconds(given[LIMIT]) if LIMIT in given and not has_joined else None,
         interface="" if has_joined else given.get(INTERFACE, ""),
         without_effect=tuple(sorted(given.keys() - honoured - FACTS)),
     )
 
 
-def _level(text: str | None) -> int | None:
-    if text is None:
-        return None
+def _level(text: str) -> int:
     if text.lower() not in LEVELS:
         raise ConfigurationError(f"{LOG_LEVEL}={text!r} is not a level.", do="set it to one of " + ", ".join(LEVELS))
     return LEVELS[text.lower()]
 
 
-def _seconds(text: str | None) -> float | None:
+def _seconds(text: str) -> float | None:
     """Return a limit in seconds; none for 0, as in Horovod."""
-    if text is None:
-        return None
     if not text.isdecimal():
         raise ConfigurationError(f"{LIMIT}={text!r} is not a number of seconds.", do="set it to 600, for example")
     return float(text) or None

@@ -29,7 +29,6 @@ from rankwise.compat.horovod.negotiation.request import (
     OperationRequest,
     PendingOperation,
     SetMembers,
-    broken_off,
     called,
     digest_of,
     waits_for,
@@ -286,9 +285,11 @@ class OperationQueue:
         try:
             self._carry_out_popped(taken)
         except BaseException as error:
-            for _, operation in taken:
+            evidence = f"{type(error).__name__}: {error}"
+            for (request, _), operation in taken:
                 if operation is not None and not operation.is_done:
-                    operation.end(broken_off(operation.request, error))
+                    what = f"{request.name!r} was aborted."
+                    operation.end(HorovodInternalError(what, evidence=evidence, do="fix that error first"))
             raise
 
     def _pop_pending(self, key: Key) -> PendingOperation | None:
