@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +20,7 @@ from rankwise.parallel.pipeline import schedule as kinds
 from rankwise.parallel.pipeline.stage_executor import BoundStage, HeldActivations, received_like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from rankwise.parallel.pipeline.link import PipelineLink, Transfer
     from rankwise.parallel.pipeline.schedule import Action
@@ -77,14 +79,12 @@ class StepRun:
         scale_of: Callable[[torch.Tensor, Any, MicroBatch], float] | None = None,
         spans: list[tuple[str, int, int, float, float]] | None = None,
     ) -> None:
-        """Do everything this rank does in the step.
-
-        Called by: every rank of the pipeline, with the actions of one schedule.
+        """Run the actions of this rank. Called by: every rank of the pipeline, with the actions of one schedule.
 
         Args:
             actions: in their order.
-            scale_of: returns what to multiply a micro-batch's loss with, given the loss, the output and the
-                micro-batch; without it, its share.
+            scale_of: returns the factor of a micro-batch's loss, given the loss, the output and the micro-batch; by
+                default its share.
             spans: is filled with (kind, stage, micro-batch, start, end).
         """
         self._scale_of = scale_of
@@ -94,8 +94,8 @@ class StepRun:
             kinds.BACKWARD: self._backward,
             kinds.BACKWARD_INPUT: self._backward_input,
             kinds.BACKWARD_WEIGHT: self._backward_weight,
-            kinds.SEND_FORWARD: self._send_forward,
-            kinds.SEND_BACKWARD: self._send_backward,
+            kinds.SEND_FORWARD: partial(self._send, kinds.SEND_FORWARD, 1),
+            kinds.SEND_BACKWARD: partial(self._send, kinds.SEND_BACKWARD, -1),
             kinds.RECEIVE_FORWARD: self._receive_forward,
             kinds.RECEIVE_BACKWARD: self._receive_backward,
         }
@@ -206,13 +206,9 @@ class StepRun:
         rest = iter(gradients)
         return [next(rest) if bound.program.kinds[value].requires_grad else None for value in bound.stage.sends]
 
-    def _send_forward(self, stage: int, number: int) -> None:
-        for tensor in self._leaving.pop((kinds.SEND_FORWARD, stage, number)):
-            self.link.send(tensor, self.rank_of(stage + 1))
-
-    def _send_backward(self, stage: int, number: int) -> None:
-        for tensor in self._leaving.pop((kinds.SEND_BACKWARD, stage, number)):
-            self.link.send(tensor, self.rank_of(stage - 1))
+    def _send(self, kind: str, direction: int, stage: int, number: int) -> None:
+        for tensor in self._leaving.pop((kind, stage, number)):
+            self.link.send(tensor, self.rank_of(stage + direction))
 
     def _receive_forward(self, stage: int, number: int) -> None:
         bound = self._bound(stage, number)
@@ -229,31 +225,15 @@ class StepRun:
         source = self.rank_of(stage + 1)
         self._works[kinds.RECEIVE_BACKWARD, stage, number] = [self.link.receive(place, source) for place in places]
 
-    def _timed(self, kind: str, stage: int, number: int) -> _Timed:
-        return _Timed(self._spans, self.link.device, (kind, stage, number))
-
-
-class _Timed:
-    """Notes when a block of code began and ended, where spans are asked for."""
-
-    def __init__(
-        self,
-        spans: list[tuple[str, int, int, float, float]] | None,
-        device: torch.device,
-        what: tuple[str, int, int],
-    ) -> None:
-        self._spans = spans
-        self._device = device
-        self._what = what
-        self._start = 0.0
-
-    def __enter__(self) -> None:
-        if self._spans is not None:
-            self._start = now(self._device)
-
-    def __exit__(self, *_: object) -> None:
-        if self._spans is not None:
-            self._spans.append((*self._what, self._start, now(self._device)))
+    @contextmanager
+    def _timed(self, kind: str, stage: int, number: int) -> Generator[None]:
+        """Note when the block began and ended, if spans are wanted."""
+        if self._spans is None:
+            yield
+            return
+        start = now(self.link.device)
+        yield
+        self._spans.append((kind, stage, number, start, now(self.link.device)))
 
 
 def now(device: torch.device) -> float:

@@ -24,7 +24,6 @@ from rankwise.parallel.core.self_check import check_torch, gradients
 from rankwise.parallel.core.self_check import loss_fn as trial_loss
 from rankwise.parallel.core.strategy_registry import check_unregistered, register
 from rankwise.parallel.pipeline import micro_batches as parts
-from rankwise.parallel.pipeline.argument_checks import check_axes, check_functions, checked_count, checked_split
 from rankwise.parallel.pipeline.first_step_checks import FirstSteps
 from rankwise.parallel.pipeline.plan import StagedModel, plan_of
 from rankwise.parallel.pipeline.schedule import schedule_of
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.parallel.core.self_check import Bench, Compared
+    from rankwise.parallel.pipeline.schedule import PipelineSchedule
+    from rankwise.world.mesh import Axes
 
 
 def pipeline(
@@ -101,11 +102,11 @@ def pipeline(
     axes = axes_for("pipeline", "pp")
     with all_ranks_succeed("rankwise.pipeline()"):
         check_unregistered(model, "pipeline")
-        check_axes(axes, model)
-        check_functions(loss_fn, weight)
+        _check_axes(axes, model)
+        _check_functions(loss_fn, weight)
         chosen = schedule_of(schedule)
         num_micro_batches = checked_count(micro_batches, chosen, axes.pp)
-        names = checked_split(split)
+        names = _checked_split(split)
         plan = plan_of(model, chosen, axes.pp, session.world.device)
 
     def small(model: nn.Module, example: object, split: Sequence[str]) -> Pipeline:
@@ -157,6 +158,70 @@ def pipeline(
     return step
 
 
+def _check_functions(loss_fn: object, weight: object) -> None:
+    if not callable(loss_fn):
+        raise ConfigurationError(
+            f"loss_fn must be a function, not {loss_fn!r}.",
+            do="pass loss_fn(output, target), which returns a mean or a sum",
+        )
+    if weight is not None and not callable(weight):
+        raise ConfigurationError(
+            f"weight must be a function, not {weight!r}.",
+            do="pass weight(target), which returns a number: lambda y: (y != -100).sum()",
+        )
+
+
+def _checked_split(split: object) -> list[str] | None:
+    """Return the names of the modules that stages begin with."""
+    if split is None:
+        return None
+    names = list(cast("Sequence[object]", split)) if isinstance(split, list | tuple) else [split]
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ConfigurationError(
+            f"split must be names of modules, not {wrong[0]!r}.", do='pass split=["layers.8"], the first of each stage'
+        )
+    return cast("list[str]", names)
+
+
+def _check_axes(axes: Axes, model: nn.Module) -> None:
+    """Raise if the mesh has an axis that pipeline() does not support, or that the model is not split along."""
+    islands = f"islands={axes.islands}, " if axes.islands > 1 else ""
+    if axes.dp_shard > 1:
+        raise ConfigurationError(
+            f"pipeline() does not shard its stages, but the mesh has dp_shard={axes.dp_shard}.",
+            evidence=f"mesh: {axes}",
+            do=f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.data_ranks_per_island}, tp={axes.tp}), "
+            "or rankwise.shard() without pp",
+        )
+    if axes.tp > 1 and all(own_part(parameter) is parameter for parameter in model.parameters()):
+        raise ConfigurationError(
+            f"The mesh has tp={axes.tp}, but the model is not split along tp.",
+            evidence=f"mesh: {axes}",
+            do="call rankwise.tensor_parallel(model) first, or "
+            f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.dp_replicate * axes.tp})",
+        )
+
+
+def checked_count(micro_batches: int | None, schedule: PipelineSchedule, num_ranks: int) -> int:
+    """Return how many micro-batches a batch is split into, by default one per stage.
+
+    Raises:
+        ConfigurationError: the schedule cannot run so many.
+    """
+    count = schedule.num_stages(num_ranks) if micro_batches is None else micro_batches
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigurationError(f"micro_batches must be an integer of at least 1, got {count!r}.", do="pass 4")
+    if not schedule.allows(count, num_ranks):
+        near = [number for number in range(1, 2 * count) if schedule.allows(number, num_ranks)]
+        near.sort(key=lambda number: (abs(number - count), number))
+        raise ConfigurationError(
+            f"{schedule.name} on {num_ranks} ranks cannot run {count} micro-batches.",
+            evidence=f"it runs them in rounds of equal length, each of at least {num_ranks}",
+            do=f"pass micro_batches={near[0]} or {near[1]}",
+        )
+    return count
+
+
 def _start_equal(model: nn.Module, along: Exchange) -> None:
     """Give every rank the parameters and buffers of the first of ``along``."""
     own = [own_part(tensor).detach() for tensor in (*model.parameters(), *model.buffers())]
@@ -167,15 +232,7 @@ def _start_equal(model: nn.Module, along: Exchange) -> None:
 def _trial(
     pipeline: Callable[[nn.Module, torch.Tensor, Sequence[str]], Pipeline], num_stages: int, bench: Bench
 ) -> Generator[Compared]:
-    """Train a small model in stages, and yield the gradients of those of this rank: two steps that add up.
-
-    Called by: every rank.
-
-    Args:
-        pipeline: called with a model, an example and the names that the stages begin with.
-        num_stages: of all ranks of a pipeline together.
-        bench: what to train on.
-    """
+    """Train a small model in stages for two steps, and yield the gradients of this rank's stages."""
     model, plain = bench.net(num_stages), bench.net(num_stages)
     if bench.tp > 1:
         from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel  # noqa: PLC0415 - takes long

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -143,9 +142,7 @@ class StagePlan:
         if not self.can_run:
             sizes = {name: self.model.get_submodule(name).parameters() for name in called_blocks(program)}
             return {name: 1.0 + sum(own_part(one).numel() for one in found) for name, found in sizes.items()}
-        reads = {number for call in program.calls for number in call.reads}
-        states = {number: attrgetter(name) for number, name in program.states.items() if number in reads}
-        return block_costs(program, self.model, pytree.tree_leaves((tuple(args), kwargs)), self.device, states)
+        return block_costs(program, self.model, pytree.tree_leaves((tuple(args), kwargs)), self.device)
 
     def settle(self, program: Program, split: Sequence[str] | None, costs: dict[str, float] | None) -> None:
         """Decide the stage of every block, parameter and buffer.

@@ -58,7 +58,7 @@ class BoundStage:
     stage: Stage
     program: Program
     model: nn.Module
-    blocks: Mapping[str, nn.Module]
+    blocks: Mapping[str, Callable[..., Any]]
     parameters: list[nn.Parameter]
     is_last: bool
     splits_backward: bool | None = None

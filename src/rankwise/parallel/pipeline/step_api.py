@@ -21,14 +21,13 @@ from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.same_inputs import describe_arguments
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
-from rankwise.parallel.pipeline.gradient_norm import clip_to_norm
 from rankwise.parallel.pipeline.link import PipelineLink
 from rankwise.parallel.pipeline.loss_on_stages import LossOnStages
 from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
 from rankwise.parallel.pipeline.picture import Picture, write_picture
 from rankwise.parallel.pipeline.program import Ref
 from rankwise.parallel.pipeline.schedule import Action, predicting_order, training_order
-from rankwise.parallel.pipeline.step_gradients import StepGradients
+from rankwise.parallel.pipeline.step_gradients import StepGradients, clip_to_norm
 from rankwise.parallel.pipeline.step_weight import StepWeight, of_given
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import BatchNorm
@@ -152,7 +151,8 @@ class Pipeline:
         self._begin("predict", (args, kwargs), ())
         with torch.no_grad():
             run, programs = self._prepared((args, kwargs), sizes, None, [0.0] * len(sizes))
-            parts.check_rows([program.output_shapes() for program in programs], sizes)
+            for program, size in zip(programs, sizes, strict=True):
+                parts.check_rows(program.output_shapes(), size)
             with self._telling_others():
                 run.run(predicting_order(self._plan.schedule.name, self._plan.num_ranks, len(sizes))[self._place])
             outputs = [pytree.tree_leaves(run.outputs[number]) for number in sorted(run.outputs)]

@@ -8,7 +8,6 @@ factor for all of them is left.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankwise.parallel.loss.reports import MOST_TERMS, REPORT_LENGTH, Mode, combine
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
     from rankwise.parallel.loss.reports import GlobalLoss, TermReadings
 
 
-@dataclass(frozen=True, slots=True)
-class StepWeight:
-    """What the gradients of a step of one copy of the pipeline count."""
+class StepWeight(NamedTuple):
+    """The weight of the gradients of a step of one copy of the pipeline."""
 
     factor: float
     """What makes the copy's loss and gradients those of its batch."""
@@ -33,19 +31,9 @@ class StepWeight:
     total: float | None
     """What the gradients of all copies together are the mean over; ``None`` where it is the sum of the divisors."""
 
-    def numbers(self) -> list[float]:
-        """Return all of it, to be sent."""
-        return [self.factor, self.share, self.divisor, self.total or 0.0]
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> StepWeight:
-        """Return what was sent."""
-        factor, share, divisor, total = numbers
-        return cls(factor, share, divisor, total)
-
 
 NO_STEP = StepWeight(1.0, 0.0, 0.0, 0.0)
-"""In the place of what another rank will tell."""
+"""Stands for a weight that another rank will send."""
 
 
 def of_given(total: float) -> StepWeight:

@@ -289,35 +289,39 @@ class _Randomness(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def tensor_places(model: nn.Module) -> Generator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """Yield every place of each parameter and buffer: its name, the table that holds it, the key there, the tensor."""
+    for path, module in model.named_modules():
+        tables = (own_parameters(module), own_buffers(module))
+        for table in cast("tuple[dict[str, Any], ...]", tables):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    yield f"{path}.{key}" if path else key, table, key, tensor
+
+
 @contextmanager
 def _stood_in(model: nn.Module, mode: FakeTensorMode, device: torch.device, recorder: _Recorder) -> Generator[None]:
     """Have tensors without data stand in for the parameters and buffers of ``model``."""
     stand_ins: dict[int, torch.Tensor] = {}
-    swapped: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
-    for path, module in model.named_modules():
-        for table in (own_parameters(module), own_buffers(module)):
-            for key, tensor in table.items():
-                if tensor is None:
-                    continue
-                name = f"{path}.{key}" if path else key
-                swapped.append((table, key, tensor, name))
-                if id(tensor) not in stand_ins:
-                    stand_ins[id(tensor)] = stand_in = _stand_in(tensor, mode, device)
-                    recorder.name_state(name, stand_in, tensor)
+    swapped = list(tensor_places(model))
+    for name, _, _, tensor in swapped:
+        if id(tensor) not in stand_ins:
+            stand_ins[id(tensor)] = stand_in = _stand_in(tensor, mode, device)
+            recorder.name_state(name, stand_in, tensor)
     try:
-        for table, key, tensor, _ in swapped:
+        for _, table, key, tensor in swapped:
             table[key] = stand_ins[id(tensor)]
         yield
-        replaced = [name for table, key, tensor, name in swapped if table.get(key) is not stand_ins[id(tensor)]]
+        replaced = [name for name, table, key, tensor in swapped if table.get(key) is not stand_ins[id(tensor)]]
         if replaced:
             raise ConfigurationError(
                 f"forward replaces {replaced[0]}, which pipeline() does not support.",
                 evidence=f"replaced: {', '.join(replaced)}",
                 do="change it in place: self.buffer.copy_(...)",
             )
-        recorder.program.note_changed(name for *_, tensor, name in swapped if _version(stand_ins[id(tensor)]) > 0)
+        recorder.program.note_changed(name for name, *_, tensor in swapped if _version(stand_ins[id(tensor)]) > 0)
     finally:
-        for table, key, tensor, _ in swapped:
+        for _, table, key, tensor in swapped:
             table[key] = tensor
 
 
