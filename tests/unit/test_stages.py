@@ -249,7 +249,7 @@ def test_a_parameter_between_blocks_belongs_to_every_stage_that_reads_it() -> No
     model = Passing("shared")
     program = program_of(model, torch.randn(3, 4))
     stage_of = stages_of_blocks(called_blocks(program), [1])
-    found = owners([(program, cut(program, stage_of, 2))], [name for name, _ in model.named_parameters()], stage_of)
+    found = owners(program, cut(program, stage_of, 2), [name for name, _ in model.named_parameters()], stage_of)
     assert found == {"a.weight": {0, 1}, "a.bias": {0}, "b.weight": {1}, "b.bias": {1}}
 
 

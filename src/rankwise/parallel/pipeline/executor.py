@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a pipeline on this rank: its actions in order, and when each ran.
+"""One step of a pipeline on this rank: runs its actions in order, and notes when each ran.
 
-Used by pipeline. Which actions there are is decided by schedule; a stage is computed by stage_executor.
+The actions come from schedule; a stage is computed by stage_executor. Used by step_api.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a rank computed one thing, in seconds since the step began."""
+    """When a rank ran one forward or backward, in seconds since the step began."""
 
     rank: int
     kind: str
@@ -46,10 +46,10 @@ class MicroBatch:
     """Of the model's arguments."""
     target: Any
     share: float
-    """What its loss counts of the whole, as far as that is known before it is computed."""
+    """The weight of its loss in the whole, as far as it is known beforehand."""
     num_samples: int
     stages: dict[int, BoundStage]
-    """Those of this rank, for its number of samples."""
+    """The stages of this rank, for its number of samples."""
 
 
 @dataclass(eq=False)
@@ -137,7 +137,7 @@ class StepRun:
         scale = micro_batch.share if self._scale_of is None else self._scale_of(loss, held.output, micro_batch)
         if scale == 0.0:
             held.end_forward(None)
-            # A mean over nothing is NaN, and so would be all its gradients: without a loss there are none.
+            # A mean over nothing is NaN, and so are its gradients: without a loss there are none.
             self.losses.append(loss.detach().new_zeros(()))
             return
         scaled = loss.reshape(()) * scale
@@ -166,7 +166,7 @@ class StepRun:
         return self._gradients.pop((stage, number), [])
 
     def _return(self, stage: int, number: int, found: Sequence[torch.Tensor | None]) -> None:
-        """Have the gradients of what was received go back; zero where backward did not come by."""
+        """Return the gradients of the received values to the previous stage; zeros if backward computed none."""
         if stage == 0:
             return
         bound = self._bound(stage, number)
@@ -184,7 +184,7 @@ class StepRun:
     # -- travelling --------------------------------------------------------------------------------
 
     def _hand_on(self, how: str, stage: int, number: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep tensors for the sending that comes next, or give them to a stage of this rank."""
+        """Keep tensors until they are sent, or give them to the neighbouring stage if it is on this rank."""
         neighbour = stage + 1 if how == kinds.SEND_FORWARD else stage - 1
         bound = self._bound(stage, number)
         if self.rank_of(neighbour) != self.rank_of(stage):
@@ -201,7 +201,7 @@ class StepRun:
             self._gradients[neighbour, number] = self._with_gaps(neighbour, number, tensors)
 
     def _with_gaps(self, stage: int, number: int, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return a gradient per value that ``stage`` has sent, ``None`` for those that have none."""
+        """Return a gradient per value that ``stage`` has sent, ``None`` for values without one."""
         bound = self._bound(stage, number)
         rest = iter(gradients)
         return [next(rest) if bound.program.kinds[value].requires_grad else None for value in bound.stage.sends]
@@ -237,14 +237,14 @@ class StepRun:
 
 
 def now(device: torch.device) -> float:
-    """Return the time in seconds, when the device has done what it was given."""
+    """Return the time in seconds, once the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor, or a copy of it, with these strides: what the receiver takes it to have."""
+    """Return the tensor, or a copy of it, with the strides that the receiver expects."""
     if tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
