@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model in stages on different ranks, through which a batch goes in micro-batches.
 
-Works in place: the model keeps its class, its modules and its keys; what other ranks hold is on the meta device here.
-Holds the public call; the model is cut by plan, and a step is run by step_api.
+Works in place: the model keeps its class, its modules and its keys; tensors of other ranks are on the meta device.
+Holds the public call; plan cuts the model, and step_api runs a step.
 """
 
 from __future__ import annotations
@@ -57,43 +57,43 @@ def pipeline(
 
     Called by: every rank, with the same model, before the optimizer is built.
 
-    ``loss = step(x, target)`` stands for ``loss = loss_fn(model(x), target); loss.backward()``: afterwards every rank
-    has, in the parameters of its stages, the gradients one device would have, for every batch size and number of
-    micro-batches. Every rank starts from rank zero's parameters and keeps those of its stages; the others become
-    meta tensors, without memory, so that names, order and ``state_dict`` keys stay, and an optimizer built afterwards
-    numbers parameters alike on every rank. The ranks lie along ``pp``; where :func:`rankwise.mesh` has
+    ``loss = step(x, target)`` replaces ``loss = loss_fn(model(x), target); loss.backward()``: afterwards the parameters
+    of each rank's stages have the gradients one device would have, for every batch size and number of micro-batches.
+    Every rank starts from rank zero's parameters and keeps those of its stages; the others become meta tensors,
+    without memory, so that names, order and ``state_dict`` keys stay, and an optimizer built afterwards numbers
+    parameters the same on every rank. The ranks of a pipeline lie along ``pp``; if :func:`rankwise.mesh` has
     ``dp_replicate`` too, gradients are those of all pipelines' batches together.
 
-    The model is cut between blocks: layers, and what repeats (a residual block, a decoder layer) as a whole. What
-    ``forward`` does between blocks may be anything whose shapes follow from the shapes of the inputs; values that skip
-    stages travel through those in between, and what depends on the inputs alone is computed by every stage.
+    The model is cut between blocks: layers, and repeated modules (a residual block, a decoder layer) as a whole.
+    Between blocks ``forward`` may do anything whose shapes follow from the shapes of the inputs; values that skip
+    stages pass through those in between, and values of the inputs alone are computed by every stage.
 
-    BatchNorm in training mode takes its statistics per micro-batch, so that the result depends on their number;
-    dropout is drawn per stage. This rank has the gradients of its own stages only: clip them with
+    BatchNorm in training mode takes its statistics per micro-batch, so the result depends on their number; dropout is
+    drawn per stage. This rank has the gradients of its own stages only: clip them with
     :meth:`Pipeline.clip_grad_norm_`. Hooks on ``model`` itself do not run; those on its blocks do.
 
     Args:
-        model: whole on every rank, on its device already; or on the CPU or the meta device, of which each rank then
-            takes its own stages to its device. What was on meta is filled with NaN there, and to be loaded with
+        model: whole on every rank, already on its device; or on the CPU or the meta device, from which each rank moves
+            its own stages to its device. Tensors from meta are filled with NaN, and must be loaded with
             :func:`rankwise.load_weights` or a checkpoint before the first step. Change layers and dtype before.
-        loss_fn: called with the model's output and the target of a micro-batch; returns a mean or a sum over what is in
-            it: samples, tokens, what a mask leaves. Its graph shows which; what is neither is warned of.
-        example: a batch as ``model`` would be called with: a tensor, a tuple of arguments or a dict of them by name.
-            Of any size; the closer to the training's, the better the balance.
-        micro_batches: how many parts a batch is run in. Default: the number of stages.
+        loss_fn: called with the model's output and the target of a micro-batch; returns a mean or a sum over its
+            samples, its tokens or the elements of a mask, as its graph shows. Other losses are warned about.
+        example: a batch as passed to ``model``: a tensor, a tuple of arguments or a dict of them by name. Of any size;
+            the closer to the training's, the better the balance.
+        micro_batches: the number of parts a batch is split into. Default: the number of stages.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"`` or
             ``"zbv_zero_bubble"``; the last three have two stages per rank.
-        split: names of the modules that each stage but the first begins with. Default: so that the measured forward
-            and backward of the most expensive stage is shortest; by numbers of parameters where the model is not on
+        split: names of the modules that each stage but the first begins with. Default: the split that minimizes the
+            measured forward and backward of the most expensive stage; by numbers of parameters if the model is not on
             its device yet.
-        weight: called with the target of a micro-batch; returns what its loss is a mean over, at least zero. The loss
-            is not read then.
+        weight: called with the target of a micro-batch; returns the number its loss is a mean over, at least zero. The
+            loss is then not read.
 
     Raises:
         NotJoined: before :func:`rankwise.join`.
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
-        ConfigurationError: the model cannot be cut so, or ranks were given different things; on every rank, and
-            nothing has changed.
+        ConfigurationError: the model cannot be cut in this way, or arguments differ between ranks; raised on every
+            rank, and nothing has changed.
         WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
 
     Source: torch.distributed.pipelining, whose schedules order a step.
@@ -108,11 +108,7 @@ def pipeline(
         num_micro_batches = checked_count(micro_batches, chosen, axes.pp)
         names = _checked_split(split)
         plan = plan_of(model, chosen, axes.pp, session.world.device)
-
-    def small(model: nn.Module, example: object, split: Sequence[str]) -> Pipeline:
-        return pipeline(model, trial_loss, example=example, schedule=schedule, split=split or None)
-
-    check_torch("pipeline", partial(_trial, small, plan.num_stages), variant=chosen.name)
+    check_torch("pipeline", partial(_trial, schedule, plan.num_stages), variant=chosen.name)
     same_on_all_ranks(
         "the configuration of pipeline()",
         {
@@ -229,9 +225,7 @@ def _start_equal(model: nn.Module, along: Exchange) -> None:
         broadcast_tensors([part for part in own if not part.is_meta], along, what="parameters of rank 0")
 
 
-def _trial(
-    pipeline: Callable[[nn.Module, torch.Tensor, Sequence[str]], Pipeline], num_stages: int, bench: Bench
-) -> Generator[Compared]:
+def _trial(schedule: str, num_stages: int, bench: Bench) -> Generator[Compared]:
     """Train a small model in stages for two steps, and yield the gradients of this rank's stages."""
     model, plain = bench.net(num_stages), bench.net(num_stages)
     if bench.tp > 1:
@@ -239,7 +233,8 @@ def _trial(
 
         tensor_parallel(model)
     x, _, first, last = bench.batch(0)
-    step = pipeline(model, x[first:last], [str(number) for number in range(1, num_stages)])
+    split = [str(number) for number in range(1, num_stages)]
+    step = pipeline(model, trial_loss, example=x[first:last], schedule=schedule, split=split or None)
     for number in range(2):
         x, y, first, last = bench.batch(number)
         step(x[first:last], y[first:last])

@@ -201,6 +201,12 @@ def received_like(kind: TensorKind, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=device)
 
 
+def _nodes_of(leaves: Iterable[torch.Tensor]) -> set[Node | None]:
+    """Return the nodes of a graph in which gradients of leaves accumulate."""
+    views = [leaf.view_as(leaf).grad_fn for leaf in leaves]
+    return {node.next_functions[0][0] for node in views if node is not None}
+
+
 def _edges(roots: Iterable[torch.Tensor]) -> Generator[Node]:
     """Yield the node at the end of every edge of the graph of ``roots``, once per edge."""
     seen: set[Node] = set()
@@ -221,12 +227,11 @@ def _reaches(root: torch.Tensor, leaves: Collection[torch.Tensor]) -> bool:
     torch's backward in two halves finds parameters on the paths from the inputs to each output; it would miss those of
     an output that does not depend on an input.
     """
-    targets = {leaf.view_as(leaf).grad_fn.next_functions[0][0] for leaf in leaves}
+    targets = _nodes_of(leaves)
     return any(root is leaf for leaf in leaves) or any(node in targets for node in _edges([root]))
 
 
 def _uses_one_twice(roots: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether a parameter is used in two places, of which torch's backward in two halves sees one."""
-    made = [parameter.view_as(parameter).grad_fn for parameter in parameters]
-    targets = {node.next_functions[0][0] for node in made if node is not None}
+    targets = _nodes_of(parameters)
     return any(count > 1 for count in Counter(node for node in _edges(roots) if node in targets).values())

@@ -62,9 +62,9 @@ def install(model: nn.Module, runs_on: dict[Unit, torch.device], away: set[Unit]
         wrap_call(module, _Interruptible(module, all_calls))
 
 
-def refuse_training(model: nn.Module, what: str) -> None:
-    """Have ``model`` refuse to run in training mode; ``what`` its weights are goes into the error."""
-    model.register_forward_pre_hook(_Before(_RefuseTraining(what)), with_kwargs=True, prepend=True)
+def refuse_training(model: nn.Module) -> None:
+    """Have ``model``, whose weights are in 8 bits, refuse to run in training mode."""
+    model.register_forward_pre_hook(_RefuseTraining(), prepend=True)
 
 
 class _Around:
@@ -158,15 +158,12 @@ class _AroundLayer(_Around):
             self._fetching.leave(self._away)
 
 
-class _RefuseTraining(_Around):
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del args, kwargs
+class _RefuseTraining(OwnHook):
+    @uncompiled
+    def __call__(self, module: nn.Module, _: object) -> None:
         if module.training and torch.is_grad_enabled():
             raise ConfigurationError(
-                f"This {type(module).__name__} holds {self._what} weights, which cannot be trained.",
+                f"This {type(module).__name__} holds 8-bit weights, which cannot be trained.",
                 do="call model.eval() for inference, or place() without int8=True for training",
             )
 
