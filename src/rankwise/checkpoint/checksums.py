@@ -14,7 +14,7 @@ from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry
 from rankwise.tensors.synced_folders import sync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     Bytes = bytes | memoryview
@@ -79,11 +79,12 @@ def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | No
         if found > entry.size_bytes:
             return f"{path.name} is too long: {entry.size_bytes} bytes expected, {found} found"
         buffer = memoryview(bytearray(min(PIECE_BYTES, entry.size_bytes)))
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             for number in pieces:
                 length = min(PIECE_BYTES, entry.size_bytes - number * PIECE_BYTES)
                 file.seek(number * PIECE_BYTES)
-                _fill(file.readinto, buffer[:length])
+                if file.readinto(buffer[:length]) < length:
+                    raise EOFError("the file ended early")  # noqa: TRY301 - reported below
                 if f"{zlib.crc32(buffer[:length]):08x}" != entry.checksums[number]:
                     first = number * PIECE_BYTES
                     where = f"bytes {first}-{first + length - 1}"
@@ -93,12 +94,3 @@ def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | No
     except (OSError, EOFError) as error:
         return f"{path.name} cannot be read: {error}"
     return None
-
-
-def _fill(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> None:
-    while len(buffer):
-        count = readinto(buffer)
-        if not count:
-            message = "the file ended early"
-            raise EOFError(message)
-        buffer = buffer[count:]

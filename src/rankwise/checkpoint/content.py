@@ -232,6 +232,18 @@ def unwrapped(item: object) -> object:
     return item
 
 
+def refuse_lazy(name: str, tensor: torch.Tensor) -> None:
+    """Raise if a weight has no shape yet.
+
+    Raises:
+        ConfigurationError: see above.
+    """
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ConfigurationError(
+            f"{name} has no shape yet: it belongs to a lazy module.", do="run one batch through the model first"
+        )
+
+
 def state_of(item: object) -> object:
     """Return the state tree of an object: the object itself if it has no ``state_dict()``."""
     state_dict = getattr(unwrapped(item), "state_dict", None)

@@ -72,20 +72,19 @@ def list_numbered(folder: Path) -> dict[int, Path]:
     return {number: find(folder / numbers[number]) for number in sorted(numbers, reverse=True)}
 
 
-def list_unfinished(folder: Path, name: str | None = None) -> list[Path]:
-    """Return the directories that interrupted saves have left.
+def list_unfinished(folder: Path) -> list[Path]:
+    """Return the directories that interrupted saves of numbered checkpoints have left."""
+    return [path for path in _hidden(folder, "staging") if _counts(path, None)]
+
+
+def remove_leftovers(folder: Path, name: str | None) -> None:
+    """Remove what interrupted saves have left; bring back a checkpoint whose replacement was interrupted.
+
+    No save may be running there.
 
     Args:
         folder: where to look.
-        name: of one checkpoint; by default those of all numbered checkpoints are returned.
-    """
-    return [path for path in _hidden(folder, "staging") if _counts(path, name)]
-
-
-def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what interrupted saves have left; bring back a checkpoint whose replacement was interrupted.
-
-    Arguments as for :func:`list_unfinished`. No save may be running there.
+        name: of one checkpoint; ``None`` for all numbered checkpoints.
     """
     for path in _hidden(folder, "staging") + _hidden(folder, "removed"):
         if _counts(path, name):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
 K = TypeVar("K", bound="tuple[str, tuple[int, ...]]")
 
@@ -47,7 +47,7 @@ class FileEntry:
     """Its name in the checkpoint's directory; never a path."""
     size_bytes: int
     """Its whole length."""
-    checksums: tuple[str, ...]
+    checksums: Sequence[str]
     """CRC-32 of each piece of ``PIECE_BYTES``, eight hexadecimal digits."""
 
 
@@ -249,8 +249,7 @@ def decode(data: bytes) -> Manifest:
 
 def _manifest_of(sections: dict[str, Any]) -> Manifest:
     if sections["piece_bytes"] != PIECE_BYTES:
-        message = f"pieces of {sections['piece_bytes']!r} bytes"
-        raise ValueError(message)
+        raise ValueError(f"pieces of {sections['piece_bytes']!r} bytes")
     files = {name: _file_entry(name, entry) for name, entry in sections["files"].items()}
     return Manifest(
         rankwise_version=_text(sections["rankwise_version"]),
@@ -274,8 +273,7 @@ def _file_entry(name: str, entry: dict[str, Any]) -> FileEntry:
     size = _count(entry["size_bytes"])
     checksums = tuple(_text(checksum) for checksum in entry["crc32"])
     if len(checksums) != -(-size // PIECE_BYTES) or not all(map(_CHECKSUM.fullmatch, checksums)):
-        message = f"the checksums of {name} do not match its {size} bytes"
-        raise ValueError(message)
+        raise ValueError(f"the checksums of {name} do not match its {size} bytes")
     return FileEntry(name=name, size_bytes=size, checksums=checksums)
 
 
@@ -290,8 +288,7 @@ def _tensor_entry(name: str, entry: dict[str, Any], files: Mapping[str, FileEntr
         for part in entry["parts"]
     )
     if not tiles([part.region for part in parts], shape):
-        message = f"the parts of {name} do not cover {list(shape)}"
-        raise ValueError(message)
+        raise ValueError(f"the parts of {name} do not cover {list(shape)}")
     return TensorEntry(dtype=dtype, shape=shape, parts=parts)
 
 
@@ -339,8 +336,7 @@ def _cut(regions: Collection[Region], dim: int) -> list[list[Region]]:
 def _known_file(entry: dict[str, Any], files: Mapping[str, FileEntry]) -> str:
     file = _text(entry["file"])
     if file not in files:
-        message = f"no file {file!r}"
-        raise ValueError(message)
+        raise ValueError(f"no file {file!r}")
     return file
 
 
@@ -350,13 +346,11 @@ def _counts(values: list[Any]) -> tuple[int, ...]:
 
 def _count(value: object) -> int:
     if type(value) is not int or value < 0:
-        message = f"{value!r} is not a count"
-        raise ValueError(message)
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        message = f"{value!r} is not text"
-        raise TypeError(message)
+        raise TypeError(f"{value!r} is not text")
     return value

@@ -2,8 +2,7 @@
 """How the ranks of a save or a load confirm each step to each other.
 
 Three ways with one meaning: alone, through the collectives, and through the store for a thread that
-must not touch the process group. Knows nothing of checkpoints. Imported by the other files of this
-room.
+must not touch the process group. Knows nothing of checkpoints.
 """
 
 from __future__ import annotations
@@ -80,6 +79,12 @@ class CollectiveRanks:
     def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
         """Do ``work`` on every rank. As :meth:`CheckpointRanks.confirm`."""
         return results_of_all(label, work, call="saving or loading")
+
+
+def joined_ranks() -> CheckpointRanks:
+    """Return all ranks of the session, or this process alone where no world is joined."""
+    session = current_or_none()
+    return SingleRank() if session is None else CollectiveRanks(session)
 
 
 class StoreRanks:

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from rankwise.checkpoint import dtensor_layout
+from rankwise.checkpoint.files import dtype_name
 from rankwise.errors import CheckpointError
+from rankwise.tensors.files import CODES
 from rankwise.torch_private.modules import metadata_of, set_metadata
 
 if TYPE_CHECKING:
@@ -33,29 +35,8 @@ _LISTS = {tuple: "tuple", torch.Size: "size"}
 _LARGEST_DECIMAL_BITS = 8192
 """Python refuses to read or write decimal integers of more than 4300 digits."""
 
-TENSOR_DTYPES = frozenset(
-    [
-        "bool",
-        "uint8",
-        "int8",
-        "uint16",
-        "int16",
-        "uint32",
-        "int32",
-        "uint64",
-        "int64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "complex64",
-        "complex128",
-    ]
-)
+# Those of the format; complex128 is written as float64, and float8_e8m0fnu holds scales only.
+TENSOR_DTYPES = frozenset({dtype_name(dtype) for dtype in CODES} - {"float8_e8m0fnu"} | {"complex128"})
 _NUMPY_DTYPES = frozenset(name for name in TENSOR_DTYPES if name != "bfloat16" and "float8" not in name)
 
 
@@ -180,12 +161,7 @@ def unflatten(skeleton: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any: 
 
 
 def _decode_dict(skeleton: dict[str, Any], tag: str, tensor_of: Callable[[str], torch.Tensor]) -> Any:  # noqa: ANN401
-    make: dict[str, Callable[[], Any]] = {
-        "dict": dict,
-        "ordered_dict": OrderedDict,
-        "counter": Counter,
-    }
-    tree = make[tag]()
+    tree: dict[Any, Any] = next(kind for kind, name in _DICTS.items() if name == tag)()
     for key, item in _pairs(skeleton[tag]):
         tree[unflatten(key, tensor_of)] = unflatten(item, tensor_of)
     if "metadata" in skeleton:
@@ -247,7 +223,7 @@ def _checked_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
         raise _refusal(tensor, path)
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise _refusal(tensor, path, f"a {tensor.layout} tensor on {tensor.device} of type")
-    if str(tensor.dtype).removeprefix("torch.") not in TENSOR_DTYPES:
+    if dtype_name(tensor.dtype) not in TENSOR_DTYPES:
         raise _refusal(tensor, path, f"a {tensor.dtype} tensor of type")
     return tensor.detach().as_subclass(torch.Tensor)
 

@@ -15,7 +15,7 @@ from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.parallel.compress.error_feedback import HasErrorFeedback
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.open_channels import open_channels
-from rankwise.parallel.core.buckets import plan
+from rankwise.parallel.core.buckets import divide_by_size, plan
 from rankwise.parallel.core.weight_unit import WeightUnit
 
 if TYPE_CHECKING:
@@ -53,11 +53,10 @@ class PseudoGradients:
         self._across_groups = across_groups
         self._rank = 0 if copies is None else copies.rank
         num_copies = 1 if copies is None else copies.world_size
-        owner_of = shared_out([part.nbytes for part in parts], num_copies)
         limit_bytes = across_groups.channel_bytes(parts[0].device) if parts else 1
         self._buckets = [
-            plan(parts, [number for number, other in enumerate(owner_of) if other == owner], limit_bytes, limit_bytes)
-            for owner in range(num_copies)
+            plan(parts, numbers, limit_bytes, limit_bytes)
+            for numbers in divide_by_size([part.nbytes for part in parts], num_copies)
         ]
         """For each of the copies, the numbers of the parameters on each of its channels."""
         self._like = [[parts[numbers[0]] for numbers in channels] for channels in self._buckets]
@@ -143,14 +142,3 @@ class PseudoGradients:
         shapes = [self._shapes[number] for number in numbers]
         pieces = flat.split([shape.numel() for shape in shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-def shared_out(sizes: Sequence[int], num_owners: int) -> list[int]:
-    """Return who takes each of some things so that all have about as much: the largest first, to who has least."""
-    load = [0] * num_owners
-    owner_of = [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        owner = load.index(min(load))
-        owner_of[number] = owner
-        load[owner] += sizes[number]
-    return owner_of
