@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files with checksums: written on disk piece by piece, and compared with the manifest.
 
-Knows no tensors and no other rank. Imported by the saving and the loading of this room.
+Knows no tensors and no other rank.
 """
 
 from __future__ import annotations
@@ -65,13 +65,7 @@ def plain(path: Path) -> Path:
 
 
 def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
-    """Return how a file is damaged, or ``None``.
-
-    Args:
-        path: the file.
-        entry: what the manifest says about it.
-        pieces: numbers of the pieces whose checksums are compared; the size is always compared.
-    """
+    """Return how a file is damaged, or ``None``: its size, and the checksums of some pieces by number."""
     try:
         found = plain(path).stat().st_size
         if found < entry.size_bytes:

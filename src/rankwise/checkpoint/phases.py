@@ -33,14 +33,10 @@ class CheckpointRanks(Protocol):
     """The participating ranks, and a way to do a step together."""
 
     @property
-    def rank(self) -> int:
-        """Number of this one."""
-        ...
+    def rank(self) -> int: ...  # noqa: D102 - as of the world
 
     @property
-    def world_size(self) -> int:
-        """How many there are."""
-        ...
+    def world_size(self) -> int: ...  # noqa: D102 - as of the world
 
     def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
         """Do ``work`` on every rank; return the results of all, in rank order.
@@ -64,7 +60,7 @@ class SingleRank:
     world_size = 1
 
     def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
-        """Do ``work``. As :meth:`CheckpointRanks.confirm`."""
+        """Do ``work``."""
         del label
         return [work()]
 
@@ -95,7 +91,7 @@ class StoreRanks:
 
         Args:
             session: of the ranks; its failure detector reports ranks that fail.
-            store: a connection of the thread's own.
+            store: a connection for this thread alone.
             name: of the save, the same on every rank and never used before in this job.
         """
         self.rank = session.world.rank

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State trees to tensors and a JSON skeleton, and back. Never pickle.
 
-Must not touch files or other ranks. :func:`flatten` lists what a tree may hold; anything
-else is an error that names its path. Imported by the saving and the loading of this room.
+Must not touch files or other ranks. :func:`flatten` lists what a tree may hold; anything else is an error that names
+its path.
 """
 
 from __future__ import annotations
@@ -48,12 +48,8 @@ def flatten(trees: Mapping[str, object]) -> tuple[dict[str, Json], dict[str, tor
     ``float``, ``complex``, ``str``, ``bool`` and ``None``. A tensor that occurs in several places
     (tied weights) is named once. DTensors, and meta tensors that stand for what other ranks hold, count as tensors.
 
-    Args:
-        trees: state tree of each object, by the object's name.
-
     Returns:
-        The skeleton of each object, and the tensors by name; a name is the path of the tensor's
-        first place.
+        The skeleton of each object, and the tensors by name: the path of the tensor's first place.
 
     Raises:
         CheckpointError: a tree holds something else; its path and type are named.
@@ -249,13 +245,7 @@ def _refusal(value: object, path: str, what: str = "a") -> CheckpointError:
 
 
 def leaves(skeleton: Json, path: str, tensors: Mapping[str, str]) -> dict[str, str]:
-    """Return each leaf of a skeleton as text by its path, to find where two differ.
-
-    Args:
-        skeleton: as :func:`flatten` made it.
-        path: of its root.
-        tensors: the text for each tensor, by name.
-    """
+    """Return each leaf of a skeleton with root ``path`` as text by its path, with a given text for each tensor."""
     tag: str
     content: Any
     if isinstance(skeleton, dict):
