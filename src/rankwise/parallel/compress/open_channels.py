@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.backends.mirror_channel import MirrorChannel
 from rankwise.comm.backends.protocol import describe_channels
+from rankwise.comm.backends.through_host import MirrorChannel
 from rankwise.parallel.compress.allgather_channel import AllGatherChannel, SharedAllGather
 from rankwise.parallel.compress.compressed_sums import sum_of_largest, sum_of_quantised
 from rankwise.parallel.compress.low_rank import FactorPlan, Factors, LowRankChannel

@@ -30,7 +30,6 @@ from rankwise.parallel.parameter_server.staleness import StalenessBound
 from rankwise.parallel.parameter_server.worker import ServerAddress, Worker, close_all
 from rankwise.parallel.parameter_server.worker_connections import WorkerConnections
 from rankwise.store import bootstrap
-from rankwise.store.address_and_port import EVERY_INTERFACE
 from rankwise.store.wire import listen
 from rankwise.torch_private.modules import mark_step
 
@@ -81,7 +80,7 @@ def open_worker_or_server(
         host = bootstrap.address_on_job(setup.store, setup.world)
         connections = WorkerConnections(listen(host, 0), secret, settings.workers, own)
         reported = {
-            "host": setup.world.hostname if host == EVERY_INTERFACE else host,
+            "host": setup.world.hostname if host == bootstrap.EVERY_INTERFACE else host,
             "port": connections.port,
             "home": home,
             "memory": "" if mapping is None else mapping.ticket,

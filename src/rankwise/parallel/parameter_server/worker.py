@@ -217,9 +217,7 @@ class Worker:
         peer_wait = PeerWait(
             what=what,
             peer=server.rank,
-            world=self._setup.world,
             detector=self._setup.detector,
-            store=self._setup.store,
             broken=lambda: channel.error,
             spare_seconds=SPARE_SECONDS,
             do=f"look at the output of rank {server.rank}, a parameter server, and of the slowest worker",

@@ -24,6 +24,8 @@ from rankwise.torch_private.modules import TABLES, aliases, own_buffers, own_par
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
 
+MOST_MIXED = 64
+"""So many combinations of a layer's features are tried, where the layer is not split along them."""
 _LOWER = {torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -46,11 +48,13 @@ class Split:
 
 
 class Values:
-    """What every copy has: random parameters, the same for all, and of the pair's layers as many as are tried."""
+    """Random parameters, the same for all copies. Layers of the pair have only the features that are tried."""
 
     def __init__(self, module: nn.Module, split: Split) -> None:
         self._generator = torch.Generator("cpu").manual_seed(0)
         self.layers: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """Weight and bias of each layer of the pair."""
+        self._mixtures: dict[int, torch.Tensor] = {}
         pair: set[nn.Module] = set()
         for name in (*split.columns, split.row):
             layer = module.get_submodule(name)
@@ -58,8 +62,9 @@ class Values:
             size = split.features[name] * split.num_parts
             outputs, inputs = (int(one) for one in layer.weight.shape)  # type: ignore[union-attr]
             outputs, inputs = (outputs, size) if name == split.row else (size, inputs)
+            shape = (min(outputs, MOST_MIXED), inputs) if name == split.row else (outputs, min(inputs, MOST_MIXED))
             bias = None if own_parameters(layer)["bias"] is None else self._random((outputs,))
-            self.layers[name] = self._random((outputs, inputs)), bias
+            self.layers[name] = self._random(shape), bias
         self.tensors: dict[torch.Tensor, torch.Tensor] = {}
         for one in module.modules():
             for parameter in one.parameters(recurse=False):
@@ -68,6 +73,18 @@ class Values:
                 elif parameter not in self.tensors:
                     # Only calls of the layer are split. Other uses of its weight, which keeps its shape, give NaN.
                     self.tensors[parameter] = torch.full((), torch.nan, dtype=torch.float64).expand(parameter.shape)
+
+    def mixture(self, width: int) -> torch.Tensor | None:
+        """Return the [MOST_MIXED, width] matrix between a wide dim that is not split and a weight.
+
+        A weight of 4096 x 4096 in float64 takes longer to fill than all else: the weights tried are products of a
+        small one with this. Each element still depends on every input, so a wrong split still gives other results.
+        """
+        if width <= MOST_MIXED:
+            return None
+        if width not in self._mixtures:
+            self._mixtures[width] = self._random((MOST_MIXED, width))
+        return self._mixtures[width]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a buffer, or another tensor that is no parameter, as copies have it."""
@@ -123,9 +140,12 @@ class _Layer:
     sum, and gets the whole sum back.
     """
 
-    def __init__(self, run: Run, name: str, *, is_row: bool, answers: list[torch.Tensor] | None) -> None:
+    def __init__(
+        self, run: Run, name: str, mixture: torch.Tensor | None, *, is_row: bool, answers: list[torch.Tensor] | None
+    ) -> None:
         self._run = run
         self._name = name
+        self._mixture = mixture
         self._is_row = is_row
         self._answers = answers
 
@@ -134,12 +154,14 @@ class _Layer:
         weight, bias = run.leaves[f"{name}.weight"], run.leaves.get(f"{name}.bias")
         run.calls.add(name)
         if not self._is_row:
-            if self._answers is None:
-                return F.linear(x, weight, bias)
-            leaf = x.detach().clone().requires_grad_()
-            run.cuts.append(Cut(name, True, x, leaf))
-            return F.linear(leaf, weight, bias)
+            if self._answers is not None:
+                leaf = x.detach().clone().requires_grad_()
+                run.cuts.append(Cut(name, True, x, leaf))
+                x = leaf
+            return F.linear(x if self._mixture is None else F.linear(x, self._mixture), weight, bias)
         share = F.linear(x, weight)
+        if self._mixture is not None:
+            share = share @ self._mixture
         number = len(run.shares)
         run.shares.append(share.detach())
         if self._answers is None:
@@ -172,7 +194,9 @@ def run_copy(
         run.leaves[f"{name}.weight"] = weight.detach().requires_grad_()
         if bias is not None:
             run.leaves[f"{name}.bias"] = bias.detach().requires_grad_()
-        _stand_in(owner.get_submodule(name), _Layer(run, name, is_row=is_row, answers=answers))
+        layer = module.get_submodule(name)
+        mixture = values.mixture(int(layer.out_features if is_row else layer.in_features))  # type: ignore[arg-type]
+        _stand_in(owner.get_submodule(name), _Layer(run, name, mixture, is_row=is_row, answers=answers))
     for attribute, count in split.counts.items():
         setattr(owner, attribute, count if part is not None else count * split.num_parts)
     owner.train(training)
