@@ -38,16 +38,29 @@ from rankwise.compat.horovod.initialization import (
 )
 from rankwise.compat.horovod.launching import run
 from rankwise.compat.horovod.operations.api import barrier, join, poll, synchronize
-from rankwise.compat.horovod.operations.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
-from rankwise.compat.horovod.operations.exchanging import alltoall, alltoall_async
-from rankwise.compat.horovod.operations.gathering import (
+from rankwise.compat.horovod.operations.collectives import (
     allgather,
     allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
 )
-from rankwise.compat.horovod.operations.objects import allgather_object, broadcast_object
-from rankwise.compat.horovod.operations.parameters import broadcast_optimizer_state, broadcast_parameters
+from rankwise.compat.horovod.operations.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from rankwise.compat.horovod.operations.reducing import (
     allreduce,
     allreduce_,
@@ -58,13 +71,6 @@ from rankwise.compat.horovod.operations.reducing import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from rankwise.compat.horovod.operations.scattering import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from rankwise.compat.horovod.operations.sparse import sparse_allreduce_async
 from rankwise.compat.horovod.optimizer.distributed_optimizer import DistributedOptimizer
 from rankwise.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from rankwise.compat.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum

@@ -26,7 +26,7 @@ _MODULES = {
     "horovod.torch.sync_batch_norm": _PACKAGE,
     "horovod.torch.elastic": f"{_PACKAGE}.elastic",
     "horovod.torch.elastic.sampler": f"{_PACKAGE}.elastic.sampler",
-    "horovod.torch.elastic.state": f"{_PACKAGE}.elastic.torch_state",
+    "horovod.torch.elastic.state": f"{_PACKAGE}.elastic.state",
     "horovod.common.elastic": f"{_PACKAGE}.elastic",
     "horovod.common.exceptions": f"{_PACKAGE}.exceptions",
     "horovod.common.process_sets": _PACKAGE,

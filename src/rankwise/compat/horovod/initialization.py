@@ -18,11 +18,11 @@ from rankwise.compat.horovod.errors import NotOffered, not_initialized
 from rankwise.compat.horovod.negotiation.queue import (
     MachinePosition,
     OperationQueue,
-    SetMembers,
     current_queue,
     current_queue_or_none,
     set_current_queue,
 )
+from rankwise.compat.horovod.negotiation.request import SetMembers
 from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
 from rankwise.errors import ConfigurationError
 from rankwise.log import log, logger

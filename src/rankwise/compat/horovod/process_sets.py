@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.comm.collectives import new_group
 from rankwise.compat.horovod.errors import Refused, not_initialized
-from rankwise.compat.horovod.negotiation.queue import SetMembers, announce, current_queue, current_queue_or_none
+from rankwise.compat.horovod.negotiation.queue import announce, current_queue, current_queue_or_none
+from rankwise.compat.horovod.negotiation.request import SetMembers
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.nn import functional
 
 from rankwise.compat.horovod.initialization import size
-from rankwise.compat.horovod.operations.gathering import allgather
+from rankwise.compat.horovod.operations.collectives import allgather
 from rankwise.compat.horovod.operations.reducing import allreduce
 from rankwise.compat.horovod.reduce_ops import Sum
 from rankwise.parallel.core import global_statistics

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,8 +26,10 @@ class Module(nn.Module):
         yield from self.buffers()
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    instead = {name: f"torch.nn.{name}: change this import to `import torch.nn as M`"} if hasattr(nn, name) else {}
-    if not instead and not name.startswith("__"):
-        instead = {name: "a module of torch.nn"}
-    raise refused("megengine.module", name, instead, __all__)
+def _instead(name: str) -> str | None:
+    if hasattr(nn, name):
+        return f"torch.nn.{name}: change this import to `import torch.nn as M`"
+    return None if name.startswith("__") else "a module of torch.nn"
+
+
+__getattr__ = refusing("megengine.module", __all__, _instead)

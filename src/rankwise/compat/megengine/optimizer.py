@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -95,6 +95,4 @@ _NOT_OFFERED = {
     "clip_grad_value": "torch.nn.utils.clip_grad_value_",
 }
 
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    raise refused("megengine.optimizer", name, _NOT_OFFERED, __all__)
+__getattr__ = refusing("megengine.optimizer", __all__, _NOT_OFFERED.get)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -75,15 +76,12 @@ class DataLoader:
             # As rankwise.DataLoader starts them: a dataset need not be one that can be pickled.
             start = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
             options |= {"timeout": timeout, "multiprocessing_context": start}
+        options["collate_fn"] = partial(_batch, self.transform, self.collator, is_stream=is_stream)
         if is_stream:
             batches = _SampleStream(dataset, cast("StreamSampler", sampler).batch_size)
-            join = _Batch(self.transform, self.collator, is_stream=True)
-            self._loader = torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=join, **options)
+            self._loader = torch.utils.data.DataLoader(batches, batch_size=None, **options)
         else:
-            join = _Batch(self.transform, self.collator, is_stream=False)
-            self._loader = torch.utils.data.DataLoader(
-                dataset, batch_sampler=cast("Any", sampler), collate_fn=join, **options
-            )
+            self._loader = torch.utils.data.DataLoader(dataset, batch_sampler=cast("Any", sampler), **options)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
@@ -93,18 +91,11 @@ class DataLoader:
         return len(cast("MapSampler", self.sampler))
 
 
-class _Batch:
-    """Makes a batch of samples, where they were read."""
-
-    def __init__(self, transform: Transform, collator: Collator, *, is_stream: bool) -> None:
-        self._transform = transform
-        self._collator = collator
-        self._is_stream = is_stream
-
-    def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 - what the collator makes
-        if self._is_stream:
-            return self._collator.apply([self._transform.apply(one) for one in samples])
-        return self._collator.apply(self._transform.apply_batch(samples))
+def _batch(transform: Transform, collator: Collator, samples: list[Any], *, is_stream: bool) -> Any:  # noqa: ANN401 - what the collator returns
+    """Make a batch from samples, in the process that read them."""
+    if is_stream:
+        return collator.apply([transform.apply(one) for one in samples])
+    return collator.apply(transform.apply_batch(samples))
 
 
 class _SampleStream(torch.utils.data.IterableDataset[list[Any]]):

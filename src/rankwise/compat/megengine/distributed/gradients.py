@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.comm import collectives
-from rankwise.compat.megengine.distributed.backends import arguments_of
-from rankwise.compat.megengine.distributed.groups import WORLD, Group, checked
+from rankwise.compat.megengine.distributed.groups import WORLD, Group, arguments_of, checked
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.core.gradient_buckets import Weights
 

@@ -3,18 +3,28 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rankwise.comm import collectives
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_BACKENDS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "gloo": {"backend": "gloo"},
+    "nccl": {"backend": "nccl"},
+    "rccl": {"backend": "nccl"},
+    "shm": {"exchange": "shared_memory"},
+}
+"""The arguments of :func:`rankwise.join` for each of MegEngine's backends."""
 
 
 class Group:
@@ -171,6 +181,36 @@ def get_backend() -> str:
         NotJoined: no world has been joined.
     """
     return current().world.backend
+
+
+def arguments_of(backend: str) -> dict[str, Any]:
+    """Return the arguments of :func:`rankwise.join` for one of MegEngine's backends.
+
+    Raises:
+        ConfigurationError: there is no such backend.
+    """
+    if backend not in _BACKENDS:
+        raise ConfigurationError(
+            f"Unknown backend {backend!r}.",
+            do="use one of " + ", ".join(_BACKENDS) + "; auto selects NCCL on GPUs, shared memory or Gloo elsewhere",
+        )
+    return _BACKENDS[backend]
+
+
+@contextmanager
+def override_backend(new_backend: str) -> Generator[None]:
+    """Check the name of a backend, and change nothing.
+
+    The backend of a tensor is chosen when the world is joined, by the tensor's device and the location of the ranks;
+    there is no other one to change to.
+
+    Raises:
+        ConfigurationError: there is no such backend.
+        NotJoined: no world has been joined.
+    """
+    current()
+    arguments_of(new_backend)
+    yield
 
 
 def group_barrier(group: Group = WORLD) -> None:

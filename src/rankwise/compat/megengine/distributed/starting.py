@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from rankwise.comm import collectives
 from rankwise.comm.join import join
 from rankwise.compat.megengine.device import GPU_TYPES, check_device_type, get_device_count
-from rankwise.compat.megengine.distributed.backends import arguments_of
+from rankwise.compat.megengine.distributed.groups import arguments_of
 from rankwise.errors import ConfigurationError
 from rankwise.launch.function.launch import launcher as on_ranks_of_rankwise
 from rankwise.world import environments
@@ -147,14 +147,8 @@ def init_process_group(  # noqa: PLR0917 - as MegEngine has it
             raise TypeError(f"{name} is of type {kind.__name__}, not {type(value).__name__}")
     hides_gpus = _device_of(device_type) == "cpu" or not accelerator.count()
     where = "cpu" if hides_gpus else accelerator.example(device)
-    host = f"[{master_ip}]" if ":" in master_ip else master_ip
-    join(
-        device=where,
-        init_method=f"tcp://{host}:{port}",
-        rank=rank,
-        world_size=world_size,
-        **arguments_of(backend),
-    )
+    address = f"tcp://{_address(master_ip, port)}"
+    join(device=where, init_method=address, rank=rank, world_size=world_size, **arguments_of(backend))
 
 
 class Server:
@@ -218,39 +212,29 @@ def _device_of(device_type: str) -> Literal["auto", "cpu"]:
 
 
 def _nodes(num_here: int, world_size: int | None, rank_start: int, master_ip: str, port: int) -> dict[str, Any]:
-    """Return what rankwise's launcher is told of several machines."""
+    """Return the arguments of rankwise's launcher for several machines; none for one machine."""
     if world_size is None or world_size == num_here:
-        if rank_start:
-            _refuse(num_here, world_size, rank_start, "pass world_size=, the number of ranks on all machines together")
-        return {}
-    if world_size < num_here:
-        _refuse(num_here, world_size, rank_start, "pass world_size= n_gpus times the number of machines, or omit it")
-    if not port:
-        _refuse(
-            num_here,
-            world_size,
-            rank_start,
-            f"on one machine, pass n_gpus={world_size}; on several, also pass the same port= on each",
-        )
-    if world_size % num_here or rank_start % num_here or rank_start >= world_size:
-        _refuse(
-            num_here,
-            world_size,
-            rank_start,
+        if not rank_start:
+            return {}
+        do = "pass world_size=, the number of ranks on all machines together"
+    elif world_size < num_here:
+        do = "pass world_size= n_gpus times the number of machines, or omit it"
+    elif not port:
+        do = f"on one machine, pass n_gpus={world_size}; on several, also pass the same port= on each"
+    elif world_size % num_here or rank_start % num_here or rank_start >= world_size:
+        do = (
             "start the same number of ranks on each machine, with rank_start= 0, n_gpus, 2 n_gpus; if machines "
-            "differ, run `rankwise run -n ... --nodes ... --rendezvous host:port` on each",
+            "differ, run `rankwise run -n ... --nodes ... --rendezvous host:port` on each"
         )
-    host = f"[{master_ip}]" if ":" in master_ip else master_ip
-    return {
-        "num_nodes": world_size // num_here,
-        "node_rank": rank_start // num_here,
-        "rendezvous": f"{host}:{port}",
-    }
-
-
-def _refuse(num_here: int, world_size: int | None, rank_start: int, do: str) -> NoReturn:
+    else:
+        rendezvous = _address(master_ip, port)
+        return {"num_nodes": world_size // num_here, "node_rank": rank_start // num_here, "rendezvous": rendezvous}
     raise ConfigurationError(
         "launcher was given inconsistent numbers of ranks.",
         evidence=f"n_gpus={num_here}, world_size={world_size}, rank_start={rank_start}",
         do=do,
     )
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

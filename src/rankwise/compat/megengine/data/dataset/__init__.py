@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ class ArrayDataset(MapDataset):
         return len(self.arrays[0])
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    named = not name.startswith("__") and name != "vision"
-    instead = {name: f"torchvision.datasets.{name}, or ArrayDataset of the arrays"} if named else {}
-    raise refused("megengine.data.dataset", name, instead, __all__)
+def _instead(name: str) -> str | None:
+    is_named = not name.startswith("__") and name != "vision"
+    return f"torchvision.datasets.{name}, or ArrayDataset of the arrays" if is_named else None
+
+
+__getattr__ = refusing("megengine.data.dataset", __all__, _instead)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +37,5 @@ class PseudoTransform(Transform):
         return input
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    instead = "torchvision.transforms.v2, in the apply() of a subclass of megengine.data.transform.Transform"
-    raise refused("megengine.data.transform", name, {} if name.startswith("__") else {name: instead}, __all__)
+IMAGE_TRANSFORMS = "torchvision.transforms.v2, in the apply() of a subclass of megengine.data.transform.Transform"
+__getattr__ = refusing("megengine.data.transform", __all__, IMAGE_TRANSFORMS)

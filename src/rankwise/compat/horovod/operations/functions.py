@@ -1,24 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a Horovod script start from: parameters and optimizer state of one rank, given to all."""
+"""Objects, parameters and optimizer state of one rank, given to all. Horovod's module of this name."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import pickle
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from rankwise.compat.horovod.initialization import rank
 from rankwise.compat.horovod.operations.api import synchronize
-from rankwise.compat.horovod.operations.broadcasting import broadcast_async_
-from rankwise.compat.horovod.operations.objects import broadcast_object
+from rankwise.compat.horovod.operations.collectives import allgather, broadcast, broadcast_async_
 from rankwise.compat.horovod.optimizer.wrapped_optimizer import WrappedOptimizer
+from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from torch import nn
+
+T = TypeVar("T")
+
+
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> T:
+    """Return the object of ``root_rank``.
+
+    Called by: every rank of the process set. The ranks of a job trust each other: objects are pickled.
+
+    Args:
+        obj: used on ``root_rank`` only, which gets this very object back.
+        root_rank: a rank of the world.
+        name: matches the calls of the ranks.
+        process_set: the ranks that take part.
+    """
+    what = name or "broadcast_object"
+    is_root = rank() == root_rank
+    payload = _bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    num_bytes = int(broadcast(torch.tensor([payload.numel()]), root_rank, f"{what}.sz", process_set=process_set))
+    if not is_root:
+        payload = torch.empty(num_bytes, dtype=torch.uint8)
+    received = broadcast(payload, root_rank, f"{what}.t", process_set=process_set)
+    return obj if is_root else _object(received)
+
+
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
+    """Return the objects of all ranks, in rank order.
+
+    Called by: every rank of the process set. The ranks of a job trust each other: objects are pickled.
+
+    Args:
+        obj: of this rank; objects may differ in type and size.
+        name: matches the calls of the ranks.
+        process_set: the ranks that take part.
+    """
+    what = name or "allgather_object"
+    payload = _bytes(obj)
+    sizes = allgather(torch.tensor([payload.numel()]), name=f"{what}.sz", process_set=process_set)
+    rows = allgather(payload, name=f"{what}.t", process_set=process_set)
+    return [_object(part) for part in rows.split(sizes.tolist())]
+
+
+def _bytes(obj: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+
+
+def _object(data: torch.Tensor) -> Any:  # noqa: ANN401 - whatever it was
+    return pickle.loads(data.numpy().tobytes())  # noqa: S301 - from a rank of this job
 
 
 def broadcast_parameters(
@@ -60,14 +110,13 @@ def broadcast_parameters(
             target.copy_(one)
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorFacts:
-    """What another rank has to know of a tensor to make room for it."""
+class _TensorFacts(NamedTuple):
+    """The facts of a tensor by which another rank allocates memory for it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_on_device: bool
-    """Whether it is where the parameter is, rather than on the CPU."""
+    """Whether it is on the parameter's device, rather than on the CPU."""
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
@@ -75,16 +124,16 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
     Called by: every rank, with an optimizer of the same class and parameters.
 
-    Nothing is computed for it: an optimizer that has not stepped yet is as new on every rank afterwards, and state that
-    only ``root_rank`` has is made on the others. What is no tensor keeps its type.
+    It takes no step: if the optimizer of ``root_rank`` has no state yet, none has any afterwards, and state that only
+    ``root_rank`` has is created on the others. Values that are not tensors keep their type.
 
     Args:
         optimizer: of ``torch.optim``, or one that ``DistributedOptimizer`` has wrapped.
         root_rank: the rank whose state all receive.
-        model: not needed.
+        model: not used.
 
     Raises:
-        ConfigurationError: ``optimizer`` is ``torch.optim.LBFGS``, whose state is one of lists; it is a ``ValueError``.
+        ConfigurationError: ``optimizer`` is ``torch.optim.LBFGS``, whose state holds lists; it is a ``ValueError``.
     """
     del model
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -138,7 +187,7 @@ def _described(value: object, parameter: torch.Tensor) -> object:
 
 
 def _room(own: object, described: object, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor, or any value
-    """Return what this rank has of what is described, or memory to receive it."""
+    """Return this rank's value for a described one: the value itself, its own tensor, or memory for a tensor."""
     if not isinstance(described, _TensorFacts):
         return described
     if isinstance(own, torch.Tensor) and own.shape == described.shape and own.dtype == described.dtype:
