@@ -17,7 +17,12 @@ INCLUDED = {"changelog"}
 WITHOUT_CODE = {"errors", "security", "which-call"}
 """Pages that begin without a snippet: one for each error or call follows, or there is nothing to type."""
 PAGES = sorted(path for path in DOCS.glob("*.md") if path.stem not in INCLUDED)
-FIRST_PAGE = ("reference/data-loader.md", "weights.md#to-say-it-yourself", "failing.md#when-a-rank-hangs", "slurm.md")
+FIRST_PAGE = (
+    "reference/data-loader.md",
+    "weights.md#set-the-weight-yourself",
+    "failing.md#when-a-rank-hangs",
+    "slurm.md",
+)
 
 
 @pytest.mark.parametrize("name", sorted(rankwise.__all__))

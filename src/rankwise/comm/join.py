@@ -32,11 +32,9 @@ from rankwise.health.collective_timeout import DEFAULT_TIMEOUT_SECONDS
 from rankwise.health.diagnosis import forked_from, world_left
 from rankwise.health.event_log import WORLDS_KEY, world_prefix
 from rankwise.health.failure_detector import FailureDetector
-from rankwise.health.preemption import STOPPED_EXIT_CODE
-from rankwise.health.preemption_signals import listen
+from rankwise.health.preemption import STOPPED_EXIT_CODE, listen
 from rankwise.log import log, speak_as
 from rankwise.store import bootstrap, opening
-from rankwise.store.address_and_port import listening_address
 from rankwise.store.published import connect_published, forget_published, serve_published
 from rankwise.torch_private.groups import have_groups_leaked, leak_groups
 from rankwise.world import environments
@@ -274,7 +272,7 @@ def _open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
         return _published_store(reading, timeout_seconds)
     host, port = reading.address
     if reading.rank == 0 and not reading.store_is_served:
-        address, words = listening_address(reading, in_kubernetes=in_kubernetes())
+        address, words = bootstrap.listening_address(reading, in_kubernetes=in_kubernetes())
         opened, _ = opening.serve(address, port, secret=_secret(reading))
         if words:
             log(words)

@@ -67,8 +67,7 @@ def independent(model: M) -> M:
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
-            f"independent() takes a torch.nn.Module, got a {type(model).__name__}.",
-            do="pass the model itself",
+            f"independent() takes a torch.nn.Module, got a {type(model).__name__}.", do="pass the model itself"
         )
     account_for(model)
     return model

@@ -13,9 +13,9 @@ import os
 import select
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankwise.world.processes import machine_name, stat_of
 
@@ -49,10 +49,6 @@ class Process:
     pid: int
     stack_file: str
     """The file it writes its stack into; empty if it does not."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return asdict(self)
 
 
 def this_process(stack_file: str = "") -> Process:
@@ -123,7 +119,12 @@ def is_there(pid: int, start_time: str) -> bool:
             return True
         return True
     # A process that has not been waited for yet is still listed.
-    return start_time_of(pid) == start_time and _letter_of(pid) not in {"Z", "X"}
+    return start_time_of(pid) == start_time and not has_exited(pid)
+
+
+def has_exited(pid: int) -> bool:
+    """Return whether a process has exited, even if it has not been waited for."""
+    return _letter_of(pid) in {"Z", "X"}
 
 
 def _letter_of(pid: int) -> str:

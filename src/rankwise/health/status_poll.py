@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rankwise.health import process_probe
@@ -70,7 +71,7 @@ def answer(store: Store, event: dict[str, Any], rank: int, situation: dict[str, 
 
 def introduce(store: Store, rank: int, process: Process) -> None:
     """Publish which process this rank is, for when it cannot answer itself."""
-    store.set(_process_key(rank), json.dumps(process.as_json()))
+    store.set(_process_key(rank), json.dumps(asdict(process)))
 
 
 def take_leave(store: Store, rank: int) -> None:

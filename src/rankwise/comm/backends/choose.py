@@ -8,8 +8,7 @@ import os
 import platform
 from typing import TYPE_CHECKING
 
-from rankwise.comm.backends.counters import has_futex
-from rankwise.comm.backends.engine import Engine
+from rankwise.comm.backends.engine import Engine, has_futex
 from rankwise.comm.backends.gather_text import gather_texts
 from rankwise.comm.backends.shared_memory import HostMap, open_shared_memory
 from rankwise.comm.backends.through_host import ThroughHost

@@ -35,16 +35,7 @@ def gather_texts(exchange: SupportsAllGather, text: str, *, what: str) -> list[s
 
     Called by: every rank.
     """
-    return unpacked(exchange.all_gather(packed(text), what=what))
-
-
-def packed(text: str) -> torch.Tensor:
-    """Return a text as [TEXT_BYTES] bytes."""
-    return row_of(text.encode()[:TEXT_BYTES], TEXT_BYTES)
-
-
-def unpacked(rows: torch.Tensor) -> list[str]:
-    """Return the texts of [number, TEXT_BYTES]."""
+    rows = exchange.all_gather(row_of(text.encode()[:TEXT_BYTES], TEXT_BYTES), what=what)
     return [one.rstrip(b"\0").decode(errors="replace") for one in bytes_of_rows(rows)]
 
 

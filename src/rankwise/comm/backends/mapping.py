@@ -8,6 +8,7 @@ It exists as long as one of them does. It is opened in every rank of a host, or 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import secrets
@@ -95,9 +96,7 @@ class Mapping:
 
     def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor that is the memory from byte ``start`` on."""
-        count = 1
-        for length in shape:
-            count *= length
+        count = math.prod(shape)
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(tuple(shape))

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.backends.counters import Counters
-from rankwise.comm.backends.engine import Operation, Until
+from rankwise.comm.backends.engine import Counters, Operation, Until
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
 from rankwise.comm.backends.reducing import weighted_sum_into
 
@@ -191,7 +190,7 @@ class SharedChannel:
             return
         self.finish()  # this rank is one of the readers
         if not self._consumed.reach(self._round):
-            self._engine.wait(self._engine.start(self._consumption()), self._ticket)
+            self._engine.wait(self._engine.start(iter((Until(self._consumed, self._round),))), self._ticket)
 
     def factor(self, share: float) -> float:
         """Divide by the number of ranks when copying in: with equal weights the sum is already the mean."""
@@ -222,9 +221,6 @@ class SharedChannel:
     def is_flag_set(self, flag: int) -> bool:
         """Return whether any rank has set a flag."""
         return bool(self._flags[flag])
-
-    def _consumption(self) -> Generator[Awaited]:
-        yield Until(self._consumed, self._round)
 
     def _steps(self, round_: int) -> Generator[Awaited]:
         yield Until(self._published, round_)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.backends.counters import Counters
-from rankwise.comm.backends.engine import Until
+from rankwise.comm.backends.engine import Counters, Until
 from rankwise.comm.backends.mapping import LINE_BYTES, WORD_BYTES
 from rankwise.comm.backends.reducing import reduce_into
 

@@ -14,14 +14,12 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rankwise.comm.point_to_point.recv_queue import RecvQueue
-from rankwise.comm.point_to_point.send_queue import KEYS, PURPOSE, SendQueue, address_key
+from rankwise.comm.point_to_point.queues import KEYS, PURPOSE, RecvQueue, SendQueue, address_key
 from rankwise.comm.point_to_point.waiting import PeerWait, wait
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing, fold_ranks
 from rankwise.log import warn
 from rankwise.store import bootstrap
-from rankwise.store.address_and_port import EVERY_INTERFACE
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.wire import listen
 
@@ -52,7 +50,7 @@ class Endpoint:
         server = AuthenticatedServer(listen(host, 0), self._secret, {}, {PURPOSE: self.recv_queue.serve})
         server.start()
         self._server = server
-        announced = session.world.hostname if host == EVERY_INTERFACE else host
+        announced = session.world.hostname if host == bootstrap.EVERY_INTERFACE else host
         self._store.set(address_key(session.world.rank), json.dumps([announced, server.port]))
         # After a failure leave() is not called; the threads must not outlive this object. At process exit leave()
         # runs later than this would, and must still wait for pending messages.
@@ -115,9 +113,7 @@ class Endpoint:
         peer_wait = PeerWait(
             what=what,
             peer=peer,
-            world=self.world,
             detector=self._detector,
-            store=self._store,
             broken=lambda: self.recv_queue.ended.get(peer) or (None if send_queue is None else send_queue.error),
         )
         wait(peer_wait, self.recv_queue.changed, is_there)

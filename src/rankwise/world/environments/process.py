@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rankwise.errors import ConfigurationError
-from rankwise.world.environments import arguments, env, explanation, rankwise, slurm, slurm_rank, table, torchrun
-from rankwise.world.environments.horovod_variables import horovod_variables
+from rankwise.world.environments import arguments, env, explanation, other_launchers, rankwise, slurm, table, torchrun
 from rankwise.world.environments.reading import Missing, ProcessContext, told
 from rankwise.world.processes import stat_of
 
@@ -117,7 +116,7 @@ def nodes_of_job() -> int:
 
 def slurm_variables_for(*, rank: int, local_rank: int, node_rank: int, ranks_per_node: Sequence[int]) -> dict[str, str]:
     """Return Slurm's variables for a rank of this launcher; none outside a Slurm job."""
-    return slurm_rank.variables_for_rank(
+    return other_launchers.variables_for_rank(
         os.environ, rank=rank, local_rank=local_rank, node_rank=node_rank, ranks_per_node=ranks_per_node
     )
 
@@ -131,7 +130,7 @@ def set_horovod_variables() -> None:
     """
     reading = read_process()
     if reading.source != table.NOBODY:
-        os.environ.update(horovod_variables(reading))
+        os.environ.update(other_launchers.horovod_variables(reading))
 
 
 def in_kubernetes() -> bool:

@@ -25,14 +25,7 @@ from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError, EnvironmentConflict
 from rankwise.world.environments import env, mpich, openmpi, rankwise, slurm, torchrun
-from rankwise.world.environments.reading import (
-    Environment,
-    Missing,
-    ProcessContext,
-    Reading,
-    misfit,
-    told,
-)
+from rankwise.world.environments.reading import Environment, Missing, ProcessContext, Reading, misfit, told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -154,10 +147,7 @@ def _accept(around: ProcessContext, partial: Missing, found: list[Reading]) -> N
     Slurm users export ``WORLD_SIZE`` in the batch script, for other libraries.
     """
     for reading in found:
-        if partial.rank in {None, reading.rank} and partial.world_size in {
-            None,
-            reading.world_size,
-        }:
+        if partial.rank in {None, reading.rank} and partial.world_size in {None, reading.world_size}:
             return
     raise incomplete(env.ROW, partial, around.variables)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slurm's variables in a rank of rankwise's launcher: that rank's own numbers.
+"""The variables of other launchers for a rank of rankwise's: scripts and libraries read them directly.
 
-A script written for ``srun python train.py`` reads them. Those of its launcher would make every rank on a
-machine the same task. Pure. Imported by ``process``.
+A script written for ``srun python train.py`` reads Slurm's; those of its launcher would make every rank of a machine
+the same task. A script written for horovodrun reads Horovod's. Pure. Imported by ``process``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from rankwise.world.environments.slurm import ROW
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from rankwise.world.environments.reading import Reading
 
 AGENT_PREFIX = "RANKWISE_AGENT_"
 """Prefix of a variable that holds the launcher's value, where the rank has its own."""
@@ -84,3 +86,32 @@ def _are_more_than_cpus(around: Mapping[str, str], ranks_per_node: Sequence[int]
         return max(ranks_per_node) > min(parse_counts(around[name], name))
     except (KeyError, ConfigurationError):
         return False
+
+
+def horovod_variables(reading: Reading) -> dict[str, str]:
+    """Return horovodrun's variables for a rank; those that ``reading`` leaves open are omitted.
+
+    Source: Horovod 0.28.1, ``horovod/runner/gloo_run.py``. The cross rank is the number of this machine among those
+        that have a rank of the same local rank.
+    """
+    numbers = {
+        "RANK": reading.rank,
+        "SIZE": reading.world_size,
+        "LOCAL_RANK": reading.local_rank,
+        "LOCAL_SIZE": reading.local_world_size,
+    }
+    counts = _ranks_per_node(reading)
+    if counts is not None and reading.local_rank is not None and reading.node_rank is not None:
+        machines = [number for number, count in enumerate(counts) if count > reading.local_rank]
+        numbers |= {"CROSS_RANK": machines.index(reading.node_rank), "CROSS_SIZE": len(machines)}
+    return {f"HOROVOD_{name}": str(number) for name, number in numbers.items() if number is not None}
+
+
+def _ranks_per_node(reading: Reading) -> Sequence[int] | None:
+    if reading.ranks_per_node is not None:
+        return reading.ranks_per_node
+    if reading.num_nodes is None or reading.local_world_size is None:
+        return None
+    # Machines of different sizes cannot be distinguished here.
+    is_even = reading.num_nodes * reading.local_world_size == reading.world_size
+    return [reading.local_world_size] * reading.num_nodes if is_even else None
