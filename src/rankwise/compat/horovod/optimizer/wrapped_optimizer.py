@@ -133,12 +133,7 @@ class GradientOrderError(ConfigurationError, AssertionError):
 
 
 class PassCounter:
-    """Counts the gradients of some parameters, and reports when one is complete.
-
-    Args:
-        num_passes: the number of backward passes after which a gradient is complete.
-        complete: is then called with the parameter's number, while backward runs.
-    """
+    """Counts the gradients of some parameters; calls ``complete(number)`` after ``num_passes``, while backward runs."""
 
     def __init__(self, num_passes: int, complete: Callable[[int], None]) -> None:
         self.names: list[str] = []
