@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rankwise.version import VERSION
@@ -57,6 +55,10 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 torch_versions.check()
+# The first import of a module binds its name here. These names are those of functions too, which __getattr__ binds.
+for _module in ("launch", "log", "progress"):
+    importlib.import_module(f"rankwise.{_module}")
+    del globals()[_module]
 
 _ROOM_OF = {
     "Checkpointer": "checkpoint.checkpointer",
@@ -170,18 +172,3 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-class _Package(ModuleType):
-    """Keeps a public name from being replaced by the module of the same name, which an import would bind."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _ROOM_OF and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Let a pickled function refer to this package, as it may to any other module."""
-        return importlib.import_module, (self.__name__,)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -35,6 +35,16 @@ def speak_as(prefix: str, *, is_rank_zero: bool) -> None:
     _speaker.is_rank_zero = is_rank_zero
 
 
+def is_rank_zero() -> bool:
+    """Return whether this process logs as rank zero, as it does before it joins a world."""
+    return _speaker.is_rank_zero
+
+
+def rank_prefix() -> str:
+    """Return which rank this process logs as, or an empty text where it is the only one."""
+    return _speaker.prefix
+
+
 @contextmanager
 def muted() -> Generator[None]:
     """Log nothing inside the block: the work done there is not the user's."""

@@ -6,17 +6,12 @@ from __future__ import annotations
 import builtins
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rankwise.comm.session import current_or_none
+from rankwise.log import is_rank_zero, rank_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 T = TypeVar("T")
-
-
-def _is_rank_zero() -> bool:
-    session = current_or_none()
-    return session is None or session.world.rank == 0
 
 
 def progress(iterable: Iterable[T], **options: Any) -> Iterator[T]:  # noqa: ANN401 - tqdm's own
@@ -26,7 +21,7 @@ def progress(iterable: Iterable[T], **options: Any) -> Iterator[T]:  # noqa: ANN
         iterable: for example a :class:`rankwise.DataLoader`.
         options: passed to ``tqdm.auto.tqdm`` (``desc``, ``leave``, ...).
     """
-    if not _is_rank_zero():
+    if not is_rank_zero():
         yield from iterable
         return
     from tqdm.auto import tqdm  # noqa: PLC0415 - costs import time that only bars should pay
@@ -42,8 +37,7 @@ def print(*values: object, all_ranks: bool = False, **options: Any) -> None:  # 
         all_ranks: print on every rank that calls.
         options: as for the built-in ``print``.
     """
-    session = current_or_none()
-    if all_ranks and session is not None and session.world.world_size > 1:
-        builtins.print(str(session.world), *values, **options)  # noqa: T201 - its purpose
-    elif _is_rank_zero():
+    if all_ranks and rank_prefix():
+        builtins.print(rank_prefix(), *values, **options)  # noqa: T201 - its purpose
+    elif is_rank_zero():
         builtins.print(*values, **options)  # noqa: T201 - its purpose

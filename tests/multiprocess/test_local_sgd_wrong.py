@@ -19,7 +19,6 @@ from torch import nn
 import rankwise as rw
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, PeerMissing
 from rankwise.log import logger
-from rankwise.parallel.local_sgd.pseudo_gradient import shared_out
 from rankwise.testing import RankDied, kill_self
 from rankwise.testing import run_ranks as run_plain_ranks
 
@@ -306,9 +305,3 @@ def _without_islands(world: World, how: str, folder: str) -> None:
 def test_ranks_that_are_no_islands_are_told_what_to_call(world_size: int, how: str, tmp_path: Path) -> None:
     for result in run_plain_ranks(_without_islands, world_size, how, str(tmp_path)):
         result.get()
-
-
-def test_work_is_shared_out_evenly() -> None:
-    assert shared_out([5, 1, 4, 2], 2) == [0, 0, 1, 1]
-    assert shared_out([1, 1], 4) == [0, 1]
-    assert shared_out([], 2) == []

@@ -23,8 +23,7 @@ import rankwise as rw
 from rankwise.comm.session import current
 from rankwise.errors import PeerMissing
 from rankwise.health.event_log import post_stop
-from rankwise.health.preemption import STOPPED_EXIT_CODE
-from rankwise.health.preemption_signals import listen
+from rankwise.health.preemption import STOPPED_EXIT_CODE, listen
 from rankwise.log import logger
 from rankwise.testing import RankResult, run_ranks
 

@@ -20,7 +20,7 @@ from rankwise.launch.controller.coordinator import (
     Disconnect,
     Phase,
 )
-from rankwise.launch.messages import EndJob, Node, Refuse, ReportFailure, SaveAndStop, StopAttempt, Wait
+from rankwise.launch.messages import EndJob, Node, Refuse, ReportFailure, RequestStop, StopAttempt, Wait
 
 
 def test_a_job_starts_when_all_machines_have_come() -> None:
@@ -268,7 +268,7 @@ def test_one_rank_alone_is_asked_by_its_launcher() -> None:
     scene = Scene((1, 1))
     scene.node_joined("a", ranks=1)
     scene.coordinator.request_stop("SIGUSR2")
-    assert scene.sent(SaveAndStop) == [("a", SaveAndStop(attempt=0))]
+    assert scene.sent(RequestStop) == [("a", RequestStop(reason="SIGUSR2"))]
     assert scene.events == []
 
 

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankwise.comm.backends.counters import SYSCALL_NUMBER, Counters, sleep_while, wake
+from rankwise.comm.backends.engine import SYSCALL_NUMBER, Counters, sleep_while, wake
 from rankwise.comm.backends.mapping import PAGE_BYTES, Mapping, rounded_up
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.comm.backends.reducing import can_reduce, reduce_into, weighted_sum_into
 from rankwise.comm.backends.shared_channel import ChannelLayout, lay_out
-from rankwise.comm.backends.tensor_memory import ResultMemory
+from rankwise.comm.backends.shared_memory import ResultMemory
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,6 @@ from rankwise.compat.horovod.negotiation.set_decisions import (
     Negotiation,
     WaitEvent,
     event_from_json,
-    event_to_json,
 )
 
 SETS = {0: (0, 1, 2, 3), 1: (0, 1), 2: (1, 2), 3: (3,)}
@@ -128,4 +127,4 @@ def test_events_survive_json() -> None:
         requests=(OperationRequest(kind="allreduce", name="a", set_id=1, dtypes=("float32",), shapes=((2, 3),)),),
         dropped=((0, "b"),),
     )
-    assert event_from_json(json.loads(json.dumps(event_to_json(event)))) == event
+    assert event_from_json(json.loads(json.dumps(event))) == event

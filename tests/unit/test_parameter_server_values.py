@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.parallel.core.gradient_buckets import divide_by_size
 from rankwise.parallel.parameter_server.messages import TensorBuffer
 from rankwise.parallel.parameter_server.optimizer_state import options_of, set_options
 from rankwise.parallel.parameter_server.setup import _updates_to_load
 from rankwise.parallel.parameter_server.shard import (
     ParameterShard,
     are_sums,
-    assign_to_servers,
     checked_weights,
     weighted_mean,
 )
@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 
 
 def test_parameters_are_spread_by_size() -> None:
-    assert assign_to_servers([10, 1, 4, 5], 2) == [[0], [1, 2, 3]]
-    assert assign_to_servers([1, 1, 1], 1) == [[0, 1, 2]]
-    assert assign_to_servers([7], 3) == [[0], [], []]
+    assert divide_by_size([10, 1, 4, 5], 2) == [[0], [1, 2, 3]]
+    assert divide_by_size([5, 1, 4, 2], 2) == [[0, 1], [2, 3]]
+    assert divide_by_size([1, 1, 1], 1) == [[0, 1, 2]]
+    assert divide_by_size([1, 1], 4) == [[0], [1], [], []]
+    assert divide_by_size([7], 3) == [[0], [], []]
+    assert divide_by_size([], 2) == [[], []]
 
 
 def test_neighbours_travel_in_one_piece() -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from rankwise.comm.transport_interface import common_interface
 from rankwise.errors import ConfigurationError, PeerMissing
-from rankwise.store.address_and_port import EVERY_INTERFACE, listening_address
-from rankwise.store.bootstrap import RankAddress, wait_for_store
+from rankwise.store.bootstrap import EVERY_INTERFACE, RankAddress, listening_address, wait_for_store
 from rankwise.world import network
-from rankwise.world.environments import Reading
+from rankwise.world.environments.reading import Reading
 from rankwise.world.network import Interface, Route
 
 NAMES = {

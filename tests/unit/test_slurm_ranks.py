@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from launcher_variables import golden
 
+from rankwise.world.environments.other_launchers import variables_for_rank
 from rankwise.world.environments.reading import format_counts, parse_counts
-from rankwise.world.environments.slurm_rank import variables_for_rank
 
 TWO_NODES: dict[str, Any] = {"rank": 3, "local_rank": 1, "node_rank": 1, "ranks_per_node": (2, 2)}
 

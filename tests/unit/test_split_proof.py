@@ -183,6 +183,19 @@ def test_what_computes_something_else_in_parts_stays_whole(name: str) -> None:
     assert set(plan.whole) == {"inner"}
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [NormInside, SoftmaxInside, ScaledByWidth, NormInTraining, HiddenUsedElsewhere, WeightUsed, WeightPenalty],
+)
+def test_wrong_splits_of_wide_layers_are_found_too(wrong: type[Mlp]) -> None:
+    """Their trial has weights of low rank."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"inner": wrong(300, 4000), "sure": Mlp(300, 4000)})
+    plan = find_plan(model, 2)
+    assert set(plan.styles) == {"sure.up", "sure.down"}
+    assert set(plan.whole) == {"inner"}
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("build", [Mlp, ScaleOutside])
 def test_what_computes_the_same_is_split(build: Callable[[], nn.Module], tp: int) -> None:

@@ -14,10 +14,10 @@ from torch import nn
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.core.blocks import blocks
 from rankwise.parallel.pipeline import micro_batches
-from rankwise.parallel.pipeline.argument_checks import checked_count
 from rankwise.parallel.pipeline.cost import block_costs
 from rankwise.parallel.pipeline.executor import Span
 from rankwise.parallel.pipeline.picture import Picture, svg, write_picture
+from rankwise.parallel.pipeline.pipeline import checked_count
 from rankwise.parallel.pipeline.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -249,7 +249,7 @@ def test_a_parameter_between_blocks_belongs_to_every_stage_that_reads_it() -> No
     model = Passing("shared")
     program = program_of(model, torch.randn(3, 4))
     stage_of = stages_of_blocks(called_blocks(program), [1])
-    found = owners([(program, cut(program, stage_of, 2))], [name for name, _ in model.named_parameters()], stage_of)
+    found = owners(program, cut(program, stage_of, 2), [name for name, _ in model.named_parameters()], stage_of)
     assert found == {"a.weight": {0, 1}, "a.bias": {0}, "b.weight": {1}, "b.bias": {1}}
 
 
@@ -275,7 +275,7 @@ def test_measuring_costs_leaves_the_model_as_it_was() -> None:
     program = program_of(model, x)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    costs = block_costs(program, model, [x], CPU, {})
+    costs = block_costs(program, model, [x], CPU)
     assert list(costs) == ["0", "1", "2", "3", "4"]
     assert all(seconds > 0 for seconds in costs.values())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -101,7 +101,7 @@ class RanksEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestStop:
-    """The ranks of the job must save at their next step and exit."""
+    """The ranks of the job must save at their next step and exit; the controller sends it for a rank without peers."""
 
     reason: str
 
@@ -185,13 +185,6 @@ class RanksDeparted:
 
     attempt: int
     ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveAndStop:
-    """Ask the one rank of the job to save and exit: alone it follows no event log."""
-
-    attempt: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,20 +281,9 @@ class SignalHost:
     signal: str
 
 
-FromAgent = Hello | Heartbeat | RankFailed | RankDeparted | RanksEnded | RequestStop | NodeLeaves
-ToAgent = (
-    StartAttempt
-    | StopAttempt
-    | StopRank
-    | RanksDeparted
-    | SaveAndStop
-    | ShowText
-    | ReportFailure
-    | Refuse
-    | Wait
-    | EndJob
-)
-BothWays = Heartbeat | StacksRequest | StacksAnswer
+FromAgent = Hello | RankFailed | RankDeparted | RanksEnded | NodeLeaves
+ToAgent = StartAttempt | StopAttempt | StopRank | RanksDeparted | ShowText | ReportFailure | Refuse | Wait | EndJob
+BothWays = Heartbeat | RequestStop | StacksRequest | StacksAnswer
 BetweenHosts = HostHere | HostSpec | Ready | SignalHost
 Message = FromAgent | ToAgent | BothWays | BetweenHosts
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rankwise.launch.fork_server.entrypoint import Target
     from rankwise.launch.fork_server.fork_server import ForkServer
     from rankwise.launch.rendezvous import JobAddress
-    from rankwise.launch.report.reporter import Reporter
+    from rankwise.launch.report.failure_report import Reporter
     from rankwise.world.device.kinds import DeviceKind
 
 __all__ = ["LaunchOptions", "launch", "num_ranks_here"]

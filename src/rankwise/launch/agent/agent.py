@@ -32,7 +32,6 @@ from rankwise.launch.messages import (
     Refuse,
     ReportFailure,
     RequestStop,
-    SaveAndStop,
     ShowText,
     StacksAnswer,
     StacksRequest,
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from rankwise.launch.agent.signals import PendingSignals
     from rankwise.launch.controller.server import LocalLink
     from rankwise.launch.inspect.stacks import StacksService
-    from rankwise.launch.report.reporter import Reporter
+    from rankwise.launch.report.failure_report import Reporter
 
 LOOK_SECONDS = 0.5
 """How often the agent polls for what it is not notified of: silence, stopped processes."""
@@ -116,7 +115,7 @@ class Agent:
             StopAttempt: self._begin_to_end,
             StopRank: self._begin_to_end_rank,
             RanksDeparted: self._note_departed,
-            SaveAndStop: self._request_save,
+            RequestStop: self._request_save,
             ShowText: self._show_for_all,
             ReportFailure: self._report_failure,
             Refuse: self._raise_refusal,
@@ -265,7 +264,7 @@ class Agent:
     def _is_current(self, number: int) -> bool:
         return self._ranks.attempt is not None and self._ranks.attempt.attempt == number
 
-    def _request_save(self, _: SaveAndStop) -> None:
+    def _request_save(self, _: RequestStop) -> None:
         """Ask the only rank of the job to save and exit: alone it follows no event log."""
         for rank in sorted(self._ranks.running):
             self._ranks.send_signal(rank, signal.SIGUSR2)

@@ -2,45 +2,40 @@
 """Decides, for all machines of a job: when an attempt starts, on which of them, when it stops, how the job ends.
 
 Values in, messages out: no socket, no clock, no thread. Times are seconds of one monotonic clock. The state of one
-attempt is in ``attempt``; whether a restart follows is decided in ``restarts``. Imported by ``server``, which carries
-the messages.
+attempt is a value of its own, ``Attempt``. Imported by ``server``, which carries the messages.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from rankwise.errors import fold_ranks
 from rankwise.health.preemption import STOPPED_EXIT_CODE
-from rankwise.launch.controller.attempt import Attempt
 from rankwise.launch.controller.nodes import JobNode, node_order, ranks_in_words, refusal_of, who_is_missing
-from rankwise.launch.controller.restarts import AttemptEnd, Finish, RestartPolicy
 from rankwise.launch.messages import (
     EndJob,
+    Message,
     Node,
     RankEnds,
     RanksDeparted,
     Refuse,
     ReportFailure,
-    SaveAndStop,
+    RequestStop,
     ShowText,
     StartAttempt,
     StopAttempt,
     StopRank,
-    ToAgent,
     Wait,
 )
-from rankwise.launch.report import exit_code, failure, unjoined
+from rankwise.launch.report import failure, unjoined
+from rankwise.launch.report.exit_code import shell_code
+from rankwise.launch.report.failure import FailedAttempt, Failure, causes_first
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-    from rankwise.launch.report.failure import FailedAttempt, Failure
-
-Event = dict[str, Any]
-"""As ``health.event_log`` posts it."""
 
 LOST_SECONDS = 10.0
 """After how long without a heartbeat a machine is declared lost. A network cut of a few seconds is survived."""
@@ -72,6 +67,109 @@ class Disconnect:
     """Close the connection of a machine; nothing is sent."""
 
 
+@dataclass(slots=True)
+class Attempt:
+    """One attempt, from its start to its end."""
+
+    number: int
+    world_size: int
+    failures: dict[int, Failure] = field(default_factory=dict[int, Failure])
+    ends: dict[int, str] = field(default_factory=dict[int, str])
+    hostnames: dict[int, str] = field(default_factory=dict[int, str])
+    stderr_tails: dict[int, tuple[str, ...]] = field(default_factory=dict[int, "tuple[str, ...]"])
+    log_paths: dict[int, str] = field(default_factory=dict[int, str])
+    lost_ranks: set[int] = field(default_factory=set[int])
+    departed: set[int] = field(default_factory=set[int])
+    """Ranks that have exited without an error while others ran."""
+    optional: frozenset[int] = frozenset()
+    """Ranks that have been declared optional: the job continues without them."""
+    tolerated: set[int] = field(default_factory=set[int])
+    """Those of them whose failure did not end the others."""
+    has_stopped: bool = False
+    """Whether a rank saved and stopped, as requested."""
+    is_alone: bool = False
+    """Whether rank 0 took an optimizer step without having joined its peers."""
+    is_to_grow: bool = False
+    """Whether its ranks were asked to save and exit for a machine that has joined."""
+    grow_deadline: float | None = None
+    """When they are terminated for it if they do not save; ``None`` if it has left again."""
+    order_received: dict[int, int] = field(default_factory=dict[int, int])
+    """The order in which failures of ranks were reported: clocks of machines differ."""
+
+    def end_ranks(self, report: RankEnds, hostname: str) -> None:
+        """Record how the ranks of a machine have exited."""
+        for failed in report.failures:
+            self.failures[failed.rank] = failed
+            self.hostnames[failed.rank] = hostname
+        self.ends |= report.ends
+        self.stderr_tails |= report.stderr_tails
+        self.log_paths |= report.log_paths
+        self.has_stopped = self.has_stopped or report.has_stopped
+        self.is_alone = self.is_alone or report.is_alone
+
+    def running(self, ranks: Collection[int]) -> set[int]:
+        """Return those of ``ranks`` that have neither failed nor exited."""
+        return set(ranks) - self.failures.keys() - self.departed
+
+    def tolerates(self, ranks: Collection[int]) -> bool:
+        """Return whether the others continue if ``ranks`` fail: another optional one must run, or have succeeded."""
+        return self.optional.issuperset(ranks) and bool(self.optional - self.failures.keys() - set(ranks))
+
+    def tolerate(self, ranks: Collection[int]) -> str:
+        """Record that the others continue without ``ranks``, which have failed; return the text to show."""
+        new = sorted(set(ranks) - self.tolerated)
+        self.tolerated.update(new)
+        lines: list[str] = []
+        for how, alike in self._alike(new).items():
+            without = "it" if len(alike) == 1 else "them"
+            lines.append(f"[rankwise] {fold_ranks(alike)} failed ({how}); the others continue without {without}\n")
+        tracebacks = [self.failures[rank].traceback.rstrip("\n") for rank in new]
+        return "".join([*lines, *(f"{text}\n" for text in tracebacks if text)])
+
+    def reminder(self) -> str:
+        """Return the last line of a job that succeeded without some ranks; empty if none failed."""
+        if not self.tolerated:
+            return ""
+        failed = [f"{fold_ranks(ranks)} failed earlier: {how}" for how, ranks in self._alike(self.tolerated).items()]
+        others = "saved and stopped" if self.has_stopped else "succeeded"
+        return f"[rankwise] {'; '.join(failed)}; the others {others}\n"
+
+    def _alike(self, ranks: Collection[int]) -> dict[str, list[int]]:
+        """Return short descriptions of failures, each with its ranks."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            ranks_of.setdefault(self.failures[rank].brief, []).append(rank)
+        return ranks_of
+
+    def is_lost_with_node(self) -> bool:
+        """Return whether no rank failed by itself: all failures are ranks lost with their machine, or echoes."""
+        spared = self.lost_ranks | self.tolerated
+        return bool(self.lost_ranks) and all(one.secondary or one.rank in spared for one in self.failures.values())
+
+    def failed(self) -> FailedAttempt:
+        """Return how all ranks exited, after a failure that ended the others."""
+        by_clock = causes_first(self.failures.values())
+        last = len(self.order_received)
+        # A tolerated failure is the cause of echoes only.
+        failures = tuple(
+            sorted(
+                by_clock,
+                key=lambda one: (one.secondary, one.rank in self.tolerated, self.order_received.get(one.rank, last)),
+            )
+        )
+        first = failures[0].rank
+        return FailedAttempt(
+            attempt=self.number,
+            world_size=self.world_size,
+            failures=failures,
+            tolerated=tuple(sorted(self.tolerated)),
+            ends={rank: how for rank, how in self.ends.items() if rank not in self.failures},
+            hostname=self.hostnames.get(first, ""),
+            stderr_tail=self.stderr_tails.get(first, ()),
+            log_path=self.log_paths.get(first),
+        )
+
+
 def failed_event(failed: Failure, hostname: str) -> dict[str, Any]:
     """Return the event that notifies the other ranks of a failure."""
     text = failed.traceback or failed.message or f"the process exited with code {failed.exit_code}"
@@ -95,7 +193,9 @@ class Coordinator:
         self.min_nodes, self.max_nodes = nodes
         self._rendezvous = rendezvous
         self._timeout_seconds = timeout_seconds
-        self._restarts = RestartPolicy(max_restarts)
+        self._max_restarts = max_restarts
+        self._num_restarts = 0
+        """After failures; those for machines that have joined or are lost do not count."""
         self._run_id = run_id
         self._members: dict[str, JobNode] = {}
         self._attempt: Attempt | None = None
@@ -106,14 +206,10 @@ class Coordinator:
         self._stop_requested = False
         self._why_incomplete = ""
         self._ticked = now
-        self._messages: list[tuple[str, ToAgent | Disconnect]] = []
-        self._events: list[tuple[int, Event]] = []
+        self._messages: list[tuple[str, Message | Disconnect]] = []
+        self._events: list[tuple[int, dict[str, Any]]] = []
 
-    @property
-    def _is_one_rank(self) -> bool:
-        return self._attempt is not None and self._attempt.world_size == 1
-
-    def take_output(self) -> tuple[list[tuple[str, ToAgent | Disconnect]], list[tuple[int, Event]]]:
+    def take_output(self) -> tuple[list[tuple[str, Message | Disconnect]], list[tuple[int, dict[str, Any]]]]:
         """Return what to send, as (machine, message), and (attempt, event) for the attempt's event log."""
         taken = self._messages, self._events
         self._messages, self._events = [], []
@@ -132,10 +228,11 @@ class Coordinator:
         self._members[node.node_id] = JobNode(node, last_seen=now, order=self._num_arrivals)
         self._num_arrivals += 1
         if self.max_nodes > 1:
-            place = f"{len(self._members)} of {self._how_many()}"
+            most = self.max_nodes if self.min_nodes == self.max_nodes else f"{self.min_nodes} to {self.max_nodes}"
+            place = f"{len(self._members)} of {most} nodes"
             self._show(f"[rankwise] {node.hostname} joined with {ranks_in_words(node.num_ranks)} ({place})\n")
         if self.phase is Phase.RUNNING and self._attempt is not None:
-            self._attempt.grow_by(now + GROW_SECONDS)
+            self._attempt.is_to_grow, self._attempt.grow_deadline = True, now + GROW_SECONDS
             self._show("[rankwise] the ranks save at their next step and restart with it\n")
             self._request_save(f"{node.hostname} joined")
         self.tick(now)
@@ -148,7 +245,7 @@ class Coordinator:
     def set_optional_ranks(self, attempt: int, ranks: Collection[int]) -> None:
         """Ranks have declared that the job continues without some of them."""
         if self._attempt is not None and self._attempt.number == attempt:
-            self._attempt.continue_without(ranks)
+            self._attempt.optional = frozenset(ranks)
 
     def heartbeat(self, node_id: str, now: float) -> None:
         """A machine has sent a heartbeat."""
@@ -173,10 +270,10 @@ class Coordinator:
             if is_tolerated:
                 self._show(self._attempt.tolerate(still_there))
             else:
-                self._stop(0.0 if self._can_continue_without() or self._restarts.has_left else PEERS_SECONDS)
+                self._stop(0.0 if self._can_continue_without() or self._may_restart else PEERS_SECONDS)
             self._conclude_if_ended(now)
         elif self._attempt is not None and all(other.is_running for other in self._members.values()):
-            self._attempt.cancel_growth()
+            self._attempt.grow_deadline = None
         if not self._members:
             self.phase = Phase.OVER
 
@@ -199,7 +296,7 @@ class Coordinator:
             settle_seconds = 0.0 if failed.type == "stopped" else PEERS_SECONDS
             stop = StopRank(attempt=attempt, rank=failed.rank, settle_seconds=settle_seconds)
             self._messages.append((node_id, stop))
-        elif not self._restarts.has_left:
+        elif not self._may_restart:
             self._stop(PEERS_SECONDS)
         else:
             self._stop(CAUSE_SECONDS if failed.secondary else 0.0)
@@ -209,8 +306,7 @@ class Coordinator:
         if self._attempt is not None and self._attempt.number == attempt:
             self._attempt.departed.add(rank)
             self._events.append((attempt, {"kind": "left", "rank": rank, "exit_code": 0, "last": None}))
-            ended = RanksDeparted(attempt=attempt, ranks=tuple(sorted(self._attempt.departed)))
-            self._messages += [(node_id, ended) for node_id, member in self._members.items() if member.is_running]
+            self._send_running(RanksDeparted(attempt=attempt, ranks=tuple(sorted(self._attempt.departed))))
 
     def node_leaves(self, node_id: str, signal_name: str, code: int, now: float, *, ends_job: bool) -> None:
         """A machine's launcher received a signal, and has terminated its ranks."""
@@ -231,7 +327,7 @@ class Coordinator:
         is_first, self._stop_requested = not self._stop_requested, True
         if self.phase is Phase.GATHERING:
             self._over(STOPPED_EXIT_CODE)
-        elif self.phase is Phase.RUNNING and (is_first or self._is_one_rank):
+        elif self._attempt is not None and self.phase is Phase.RUNNING and (is_first or self._attempt.world_size == 1):
             self._request_save(reason)
 
     def ranks_ended(self, node_id: str, attempt: int, report: RankEnds, now: float) -> None:
@@ -330,57 +426,46 @@ class Coordinator:
         if self._attempt is None:
             return
         self.phase = Phase.STOPPING
-        for node_id, member in self._members.items():
-            if member.is_running:
-                stop = StopAttempt(attempt=self._attempt.number, settle_seconds=settle_seconds)
-                self._messages.append((node_id, stop))
+        self._send_running(StopAttempt(attempt=self._attempt.number, settle_seconds=settle_seconds))
 
     def _request_save(self, reason: str) -> None:
         """Ask the ranks to save and exit at their next step."""
         if self._attempt is None:
             return
-        if not self._is_one_rank:
+        if self._attempt.world_size == 1:
+            # It follows no event log.
+            self._send_running(RequestStop(reason=reason))
+        else:
             self._events.append((self._attempt.number, {"kind": "stop_requested", "rank": None, "reason": reason}))
-            return
-        # A single rank follows no event log.
-        save = SaveAndStop(attempt=self._attempt.number)
-        self._messages += [(node_id, save) for node_id, member in self._members.items() if member.is_running]
 
     def _conclude_if_ended(self, now: float) -> None:
+        """Restart the ranks or end the job, once no rank of the attempt runs."""
         current = self._attempt
         is_anyone_running = any(member.is_running for member in self._members.values())
         if current is None or is_anyone_running or self.phase is Phase.OVER:
             return
         self._show(unjoined.reminder(current.world_size) if current.is_alone else "")
         failed = current.failed() if current.failures.keys() - current.tolerated else None
-        decision = self._restarts.after(
-            self._end_of(current, failed),
-            can_continue_without=self._can_continue_without(),
-            stop_requested=self._stop_requested,
-        )
-        if failed is None and isinstance(decision, Finish):
-            self._show(current.reminder())
-        if failed is not None and decision.reports_failure:
-            self._messages += [(node_id, ReportFailure(failed=failed)) for node_id in self._members]
-            self._why_incomplete = f"rank {failed.first.rank}: {failed.first.type}"
-        if isinstance(decision, Finish):
-            self._over(decision.exit_code)
-        else:
-            self._restart(decision.reason, now)
-
-    def _end_of(self, current: Attempt, failed: FailedAttempt | None) -> AttemptEnd:
-        """Return the facts that the decision about a restart depends on."""
+        restart_reason = ""
         if failed is None:
-            was_ended = current.has_stopped or self.phase is Phase.STOPPING
-            is_to_grow = current.is_to_grow and was_ended and not self._stop_requested
-            return AttemptEnd(has_failed=False, has_stopped=current.has_stopped, is_to_grow=is_to_grow)
-        spared = current.lost_ranks | current.tolerated
-        has_cause = any(not one.secondary and one.rank not in spared for one in failed.failures)
-        return AttemptEnd(
-            has_failed=True,
-            is_lost_node=bool(current.lost_ranks) and not has_cause,
-            exit_code=exit_code.shell_code(failed.first.exit_code),
-        )
+            code = STOPPED_EXIT_CODE if current.has_stopped else 0
+            if current.is_to_grow and (current.has_stopped or self.phase is Phase.STOPPING):
+                restart_reason = "restarting with the nodes that have joined"
+        elif current.is_lost_with_node() and self._can_continue_without():
+            code, restart_reason = STOPPED_EXIT_CODE, "continuing without the lost node"
+        else:
+            self._send_all(ReportFailure(failed=failed))
+            self._why_incomplete = f"rank {failed.first.rank}: {failed.first.type}"
+            code = shell_code(failed.first.exit_code) or 1
+            if self._may_restart:
+                self._num_restarts += 1
+                code, restart_reason = STOPPED_EXIT_CODE, f"restart {self._num_restarts} of {self._max_restarts}"
+        if restart_reason and not self._stop_requested:
+            self._restart(restart_reason, now)
+            return
+        if failed is None:
+            self._show(current.reminder())
+        self._over(code)
 
     def _restart(self, reason: str, now: float) -> None:
         self._show(f"[rankwise] {reason}\n")
@@ -390,19 +475,24 @@ class Coordinator:
             self._show(f"[rankwise] waiting up to {RETURN_SECONDS:.0f} s for nodes to rejoin\n")
         self._gather(now)
 
+    @property
+    def _may_restart(self) -> bool:
+        """Whether another failure may be followed by a restart."""
+        return self._num_restarts < self._max_restarts
+
     def _can_continue_without(self) -> bool:
         return self.min_nodes < self.max_nodes and len(self._members) >= self.min_nodes
 
     def _over(self, code: int, what: str = "", *, evidence: str = "", do: str = "") -> None:
         self.phase = Phase.OVER
-        end = EndJob(exit_code=code, what=what, evidence=evidence, advice=do)
-        self._messages += [(node_id, end) for node_id in self._members]
+        self._send_all(EndJob(exit_code=code, what=what, evidence=evidence, advice=do))
 
     def _show(self, text: str) -> None:
         if text:
-            self._messages += [(node_id, ShowText(text=text)) for node_id in self._members]
+            self._send_all(ShowText(text=text))
 
-    def _how_many(self) -> str:
-        if self.min_nodes == self.max_nodes:
-            return f"{self.max_nodes} nodes"
-        return f"{self.min_nodes} to {self.max_nodes} nodes"
+    def _send_all(self, message: Message) -> None:
+        self._messages += [(node_id, message) for node_id in self._members]
+
+    def _send_running(self, message: Message) -> None:
+        self._messages += [(node_id, message) for node_id, member in self._members.items() if member.is_running]

@@ -18,7 +18,6 @@ from rankwise.launch.fork_server.entrypoint import run_as_main
 from rankwise.launch.fork_server.rank_setup import set_up
 from rankwise.launch.rank_files import alone_note, note_script_end
 from rankwise.launch.report import failure, same_file, unjoined
-from rankwise.launch.report.trimmed_traceback import trim
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -47,7 +46,7 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
     try:
         run_as_main(target)
     except BaseException as error:  # noqa: BLE001 - every way a script can end passes here
-        trim(error)
+        failure.trim(error)
         session.annotate(error)
         exit_code = _exit_code(error)
         if os.getpid() != own_pid:

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rankwise.comm import session
 from rankwise.errors import RankFailed, rank_prefix
 from rankwise.launch.function import pickling
-from rankwise.launch.report.trimmed_traceback import trim
+from rankwise.launch.report.failure import trim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -25,7 +25,7 @@ from rankwise.launch.hosts.message_stream import line, mark
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, Message, Ready, SignalHost, decode, refusal
 from rankwise.launch.rendezvous import LOOPBACK, JobAddress, listen_towards
 from rankwise.launch.report.exit_code import shell_code
-from rankwise.launch.report.reporter import TerminalReporter
+from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.start import launch
 from rankwise.store import wire
 from rankwise.version import VERSION

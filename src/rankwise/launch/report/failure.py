@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank failed, as a value: built from its exception or its exit, written to the one file it leaves, and ordered.
+"""How a rank failed, as a value: built from its exception, whose traceback is trimmed, or from its exit.
 
-Starts and stops no process. Imported by the worker, which writes the file, and by the agent, which reads it.
+Written to the one file that a rank leaves, read from it, and ordered. Starts and stops no process. Imported by the
+worker, which writes the file, and by the agent, which reads it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ _LOST_PEER_WORDS = (
 """Messages of Gloo, NCCL and the store if the process at the other end has died."""
 
 LONGEST_TEXT = 1 << 16
+_LAUNCH = Path(__file__).parents[1]
+_OWN_FRAMES = (
+    str(_LAUNCH),
+    str(_LAUNCH.parent / "compat" / "horovod" / "__main__.py"),
+    "<frozen importlib",
+)
+"""Prefixes of the files of the launcher's own frames, which are above the user's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +102,15 @@ class FailedAttempt:
     def first(self) -> Failure:
         """The failure that is the cause."""
         return self.failures[0]
+
+
+def trim(error: BaseException) -> None:
+    """Cut the launcher's frames off the start of ``error``'s traceback: the user's come first."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN_FRAMES):
+        trace = trace.tb_next
+    if trace is not None:
+        error.__traceback__ = trace
 
 
 def from_exception(error: BaseException, rank: int, exit_code: int) -> Failure:

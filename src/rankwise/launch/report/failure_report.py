@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report on a failed attempt: which rank failed first, how the others exited, the error, what to write instead.
 
-Values in, text out; the advice is a table of known errors of scripts written for other tools. Imported by
-the agent.
+The advice is a table of known errors of scripts written for other tools. A reporter shows the text: on a terminal, to a
+caller of ``launch()``, or to another machine's launcher. Imported by the agent and by those that start it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Protocol
 
 from rankwise.errors import fold_ranks, rank_prefix
 from rankwise.world.device.kinds import ASK_FIRST, MISSING_GPU
 
 if TYPE_CHECKING:
-    from rankwise.launch.report.failure import FailedAttempt
+    from collections.abc import Mapping
+
+    from rankwise.launch.report.failure import FailedAttempt, Failure
 
 LONGEST_BRIEF = 300
 """How much of the message of a rank that failed after the first is shown."""
@@ -136,3 +140,36 @@ def advice_for(error: str) -> str | None:
     if "\n  do  " in error:  # the last part of rankwise's own errors
         return None
     return next((advice for words, advice in WHAT_TO_DO if words in error), None)
+
+
+class Reporter(Protocol):
+    """Called from the launcher's one thread."""
+
+    def show(self, text: str) -> None:
+        """Show complete lines."""
+        ...
+
+    def report(self, failed: FailedAttempt, text: str) -> None:
+        """Show how an attempt failed; ``text`` is the report in complete lines."""
+        ...
+
+    def end(self, failures: Mapping[int, Failure]) -> None:
+        """Receive how ranks of this machine failed in the last attempt; others may have continued without them."""
+        ...
+
+
+class TerminalReporter:
+    """Shows everything on stderr."""
+
+    def show(self, text: str) -> None:
+        """Show complete lines; a full disk behind stderr is ignored."""
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+    def report(self, failed: FailedAttempt, text: str) -> None:  # noqa: ARG002 - the text is complete
+        """Show how an attempt failed."""
+        self.show(text)
+
+    def end(self, failures: Mapping[int, Failure]) -> None:
+        """Show nothing: everything has been shown."""
