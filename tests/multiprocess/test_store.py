@@ -39,7 +39,7 @@ from rankwise.store.wire import (
     receive_frame,
     send_frame,
 )
-from rankwise.world.environments import Reading
+from rankwise.world.environments.reading import Reading
 
 if TYPE_CHECKING:
     import socket

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rankwise.errors import ConfigurationError
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.start import num_ranks_here
-from rankwise.world.device import accelerator, choice, kinds, streams, versions
+from rankwise.world.device import accelerator, choice, kinds, streams
 
 SOURCE = Path(__file__).parents[2] / "src" / "rankwise"
 EXCEPTIONS = {
@@ -196,5 +196,5 @@ def test_the_cpu_has_no_stream_and_its_batches_are_not_pinned() -> None:
 
 def test_versions_are_those_torch_was_built_with() -> None:
     expected = {"cuda": torch.version.cuda, "hip": torch.version.hip}
-    assert {name: versions.toolkits().get(name) for name in expected} == expected
-    assert (versions.nccl_version() is None) == (not dist.is_nccl_available())
+    assert {name: accelerator.toolkits().get(name) for name in expected} == expected
+    assert (accelerator.nccl_version() is None) == (not dist.is_nccl_available())

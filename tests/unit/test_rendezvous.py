@@ -11,7 +11,7 @@ from rankwise.comm.transport_interface import common_interface
 from rankwise.errors import ConfigurationError, PeerMissing
 from rankwise.store.bootstrap import EVERY_INTERFACE, RankAddress, listening_address, wait_for_store
 from rankwise.world import network
-from rankwise.world.environments import Reading
+from rankwise.world.environments.reading import Reading
 from rankwise.world.network import Interface, Route
 
 NAMES = {
