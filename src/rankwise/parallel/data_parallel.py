@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallel over several devices of one process, by threads: what torch's nn.DataParallel does, in place.
+"""Data parallel over several devices of one process, by threads: like torch's nn.DataParallel, but in place.
 
-For scripts that are one process and are to stay so. Holds the public call and what takes the place of forward.
+For scripts that must remain one process. Holds the public call and the replacement of forward.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.log import log, warn
 from rankwise.parallel.core.strategy_registry import is_placed
+from rankwise.parallel.loss.terms import first_tensor
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import aliases, own_buffers, own_parameters
 from rankwise.world.device import accelerator
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None), Enum, torch.dtype, torch.device, torch.Size)
-"""What an output may hold beside tensors: the same for every part."""
+"""Types that an output may hold beside tensors, if the values are the same for every part."""
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -50,26 +51,27 @@ def data_parallel(model: M, devices: Sequence[str | torch.device | int] | None =
 
     Called by: the one process of a script that has no ranks; before or after the optimizer is built.
 
-    Each call splits the batch as evenly as it goes, runs the parts at the same time, each in a thread, and puts the
-    outputs together on the first device. The gradients are those of one device. The model keeps its class and its
-    ``state_dict`` keys; a deepcopy or pickle of it is a plain model.
+    Each call splits the batch as evenly as possible, runs the parts at the same time, each in a thread, and
+    concatenates the outputs on the first device. The gradients are those of one device. The model keeps its class and
+    its ``state_dict`` keys; a deepcopy or pickle of it is a plain model.
 
     :func:`rankwise.replicate` with one process per device is faster: here the model is copied to every device in each
     step, and Python runs for one device at a time.
 
     Samples are the first dimension of the first tensor argument. Every tensor argument with that many rows is split;
-    anything else goes to every device whole. An output without dimensions is taken for a mean over the samples and
-    averaged with the parts' sizes. What cannot keep the promise: BatchNorm takes its statistics per part, and keeps
-    those of the first; dropout draws for each part; what forward keeps on the module is lost, but on the first device.
+    anything else is passed to every device whole. An output without dimensions counts as a mean over the samples and is
+    averaged with the parts' sizes. Exceptions from the result of one device: BatchNorm takes its statistics per part,
+    and keeps those of the first; dropout draws for each part; values that forward stores on the module are lost, except
+    on the first device.
 
     Args:
         model: on the first device already.
         devices: of one kind, the first one the model's own; ``["cpu", "cpu"]`` is for trying it out. By default
-            every GPU that this process sees, starting with the model's own; the model's own device where that is
+            every GPU that this process sees, starting with the model's own; only the model's own device if that is
             no GPU.
 
     Returns:
-        ``model`` itself. With one device it is left as it is, and a line says so.
+        ``model`` itself. With one device it is not changed, which the log says.
 
     Raises:
         ConfigurationError: there are several ranks, joined or not; the model is no module, not on the first device,
@@ -106,7 +108,7 @@ def data_parallel(model: M, devices: Sequence[str | torch.device | int] | None =
 
 
 def _check_is_alone() -> None:
-    """Raise where this process is one of several ranks: each would train a model of its own, on everyone's devices."""
+    """Raise if this process is one of several ranks: each would train its own model, on the devices of all."""
     session = current_or_none()
     if session is not None:
         num_ranks, where, evidence = session.world.world_size, str(session.world), None
@@ -114,7 +116,7 @@ def _check_is_alone() -> None:
         try:
             reading = read_process()
         except RankwiseError:
-            return  # Variables that fit no launch are join()'s to refuse, and this script does not join.
+            return  # join() refuses variables that fit no launcher, and this script does not join.
         num_ranks, where, evidence = reading.world_size, None, reading.reason
     if num_ranks > 1:
         raise ConfigurationError(
@@ -174,10 +176,10 @@ def _device(name: str | torch.device | int) -> torch.device:
 
 
 class _Spread:
-    """What a model has in place of its forward. A copy or pickle of the model has its own forward again."""
+    """The replacement of a model's forward. A copy or pickle of the model has its own forward again."""
 
     def __init__(self, model: nn.Module, devices: list[torch.device]) -> None:
-        # The model holds this: a strong way back would keep its memory until a garbage collection.
+        # The model holds this: a strong reference back would keep its memory until a garbage collection.
         self._model_ref = ref(model)
         self._devices = devices
 
@@ -201,7 +203,14 @@ class _Spread:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model's own forward
         model = self._model
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        num_samples = _num_samples(leaves, model)
+        first = first_tensor(leaves)
+        if first is None:
+            raise ConfigurationError(
+                f"data_parallel() found no batch in the arguments of {type(model).__name__}: none is a tensor with "
+                "rows.",
+                do="pass the samples as a tensor, or as lists, tuples and dicts of tensors",
+            )
+        num_samples = int(first.shape[0])
         devices = self._devices[: max(min(len(self._devices), num_samples), 1)]
         bounds = [num_samples * number // len(devices) for number in range(len(devices) + 1)]
         sizes = [end - begin for begin, end in pairwise(bounds)]
@@ -210,58 +219,37 @@ class _Spread:
         for number, device in enumerate(devices):
             part = [_part(leaf, bounds[number], sizes[number], num_samples, device) for leaf in leaves]
             own_args, own_kwargs = pytree.tree_unflatten(part, spec)
-            runs.append(_Run(type(model).forward, replicas[number], own_args, own_kwargs, device))
+            runs.append(_in_modes_of_caller(type(model).forward, replicas[number], own_args, own_kwargs, device))
         return _together(_run(runs), sizes, devices, type(model).__name__)
 
 
-class _Run:
-    """One part of a batch on its device, with what the calling thread has switched on."""
+def _in_modes_of_caller(
+    forward: Callable[..., Any], replica: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> Callable[[], Any]:
+    """Return a call for a part of a batch on its device, in the modes of autograd and autocast of this thread."""
+    is_grad_enabled, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kind, stream = device.type, stream_of_thread(device)
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        replica: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-    ) -> None:
-        self._call = (forward, replica, args, kwargs)
-        self._device = device
-        self._is_grad_enabled = torch.is_grad_enabled()
-        self._is_inference = torch.is_inference_mode_enabled()
-        kind = device.type
-        self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self._stream = stream_of_thread(device)
-
-    def __call__(self) -> Any:  # noqa: ANN401 - whatever the model returns
-        forward, replica, args, kwargs = self._call
-        kind, dtype, enabled = self._autocast
+    def call() -> Any:  # noqa: ANN401 - whatever the model returns
         with contextlib.ExitStack() as stack:
-            stack.enter_context(on_stream(self._device, self._stream))
-            stack.enter_context(torch.inference_mode(self._is_inference))
-            stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
+            stack.enter_context(on_stream(device, stream))
+            stack.enter_context(torch.inference_mode(is_inference))
+            stack.enter_context(torch.set_grad_enabled(is_grad_enabled))
             # Each thread would keep its own cast copies of the weights.
             stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             return forward(replica, *args, **kwargs)
 
+    return call
+
 
 def _run(runs: list[Callable[[], Any]]) -> list[Any]:
-    """Return what each part comes to; the first one in this thread, as one device would."""
+    """Return the output of each part; the first part runs in this thread, as on one device."""
     if len(runs) == 1:
         return [runs[0]()]
     with ThreadPoolExecutor(len(runs) - 1, thread_name_prefix="rankwise-part") as pool:
         others = [pool.submit(run) for run in runs[1:]]
         return [runs[0](), *(one.result() for one in others)]
-
-
-def _num_samples(leaves: Sequence[Any], model: nn.Module) -> int:
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return int(leaf.shape[0])
-    raise ConfigurationError(
-        f"data_parallel() found no batch in the arguments of {type(model).__name__}: none is a tensor with rows.",
-        do="pass the samples as a tensor, or as lists, tuples and dicts of tensors",
-    )
 
 
 def _part(leaf: Any, begin: int, size: int, num_samples: int, device: torch.device) -> Any:  # noqa: ANN401 - any argument

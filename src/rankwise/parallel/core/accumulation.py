@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.loss.loss_on_ranks import Microsteps
 from rankwise.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
@@ -51,30 +52,19 @@ def restore(tensors: Iterable[torch.Tensor], earlier: Earlier) -> None:
         tensor.grad = gradient
 
 
-class Accumulation:
-    """The microsteps since the last exact gradient."""
+class Accumulation(Microsteps):
+    """The microsteps of a model whose gradients torch adds up in ``grad``."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-        self.is_open = False
+        super().__init__()
         self.is_begun = False
         """Whether there is anything for :meth:`close` to forget."""
-        self.is_continued = False
-        """Whether another microstep follows the one under way."""
-        self.carried = 0.0
-        """Sum of the shares of the microsteps that have been added up."""
-        self.counted_in: str | None = None
-        """What the weights of its microsteps count, in words, after the first one that counts anything."""
         self._names = names
         self._parameters = parameters
         self._earlier: Earlier = []
         self._marks: dict[int, tuple[torch.Tensor, int]] = {}
         self._scalers: dict[int, tuple[Node, torch.utils.hooks.RemovableHandle]] = {}
         """By parameter, the node that adds its gradient up, which nothing else keeps, and its hook."""
-
-    def set_continued(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
-        """Set whether another microstep follows the one under way; return the value before."""
-        before, self.is_continued = self.is_continued, value
-        return before
 
     def expect(self, numbers: Iterable[int], share: Callable[[], float]) -> None:
         """Follow gradients before torch adds them up: the first one may begin the backward.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a model are never split between devices or ranks: its blocks. And modules by names with ``*``.
+"""The modules of a model that are never split between devices or ranks: its blocks. And modules by names with ``*``.
 
-Looks at a model and changes nothing. Imported by every strategy that cuts a model into pieces.
+Changes nothing. Used by every strategy that splits a model.
 """
 
 from __future__ import annotations

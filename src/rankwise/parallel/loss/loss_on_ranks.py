@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
@@ -50,28 +50,29 @@ model_numbers = itertools.count()
 """Numbers for models. Ranks train their models with the same strategies in one order, so they are the same on each."""
 
 
-class Microsteps(Protocol):
+class Microsteps:
     """The microsteps since the last exact gradient."""
 
-    is_continued: bool
-    """Whether another one follows the one under way."""
-    counted_in: str | None
-    """What their weights count, in words, after the first one that counts anything."""
-    carried: float
-    """The sum of their weights."""
+    def __init__(self) -> None:
+        self.is_open = False
+        """Whether gradients of some microsteps wait, on every rank, for those of the last."""
+        self.is_continued = False
+        """Whether another microstep follows the one under way."""
+        self.carried = 0.0
+        """The sum of the weights of the microsteps that have been added up."""
+        self.counted_in: str | None = None
+        """What their weights count, in words, after the first one that counts anything."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there were any."""
-        ...
+    def set_continued(self, value: bool) -> bool:  # noqa: FBT001 - the value to set
+        """Set whether another microstep follows the one under way; return the value before."""
+        before, self.is_continued = self.is_continued, value
+        return before
 
     def put_earlier_gradients_aside(self) -> None:
-        """Keep the current ``grad`` out of the next backward."""
-        ...
+        """Keep the current ``grad`` out of the next backward, unless torch does so itself."""
 
     def give_back_earlier(self) -> None:
         """Add the gradients that were put aside to ``grad``."""
-        ...
 
 
 class LossOnRanks:

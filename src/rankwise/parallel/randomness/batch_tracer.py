@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Following the samples through a forward pass: which dim of each tensor holds them, operation by operation.
+"""Follows the samples through a forward pass: which dim of each tensor holds them, operation by operation.
 
-A guess by size would be wrong where the length of a sequence, or the number of heads, is that of the batch. So the
-first forward pass of a kind runs under a mode that sees each operation and asks torch's meta kernels, which compute
-shapes only, what would become of one sample more: the dim of the result that grows holds the samples. Later passes draw
-as that one did, and pay nothing.
+A guess by size would be wrong if a sequence is as long as the batch, or there are as many heads. So the first forward
+pass of a kind runs under a mode that sees each operation and asks torch's meta kernels, which compute shapes only, for
+the shape with one more sample: the dim of the result that grows holds the samples. Later passes draw as that pass did,
+and pay nothing.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _FILLING = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"
 
 @dataclass(slots=True, eq=False)
 class Guess:
-    """What is assumed of a tensor whose shape was given in numbers, until it meets a tensor that is followed."""
+    """The assumption about a tensor whose shape was given in numbers, until it meets a tensor that is followed."""
 
     layouts: list[SampleLayout | None]
-    """What it can be, the assumed one first."""
+    """Its possible layouts, the assumed one first."""
     place: str = ""
     """Where it was drawn; empty if it is not random."""
     number: int = 0
-    """Which draw it was."""
+    """The number of the draw."""
     redraw: Callable[[SampleLayout | None], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KnownLayout:
-    """What is known of a tensor."""
+    """The known layout of a tensor."""
 
     layout: SampleLayout | None
     guess: Guess | None = None
-    """What it rests on."""
+    """The guess that it depends on."""
     is_direct: bool = False
-    """Whether it is the tensor itself of which the guess was made, nothing computed from it."""
+    """Whether the guess is about this tensor itself, not one that it was computed from."""
 
 
 class TracedCall:
-    """One operation, and what it is called with."""
+    """One operation, and its arguments."""
 
     def __init__(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         self.func = func
@@ -71,29 +71,23 @@ class TracedCall:
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags or self.name in _FILLING
 
     def sizes(self) -> Sequence[int]:
-        """Return the sizes that it is given in numbers."""
+        """Return the sizes that are given in numbers."""
         lists = (one for one in (*self.args, *self.given.values()) if isinstance(one, list | tuple))
         return next((one for one in lists if all(isinstance(size, int) for size in one)), ())
 
     def dim(self, tensor: torch.Tensor) -> int:
-        """Return the dim that a slice is along."""
+        """Return the dim of a slice."""
         dim = self.args[1] if len(self.args) > 1 else self.given.get("dim", 0)
         return int(dim) % max(tensor.dim(), 1)
 
 
 class BatchTracer(DispatchMode):
-    """Notes where the samples are in each tensor, and tells the scope of each draw."""
+    """Notes where the samples are in each tensor, and gives the scope the layout of each draw."""
 
     def __init__(
         self, scope: DrawScope, num_samples: int, inputs: Iterable[tuple[torch.Tensor, list[SampleLayout]]]
     ) -> None:
-        """Start with the inputs of the model.
-
-        Args:
-            scope: of the forward pass.
-            num_samples: of this rank.
-            inputs: tensors, and how samples can lie in each; of the first one that is certain.
-        """
+        """Start with the inputs of the model, each with its possible layouts; the first input's is certain."""
         super().__init__()
         self._scope = scope
         self._num = num_samples
@@ -157,7 +151,7 @@ class BatchTracer(DispatchMode):
     # -- what was given in numbers -----------------------------------------------------------------
 
     def _note_new(self, call: TracedCall, out: object) -> None:
-        """Note what an operation on nothing that is followed gave: the same on every rank, unless it was sized so."""
+        """Note the results of an operation without followed inputs: the same on all ranks, unless sizes differ."""
         for one in _outputs(out):
             layouts = layouts_of(one.shape, self._num) if call.name in _SIZED else []
             self._set(one, KnownLayout(None, Guess([None, *layouts]), is_direct=True) if layouts else None)
@@ -165,7 +159,7 @@ class BatchTracer(DispatchMode):
     def _settle(
         self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]]
     ) -> dict[Identity, SampleLayout | None]:
-        """Return the layouts of an operation's inputs, after deciding those that were assumed."""
+        """Return the layouts of an operation's inputs, after deciding the assumed ones."""
         facts = {_identity(one): fact for one, fact in found}
         layouts = {key: fact.layout for key, fact in facts.items()}
         certain = [(one, fact.layout) for one, fact in found if fact.guess is None and fact.layout is not None]
@@ -191,7 +185,7 @@ class BatchTracer(DispatchMode):
         return layouts
 
     def _takes_more(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None]) -> bool:
-        """Return whether an operation can take one sample more, and grows in one dim by it at most."""
+        """Return whether an operation can take one more sample, and its results grow in at most one dim."""
         now, grown = self._grown(call, {}), self._grown(call, layouts)
         if now is None or grown is None or len(now) != len(grown):
             return False
@@ -208,14 +202,14 @@ class BatchTracer(DispatchMode):
     # -- operations --------------------------------------------------------------------------------
 
     def _note(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None], out: object) -> None:
-        """Note where samples are in what an operation gave."""
+        """Note where samples are in the results of an operation."""
         outputs = [
             one for one in _outputs(out) if _identity(one) not in layouts
         ]  # others were changed in place at most
         known = [(one, at) for one in call.tensors if (at := layouts.get(_identity(one))) is not None]
         facts = [fact for key in layouts if (fact := self._facts.get(key)) is not None]
         guess = next((fact.guess for fact in facts if fact.guess is not None), None)
-        if any(self._is_certain(one) for one, _ in known):
+        if any(fact.guess is None for one, _ in known if (fact := self._facts.get(_identity(one))) is not None):
             guess = None
         found = self._found(call, layouts, known, outputs) if known else [None] * len(outputs)
         for one, layout in zip(outputs, found, strict=True):
@@ -243,12 +237,8 @@ class BatchTracer(DispatchMode):
             return [None] * len(outputs)
         return [_growing(one.shape, more, known, call.name) for one, more in zip(outputs, grown, strict=True)]
 
-    def _is_certain(self, tensor: torch.Tensor) -> bool:
-        fact = self._facts.get(_identity(tensor))
-        return fact is not None and fact.guess is None
-
     def _grown(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None]) -> list[torch.Size] | None:
-        """Return the shapes that an operation would give of one sample more; ``None`` where it could not take it."""
+        """Return the shapes of an operation's results with one more sample; ``None`` if it cannot take one more."""
 
         def as_meta(one: Any) -> Any:  # noqa: ANN401 - any argument
             if not isinstance(one, torch.Tensor):
@@ -264,7 +254,7 @@ class BatchTracer(DispatchMode):
             if "device" in given:
                 given["device"] = torch.device("meta")
             return [one.shape for one in _outputs(call.func(*args, **given))]
-        except Exception:  # noqa: BLE001 - it cannot take one sample more, or has no meta kernel
+        except Exception:  # noqa: BLE001 - it cannot take one more sample, or has no meta kernel
             return None
 
     def _set(self, tensor: torch.Tensor, fact: KnownLayout | None) -> None:
@@ -281,7 +271,7 @@ def _is_aligned(
     certain: Sequence[tuple[torch.Tensor, SampleLayout]],
     alike: Sequence[torch.Tensor],
 ) -> bool:
-    """Return whether a tensor can be laid out in some way beside the others of an operation on each element."""
+    """Return whether a layout of a tensor fits the other inputs of an operation on each element."""
     for one in alike:
         dim = -1 if option is None else option.dim - tensor.dim() + one.dim()
         if option is not None and dim >= 0 and one.shape[dim] == tensor.shape[option.dim] > 1:
@@ -299,8 +289,7 @@ _FOLLOWED = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 def _identity(tensor: torch.Tensor) -> Identity:
-    # The object is another one after autograd has made a view of it; and memory is used again only after the fact
-    # about it was replaced.
+    # Not the object, of which autograd creates views. Memory is reused only after its fact was replaced.
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
@@ -318,7 +307,7 @@ def _broadcast(known: list[tuple[torch.Tensor, SampleLayout]], out: torch.Tensor
 def _growing(
     now: torch.Size, grown: torch.Size, known: list[tuple[torch.Tensor, SampleLayout]], name: str
 ) -> SampleLayout | None:
-    """Return the dim that grows with one sample more, if it is one."""
+    """Return the dim that grows with one more sample, if there is exactly one."""
     if len(now) != len(grown):
         return None
     dims = [dim for dim, (size, more) in enumerate(zip(now, grown, strict=True)) if size != more]

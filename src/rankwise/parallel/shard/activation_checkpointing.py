@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation checkpointing in place: a block forgets its activations, and computes them again in backward.
+"""Activation checkpointing in place: a block frees its activations, and computes them again in backward.
 
-The block keeps its class, its keys and its hooks; only its ``forward`` is stood in for. Used by shard.
+The block keeps its class, its keys and its hooks; only its ``forward`` is replaced. Used by shard.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 def recompute_block(block: nn.Module) -> None:
     """Have ``block`` keep only its inputs for backward. The same gradients, also with dropout and BatchNorm.
 
-    A block that changes anything else than BatchNorm's statistics when it runs (a cache of keys and values) cannot
-    run twice.
+    A block that changes anything but BatchNorm's statistics when it runs (a cache of keys and values) cannot run twice.
 
     Source: torch.utils.checkpoint, without reentry (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
         2016).
@@ -35,7 +34,7 @@ def recompute_block(block: nn.Module) -> None:
 
 
 class _Recomputed:
-    """What stands in a block for its ``forward``."""
+    """The replacement of a block's ``forward``."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
@@ -44,7 +43,7 @@ class _Recomputed:
     def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - whatever the block returns
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        # The random state is set back for the second time, and what the first one counted is not counted again.
+        # The second run restores the random state, and does not update the statistics again.
         forward = partial(self._forward, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a model are sharded as one: by name, by class, by size. Pure. Used by shard."""
+"""The modules of a model that are sharded as one: by name, by class, by size. Used by shard."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Blocks = int | str | list[str] | tuple[str, ...] | list[type[nn.Module]] | tuple[type[nn.Module], ...] | None
-"""Names, classes, or a least size; ``None`` for the layers that repeat."""
+"""Names, classes, or a minimum size; ``None`` for the repeated layers."""
 
 SMALL_PART = 0.02
-"""Of the model's bytes: below it a single layer is no block of its own."""
+"""Fraction of the model's bytes below which a single layer is no block of its own."""
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -31,7 +31,7 @@ def block_names(model: nn.Module, blocks: Blocks, argument: str) -> list[str]:
     Args:
         model: the whole model.
         blocks: as for :func:`rankwise.shard`.
-        argument: what the caller's argument is called, for the error.
+        argument: name of the caller's argument, for the error.
 
     Raises:
         ConfigurationError: a name or class that the model does not have, or something else.
@@ -58,9 +58,9 @@ def block_names(model: nn.Module, blocks: Blocks, argument: str) -> list[str]:
 
 
 def grouped(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """Return the blocks, those in groups that have parameters in common, as torch has each parameter in one group.
+    """Return the blocks in groups, one for blocks with common parameters: torch has each parameter in one group.
 
-    A block that shares a parameter with what is in no block is left out: it is then gathered with the whole model.
+    A block that shares a parameter with a module in no block is left out: it is gathered with the whole model.
     """
     group_of: dict[str, list[str]] = {name: [name] for name in ["", *names]}
     owner: dict[nn.Parameter, str] = {}
@@ -74,7 +74,7 @@ def grouped(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
 
 
 def _without_small_layers(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Leave out single layers with little in them: a message of their own would cost more than they save."""
+    """Leave out small single layers: a message of their own would cost more than they save."""
     whole = sum(parameter.nbytes for parameter in model.parameters())
     modules = [(name, model.get_submodule(name)) for name in names]
     sizes = {name: sum(parameter.nbytes for parameter in module.parameters()) for name, module in modules}
@@ -86,18 +86,14 @@ def _without_small_layers(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def _is_called(model: nn.Module, name: str) -> bool:
-    """Whether a module is called itself. MultiheadAttention reads the weights of the layers that it holds."""
+    """Whether a module is called itself: not a list of layers, nor a layer whose weights MultiheadAttention reads."""
     above = model.get_submodule(name.rpartition(".")[0])
-    return _runs(model.get_submodule(name)) and not isinstance(above, nn.MultiheadAttention)
-
-
-def _runs(module: nn.Module) -> bool:
-    """Whether a module is called itself: a list of layers is not."""
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    is_list = isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict)
+    return not (is_list or isinstance(above, nn.MultiheadAttention))
 
 
 def _at_least(model: nn.Module, least_bytes: int) -> list[str]:
-    """Return blocks of at least so many bytes, as small as they can be, from the inside out."""
+    """Return the smallest blocks of at least so many bytes, from the inside out."""
     taken: set[nn.Parameter] = set()
     found: list[str] = []
 

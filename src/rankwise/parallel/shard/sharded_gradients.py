@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.parallel.core.gradient_buckets import power_near
-from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, model_numbers
+from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, Microsteps, model_numbers
 from rankwise.parallel.loss.terms import mark_output
 from rankwise.parallel.state_guard.guard import StateGuard
 from rankwise.torch_private.autograd import run_after_backward
@@ -276,40 +276,19 @@ class ShardSync:
         self.loss.end()
 
 
-class ShardedAccumulation:
-    """The microsteps since the last exact gradient, whose whole gradients are added up on this rank.
+class ShardedAccumulation(Microsteps):
+    """The microsteps of a sharded model, whose whole gradients are added up on this rank.
 
-    Each version of torch keeps the gradients of microsteps in its own way, or reduces them as they are.
+    Each version of torch keeps the gradients of microsteps in its own way, or reduces them as they are. It reduces a
+    step's gradients before it adds them to ``grad``, so earlier ones need not be put aside.
     """
 
     def __init__(self) -> None:
-        self.is_continued = False
-        """Whether another microstep follows the one under way."""
-        self.counted_in: str | None = None
-        """What the weights of its microsteps count, in words, after the first one that counts anything."""
-        self.carried = 0.0
-        """The sum of the weights of the microsteps."""
+        super().__init__()
         self.unit = 1.0
         """The unit of this rank's weights, so that gradients keep about their size."""
-        self.num_carried = 0
         self._earlier: MutableMapping[int, torch.Tensor] = {}
         """By number of the parameter, the weighted sum of the gradients of microsteps: [as the whole one]."""
-
-    def set_continued(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
-        """Set whether another microstep follows the one under way; return the value before."""
-        before, self.is_continued = self.is_continued, value
-        return before
-
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients of some microsteps wait, on every rank, for those of the last."""
-        return self.num_carried > 0
-
-    def put_earlier_gradients_aside(self) -> None:
-        """Do nothing: torch reduces a step's gradients before it adds them to ``grad``."""
-
-    def give_back_earlier(self) -> None:
-        """Do nothing, as :meth:`put_earlier_gradients_aside`."""
 
     def factor(self, weight: float) -> float:
         """Return the factor for the gradients of a microstep of this weight."""
@@ -335,7 +314,7 @@ class ShardedAccumulation:
     def add(self, weight: float) -> None:
         """Note that a microstep has been added up."""
         self.carried += weight
-        self.num_carried += 1
+        self.is_open = True
 
     def close(self) -> None:
         """Forget everything."""
@@ -343,7 +322,7 @@ class ShardedAccumulation:
         self.counted_in = None
         self.carried = 0.0
         self.unit = 1.0
-        self.num_carried = 0
+        self.is_open = False
 
 
 def _multiply(gradient: torch.Tensor, factor: float) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathering parameters and reducing gradients of sharded blocks on CPUs, with waits that end with a name.
+"""Gathers parameters and reduces gradients of sharded blocks on CPUs, with waits that name a failed rank.
 
-torch's own waits know nothing of a rank that has failed elsewhere. On GPUs they are left to torch: the host does not
-wait there. Used by shard.
+torch's own waits do not notice a rank that has failed elsewhere. On GPUs torch does both: the host does not wait there.
+Used by shard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single" if _is_renamed else
 
 
 class _Watched:
-    """What both have: memory from torch's allocator, and a wait that the failure detector follows."""
+    """The common part: memory from torch's allocator, and a wait that the failure detector follows."""
 
     def __init__(self, detector: FailureDetector, exchange_id: int, what: str) -> None:
         self._detector = detector
@@ -36,7 +36,7 @@ class _Watched:
         self._what = what
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for what comes out."""
+        """Return memory for the result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _wait(self, tensor: torch.Tensor, start: Callable[[], dist.Work | None]) -> None:
