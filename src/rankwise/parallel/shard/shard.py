@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharding: each rank keeps a part of every parameter, and ranks gather a block's parameters while it runs.
 
-Works in place, on torch's fully_shard (FSDP2). Holds the public call: which blocks, in what precision, checked on
-all ranks before anything changes. The gradients are made exact by sharded_gradients.
+Works in place, on torch's fully_shard (FSDP2). Holds the public call: which blocks, in which precision, checked on all
+ranks before anything changes. sharded_gradients makes the gradients exact.
 """
 
 from __future__ import annotations
@@ -85,32 +85,32 @@ def shard(
     Called by: every rank, with the same model, before the optimizer is built.
 
     Every rank starts from rank zero's parameters and buffers and keeps its part of each. A block's parameters are
-    gathered when it runs, and let go afterwards; its gradients are reduced while backward goes on. Each
+    gathered when it runs, and freed afterwards; its gradients are reduced while backward continues. Each
     ``backward()`` returns with this rank's part of the exact mean over all samples of all ranks, also when ranks
-    have unequal numbers of samples, or none. What no rank used keeps ``grad=None``.
+    have unequal numbers of samples, or none. A parameter that no rank used keeps ``grad=None``.
 
     The ranks lie along ``dp_shard``; where :func:`rankwise.mesh` has ``dp_replicate`` too, each group along
     ``dp_shard`` holds a whole copy. Parameters become :class:`torch.distributed.tensor.DTensor`, so that an optimizer
     built before holds tensors that are no longer trained. The model keeps its ``state_dict`` keys and is still an
-    instance of its class, though torch names the class anew: ``FSDPNet``, a subclass of ``Net``. torch can neither
+    instance of its class, though torch renames the class: ``FSDPNet``, a subclass of ``Net``. torch can neither
     deepcopy nor pickle it: save it with :func:`rankwise.save`.
 
     What a loss is a mean or a sum over is read from its graph, as for :func:`rankwise.replicate`. Every rank runs the
-    same blocks in the same order, and backward equally often, without samples too; within a block ranks may use
-    different parameters. A model on the meta device is sharded without ever being whole: it comes back filled with
-    NaN, to be loaded with :func:`rankwise.load` before it is called.
+    same blocks in the same order, and backward equally often, also without samples; within a block ranks may use
+    different parameters. A model on the meta device is sharded without ever being whole: it is returned filled with
+    NaN, and must be loaded with :func:`rankwise.load` before it is called.
 
     Args:
         model: on its device already, or on the meta device.
-        blocks: what is gathered together: names of modules, with ``*`` for any number; classes; a size in bytes,
-            or as text (``"100MiB"``), that each block has at least; by default the layers that repeat. What is
-            in no block is gathered with the whole model.
+        blocks: modules that are gathered together: names, with ``*`` for any number; classes; a minimum size of
+            each block in bytes, or as text (``"100MiB"``); by default the repeated layers. Parameters in no block are
+            gathered with the whole model.
         mixed_precision: ``"bf16"`` or ``"fp16"`` to compute in it and reduce gradients in float32; the model's output
             keeps the parameters' dtype. Or torch's policy. fp16 needs a ``torch.amp.GradScaler``.
         cpu_offload: keep parameters, gradients and optimizer state in the memory of the CPU.
-        recompute: whether blocks forget their activations and compute them again in backward; or which modules do,
+        recompute: whether blocks free their activations and compute them again in backward; or the modules that do,
             as for ``blocks``.
-        reshard_after_forward: whether a block lets go of its parameters between forward and backward.
+        reshard_after_forward: whether a block frees its parameters between forward and backward.
         weight: called with the arguments of each forward call; returns what the loss is a mean over:
             the number of samples or tokens of this rank. At least zero. The loss is not read then.
 
@@ -122,7 +122,7 @@ def shard(
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
         ConfigurationError: the model is sharded or replicated already, has nothing to train, has no such blocks, or
             the mesh has axes that sharding does not use.
-        TorchTooOld: this version of torch has no way to reduce what only some ranks used.
+        TorchTooOld: this version of torch cannot reduce parameters that only some ranks used.
         WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
 
     Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (VLDB 2023); the exact mean is
@@ -163,7 +163,7 @@ def shard(
         check_same_meta(model, "shard")
         _start_equal(model, session.exchange)
     before = [ref(parameter) for parameter in model.parameters()]
-    name = type(model).__name__  # before torch names it anew
+    name = type(model).__name__  # before torch renames it
     _split(
         model,
         groups,
@@ -304,7 +304,7 @@ def _recomputed(model: nn.Module, names: list[str], wanted: bool | Blocks) -> li
         raise ConfigurationError("recompute must not be None.", do="pass True, False, or names or classes of modules")
     if wanted is not True:
         return block_names(model, wanted, "recompute")
-    # A single layer keeps little but what comes in, which is kept anyway.
+    # A single layer keeps little but its input, which is kept anyway.
     composed = [name for name in names if list(model.get_submodule(name).children())]
     if not composed:
         raise ConfigurationError(
@@ -317,7 +317,7 @@ def _recomputed(model: nn.Module, names: list[str], wanted: bool | Blocks) -> li
 def _check_dtypes(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
     """Raise unless the trained parameters that are gathered together have one dtype: they are reduced as one tensor."""
     seen: set[int] = set()
-    # Inner blocks take theirs first, and what is in none belongs to the model.
+    # Inner blocks take their parameters first; those in no block belong to the model.
     for group in [*groups, [""]]:
         dtypes: dict[torch.dtype, str] = {}
         for name in group:
@@ -334,7 +334,7 @@ def _check_dtypes(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
 
 
 def _start_equal(model: nn.Module, exchange: Exchange) -> None:
-    """Give every rank the parameters and buffers of rank zero; parts of layers, those of its data rank zero."""
+    """Give every rank the parameters and buffers of rank zero, or its data rank zero's parts of split layers."""
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
     plain = [t for t in tensors if not isinstance(t, DTensor)]
     parts = [t.to_local() for t in tensors if isinstance(t, DTensor)]
@@ -407,7 +407,7 @@ def _split(
 
 
 def _without_views(_: nn.Module, __: object, output: object) -> object:
-    """Return an output that may be changed in place: torch's hooks are lost where a view of another tensor is."""
+    """Return an output that may be changed in place, which on a view of another tensor would lose torch's hooks."""
     if not any(_is_followed_view(leaf) for leaf in pytree.tree_leaves(output)):
         return None
     return pytree.tree_map(lambda leaf: leaf.clone() if _is_followed_view(leaf) else leaf, output)
@@ -418,7 +418,7 @@ def _is_followed_view(value: object) -> bool:
 
 
 def _watch_waits(model: nn.Module, detector: FailureDetector, ranks: Sequence[int]) -> None:
-    """Have the waits of every block end with a name when a peer fails. Called by: every rank."""
+    """Have the waits of every block name a peer that fails. Called by: every rank."""
     exchange_id = detector.recorder.new_exchange_id(ranks)
     name = type(model).__name__
     for module in model.modules():
