@@ -102,7 +102,7 @@ INSTEAD = {
 }
 
 
-def test_what_is_not_offered_names_what_is(torch_python: WarmPython, tmp_path: Path) -> None:
+def test_a_missing_name_raises_with_the_available_ones(torch_python: WarmPython, tmp_path: Path) -> None:
     program = f"""
 import importlib, json
 told = {{}}

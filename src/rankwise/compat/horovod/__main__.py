@@ -10,7 +10,7 @@ from rankwise.compat.horovod.alias import ON_PATH, provide
 from rankwise.errors import RankwiseError
 from rankwise.launch.fork_server.command import Command, find_command
 from rankwise.launch.fork_server.entrypoint import Target, find_target, run_as_main
-from rankwise.world.environments import set_horovod_variables
+from rankwise.world.environments.process import set_horovod_variables
 
 USAGE_ERROR = 2
 

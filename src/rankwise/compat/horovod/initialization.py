@@ -26,7 +26,7 @@ from rankwise.compat.horovod.negotiation.request import SetMembers
 from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
 from rankwise.errors import ConfigurationError
 from rankwise.log import log, logger
-from rankwise.world.device import versions
+from rankwise.world.device import accelerator
 from rankwise.world.environments import process
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def gloo_built() -> bool:
 
 def nccl_built() -> int:
     """Return the version of torch's NCCL as one number, or 0."""
-    found = versions.nccl_version() if versions.can_use_nccl() else None
+    found = accelerator.nccl_version() if accelerator.can_use_nccl() else None
     if found is None:
         return 0
     major, minor, patch = found
@@ -176,12 +176,12 @@ def ccl_built() -> bool:
 
 def cuda_built() -> bool:
     """Return whether torch was built with CUDA."""
-    return versions.has_toolkit("cuda")
+    return accelerator.has_toolkit("cuda")
 
 
 def rocm_built() -> bool:
     """Return whether torch was built with ROCm."""
-    return versions.has_toolkit("hip")
+    return accelerator.has_toolkit("hip")
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's arguments

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
-from rankwise.world import environments
+from rankwise.world.environments.process import nodes_of_job, read_launcher
 
 if TYPE_CHECKING:
     from rankwise.launch.options import LaunchOptions
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def unused_nodes() -> str:
     """Return a warning if this launcher is in a Slurm job of several nodes and uses only one; else an empty text."""
-    number = environments.nodes_of_job()
+    number = nodes_of_job()
     if number < 2:  # noqa: PLR2004 - a job of one node leaves none unused
         return ""
     return (
@@ -38,7 +38,7 @@ def with_scheduler(options: LaunchOptions) -> LaunchOptions:
     """
     if options.nodes[1] > 1 or options.rendezvous is not None:
         return options
-    reading = environments.read_launcher()
+    reading = read_launcher()
     if reading is None or reading.world_size == 1:
         return options
     if (reading.local_world_size or 1) > 1:

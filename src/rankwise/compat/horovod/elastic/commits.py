@@ -24,7 +24,7 @@ from rankwise.comm.session import current
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.log import log, warn
 from rankwise.tensors.synced_folders import staged_file
-from rankwise.world import environments
+from rankwise.world.environments.process import read_process, stack_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,10 +136,10 @@ def opened() -> Commits | None:
     Called by: every rank, once for each ``elastic.run``.
     """
     run = next(_run_numbers)
-    in_folder_of_job = environments.stack_file()
+    in_folder_of_job = stack_file()
     if not in_folder_of_job:
         return None
-    attempt = int(environments.read_process().attempt)
+    attempt = int(read_process().attempt)
     is_writer = current().world.local_rank == 0
     return Commits(Path(in_folder_of_job).parent, run=run, attempt=attempt, is_writer=is_writer)
 

@@ -13,8 +13,8 @@ from rankwise.compat.megengine.device import GPU_TYPES, check_device_type, get_d
 from rankwise.compat.megengine.distributed.groups import arguments_of
 from rankwise.errors import ConfigurationError
 from rankwise.launch.function.launch import launcher as on_ranks_of_rankwise
-from rankwise.world import environments
 from rankwise.world.device import accelerator
+from rankwise.world.environments.process import read_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,7 +172,7 @@ class Server:
 
 def _is_rank_of_rankwise() -> bool:
     with suppress(ConfigurationError):
-        return environments.read_process("rankwise").source == "rankwise"
+        return read_process("rankwise").source == "rankwise"
     return False
 
 
@@ -183,7 +183,7 @@ def _in_this_rank(
 
     @functools.wraps(joined)
     def here(*args: P.args, **kwargs: P.kwargs) -> list[T]:
-        found = environments.read_process("rankwise")
+        found = read_process("rankwise")
         for name, given, there in (
             ("n_gpus", n_gpus, found.local_world_size),
             ("world_size", world_size, found.world_size),
