@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Slurm: its steps train to the one-rank result, and a job that is told to stop goes on where it was."""
+"""A real Slurm: its steps train to the one-rank result, and a job that is asked to stop resumes where it stopped."""
 
 from __future__ import annotations
 
