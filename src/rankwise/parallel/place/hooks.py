@@ -14,8 +14,7 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.place.across_devices import CrossDeviceMode, moved
-from rankwise.parallel.place.fetch import Fetching
-from rankwise.parallel.place.offloaded import OffloadedPart
+from rankwise.parallel.place.fetch import Fetching, OffloadedPart
 from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.modules import unwrapped_call, wrap_call
 
@@ -60,11 +59,6 @@ def install(model: nn.Module, runs_on: dict[Unit, torch.device], away: set[Unit]
         calls_of.setdefault(module, []).append(calls)
     for module, all_calls in calls_of.items():
         wrap_call(module, _Interruptible(module, all_calls))
-
-
-def refuse_training(model: nn.Module) -> None:
-    """Have ``model``, whose weights are in 8 bits, refuse to run in training mode."""
-    model.register_forward_pre_hook(_RefuseTraining(), prepend=True)
 
 
 class _Around:
@@ -158,9 +152,12 @@ class _AroundLayer(_Around):
             self._fetching.leave(self._away)
 
 
-class _RefuseTraining(OwnHook):
+class RefuseTraining(OwnHook):
+    """A hook before the forward of a model whose weights are in 8 bits."""
+
     @uncompiled
     def __call__(self, module: nn.Module, _: object) -> None:
+        """Raise in training mode."""
         if module.training and torch.is_grad_enabled():
             raise ConfigurationError(
                 f"This {type(module).__name__} holds 8-bit weights, which cannot be trained.",
