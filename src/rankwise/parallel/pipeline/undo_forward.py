@@ -38,7 +38,10 @@ def left_as_it_was(model: nn.Module) -> Generator[None]:
             module.__dict__.update(attributes)
         for value, content in inside:
             value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
+            if isinstance(value, list):
+                value.extend(content)
+            else:
+                value.update(content)
 
 
 class PythonRandomness:
