@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from coordinated import Scene
 
-from rankwise.launch.agent.activity import Activity, activity_of
-from rankwise.launch.agent.stragglers import Stragglers
+from rankwise.launch.agent.stragglers import Activity, Stragglers, activity_of
 from rankwise.launch.controller import attempt_keys
 from rankwise.launch.controller.attempt_keys import Absences
 from rankwise.launch.messages import RanksDeparted

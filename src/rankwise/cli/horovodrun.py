@@ -14,12 +14,12 @@ from rankwise.cli import run
 from rankwise.errors import ConfigurationError
 from rankwise.launch.fork_server.command import find_command, is_python
 from rankwise.launch.fork_server.entrypoint import find_script
-from rankwise.launch.hosts import slots as slots_of
+from rankwise.launch.hosts import host_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.launch.hosts.slots import Slots
+    from rankwise.launch.hosts.host_list import Slots
 
 USAGE = "rankwise horovodrun -np N [options] python train.py [arguments]"
 DESCRIPTION = """\
@@ -178,9 +178,9 @@ def translate(options: argparse.Namespace) -> list[str]:
         )
     is_elastic = options.fewest is not None
     num_ranks = _num_ranks(options, slots, is_elastic=is_elastic)
-    used = slots_of.filled(slots, num_ranks)
+    used = host_list.filled(slots, num_ranks)
     words = ["run"]
-    if slots_of.are_here(used):
+    if host_list.are_here(used):
         words += ["-n", str(num_ranks)]
     else:
         words += ["--hosts", ",".join(f"{host}:{number}" for host, number in used), *_network_words(options)]
@@ -236,8 +236,8 @@ def _rank_command(command: Sequence[str]) -> list[str]:
 def _slots(options: argparse.Namespace) -> Slots:
     """Return the hosts and how many ranks each can run; none if the command names none."""
     if options.hostfile is not None:
-        return slots_of.from_file(options.hostfile)
-    return [] if options.hosts is None else slots_of.from_text(options.hosts, "-H ")
+        return host_list.read_slots(options.hostfile)
+    return [] if options.hosts is None else host_list.parse_slots(options.hosts, "-H ")
 
 
 def _num_ranks(options: argparse.Namespace, slots: Slots, *, is_elastic: bool) -> int:

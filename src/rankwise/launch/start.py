@@ -20,7 +20,6 @@ import tempfile
 import time
 import uuid
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,18 +55,6 @@ SAVES_ON_TERMINATE = "SLURM_JOB_ID"
 """If this is set, SIGTERM is Slurm's notice before a preemption or ``scancel``, with time left to save."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _OpenedLaunch:
-    """The resources opened for one launch before its first rank starts."""
-
-    folder: str
-    """Temporary, for the files in which ranks record their end; removed by the server."""
-    server: ForkServer
-    notify_pipe: int
-    """Readable when a rank has recorded a failure."""
-    signals: PendingSignals
-
-
 def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_address: JobAddress | None = None) -> int:
     """Run ``target`` on the ranks of this machine, with those of other machines if there are any.
 
@@ -100,6 +87,7 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     importlib.import_module("torch")
 
     folder = tempfile.mkdtemp(prefix="rankwise-")
+    # Readable when a rank has recorded a failure.
     notify_read_end, notify_write_end = os.pipe()
     # A rank also returns through here: code around this call runs once in each of them.
     server = fork_server(
@@ -110,8 +98,9 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     )
     os.close(notify_write_end)
     try:
-        job = _OpenedLaunch(folder=folder, server=server, notify_pipe=notify_read_end, signals=PendingSignals())
-        return _take_part(job, target, options, reporter, job_address)
+        return _take_part(
+            target, options, reporter, job_address, folder=folder, server=server, notify_pipe=notify_read_end
+        )
     finally:
         server.close()
         # Done by the server, unless it was killed.
@@ -147,16 +136,20 @@ def num_ranks_here(options: LaunchOptions, num_gpus: int, kind: DeviceKind | Non
 
 
 def _take_part(
-    opened: _OpenedLaunch,
     target: Target,
     options: LaunchOptions,
     reporter: Reporter,
     job_address: JobAddress | None,
+    *,
+    folder: str,
+    server: ForkServer,
+    notify_pipe: int,
 ) -> int:
+    signals = PendingSignals()
     # While the server is importing what the ranks need.
     from rankwise.launch.agent.agent import Agent  # noqa: PLC0415
     from rankwise.launch.agent.controller_link import open_link  # noqa: PLC0415
-    from rankwise.launch.agent.ranks import JobSettings, LocalRanks  # noqa: PLC0415
+    from rankwise.launch.agent.ranks import LocalRanks  # noqa: PLC0415
     from rankwise.launch.inspect.stacks import StacksService  # noqa: PLC0415
     from rankwise.launch.rendezvous import find  # noqa: PLC0415
     from rankwise.world.device import accelerator  # noqa: PLC0415
@@ -168,28 +161,21 @@ def _take_part(
     hosts_job = job.listener is not None
     output = Output(options.log_dir)
     with ExitStack() as closing:
-        server: JobServer | None = None
+        job_server: JobServer | None = None
         if hosts_job:
-            server = _serve(job, options)
-            closing.callback(server.close)
+            job_server = _serve(job, options)
+            closing.callback(job_server.close)
         closing.callback(output.close)
         closing.callback(output.drain)
-        settings = JobSettings(
-            folder=opened.folder,
-            store=job.address,
-            secret=job.secret,
-            interface=job.interface,
-            check=options.check,
-            guard=options.guard,
-            max_restarts=options.max_restarts,
+        ranks = LocalRanks(
+            num_ranks, job, options, folder=folder, server=server, output=output, notify_pipe=notify_pipe
         )
-        ranks = LocalRanks(num_ranks, settings, server=opened.server, output=output, notify_pipe=opened.notify_pipe)
         hello = _hello(target, options, num_ranks, serves=hosts_job)
 
         def connect(timeout_seconds: float) -> ControllerLink | LocalLink:
             agent.raise_if_interrupted()
-            if server is not None:
-                return server.connect(hello)
+            if job_server is not None:
+                return job_server.connect(hello)
             return open_link(
                 job.address,
                 job.secret.encode(),
@@ -199,11 +185,11 @@ def _take_part(
                 show=reporter.show,
             )
 
-        control_socket = closing.enter_context(ControlSocket(opened.folder, ranks=list(range(num_ranks))))
+        control_socket = closing.enter_context(ControlSocket(folder, ranks=list(range(num_ranks))))
         agent = Agent(
             ranks,
             open_link=connect,
-            signals=opened.signals,
+            signals=signals,
             stacks=StacksService(control_socket, ranks),
             reporter=reporter,
             hosts_job=hosts_job,

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from rankwise.launch.agent.output import Output
     from rankwise.launch.fork_server.fork_server import ForkServer
+    from rankwise.launch.options import LaunchOptions
+    from rankwise.launch.rendezvous import JobAddress
     from rankwise.launch.report.failure import Failure
 
 LONGEST_LINE = 2000
@@ -46,26 +48,21 @@ STOPPED_SECONDS = 6.0
 """After how long a stopped rank (SIGSTOP) is reported and, if possible, replaced."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobSettings:
-    """Settings that are the same for every rank of every attempt."""
-
-    folder: str
-    """Temporary, for the files in which ranks record their own end."""
-    store: tuple[str, int]
-    secret: str = field(repr=False)
-    interface: str | None
-    check: bool
-    guard: bool = False
-    max_restarts: int = 0
-
-
 class LocalRanks:
     """Starts, monitors and terminates the ranks of this machine."""
 
     def __init__(
-        self, num_ranks: int, settings: JobSettings, *, server: ForkServer, output: Output, notify_pipe: int
+        self,
+        num_ranks: int,
+        job: JobAddress,
+        options: LaunchOptions,
+        *,
+        folder: str,
+        server: ForkServer,
+        output: Output,
+        notify_pipe: int,
     ) -> None:
+        """Start nothing; ``folder`` is temporary, for the files in which ranks record their own end."""
         self.num_ranks = num_ranks
         self.running: set[int] = set()
         self.failures: dict[int, Failure] = {}
@@ -74,7 +71,9 @@ class LocalRanks:
         self.has_stopped = False
         """Whether a rank saved and exited because it was asked to."""
         self.attempt: StartAttempt | None = None
-        self.settings = settings
+        self.job = job
+        self._options = options
+        self._folder = folder
         self._server = server
         self._output = output
         self._notify_pipe = notify_pipe
@@ -214,7 +213,7 @@ class LocalRanks:
 
     def stack_files(self) -> dict[int, str]:
         """Return where each rank of the attempt writes its stack on request."""
-        return {rank: rank_files.stack_file(self.settings.folder, self._number, rank) for rank in self.processes}
+        return {rank: rank_files.stack_file(self._folder, self._number, rank) for rank in self.processes}
 
     def report(self) -> RankEnds:
         """Return how the ranks of the attempt exited."""
@@ -274,7 +273,7 @@ class LocalRanks:
         elif ended.exit_code:
             killed = ended.exit_code == -signal.SIGKILL
             out_of_memory = self._oom_count.has_risen() if killed else None
-            file = rank_files.stack_file(self.settings.folder, self._number, rank)
+            file = rank_files.stack_file(self._folder, self._number, rank)
             at = flight_recorder.read_last_collective(flight_recorder.last_collective_path(file), ended.time)
             is_echo = Path(echo_note(self._error_file(rank))).exists()
             self.failures[rank] = failure.from_exit(
@@ -293,7 +292,7 @@ class LocalRanks:
         return self.attempt.attempt if self.attempt is not None else 0
 
     def _error_file(self, rank: int) -> str:
-        return rank_files.error_file(self.settings.folder, self._number, rank)
+        return rank_files.error_file(self._folder, self._number, rank)
 
     def _variables(self, attempt: StartAttempt, local_rank: int) -> dict[str, str]:
         rank = attempt.first_rank + local_rank
@@ -305,19 +304,19 @@ class LocalRanks:
             node_rank=attempt.node_rank,
             num_nodes=attempt.num_nodes,
             ranks_per_node=attempt.ranks_per_node,
-            store=self.settings.store,
+            store=self.job.address,
             master=None if attempt.torch_store is None else attempt.torch_store.address,
             master_is_served=attempt.torch_store is not None and attempt.torch_store.is_served,
             run_id=attempt.run_id,
             attempt=str(attempt.attempt),
             error_file=self._error_file(rank),
-            stack_file=rank_files.stack_file(self.settings.folder, attempt.attempt, rank),
-            torch_error_file=rank_files.torch_error_file(self.settings.folder, attempt.attempt, rank),
-            max_restarts=self.settings.max_restarts,
-            secret=self.settings.secret,
-            interface=self.settings.interface,
-            check=self.settings.check,
-            guard=self.settings.guard,
+            stack_file=rank_files.stack_file(self._folder, attempt.attempt, rank),
+            torch_error_file=rank_files.torch_error_file(self._folder, attempt.attempt, rank),
+            max_restarts=self._options.max_restarts,
+            secret=self.job.secret,
+            interface=self.job.interface,
+            check=self._options.check,
+            guard=self._options.guard,
         )
         return own | slurm_variables_for(
             rank=rank, local_rank=local_rank, node_rank=attempt.node_rank, ranks_per_node=attempt.ranks_per_node

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rankwise.comm.session import current_or_none
-from rankwise.launch.replica_guard.difference import Report, difference_between
-from rankwise.launch.replica_guard.schedule import Stepped, stepped_by
+from rankwise.launch.replica_guard.difference import Report, Stepped, difference_between, stepped_by
 from rankwise.launch.report.unjoined import OTHER_LIBRARIES, has_gradients
 from rankwise.log import warn
 from rankwise.store import opening
