@@ -18,27 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from _typeshed import SupportsNoArgReadline, SupportsRead, SupportsWrite
+
+    class Readable(SupportsRead[bytes], SupportsNoArgReadline[bytes], Protocol):
+        """A file that a pickle is read from."""
+
+
 _TRACKER = "_DYNAMIC_CLASS_TRACKER_BY_CLASS"
 """Where cloudpickle keeps the classes it has pickled or created, so that each has one identity in all processes."""
-
-
-class Writable(Protocol):
-    """A file that a pickle is written to."""
-
-    def write(self, data: Any, /) -> object:  # noqa: ANN401 - bytes or a buffer, as the pickler chooses
-        """Write the next bytes."""
-
-
-class Readable(Protocol):
-    """A file that a pickle is read from."""
-
-    def read(self, num_bytes: int, /) -> bytes:
-        """Return the next bytes."""
-        ...
-
-    def readline(self) -> bytes:
-        """Return the next line."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +40,7 @@ class Raised:
     """From the user's first frame on, with the source lines."""
 
 
-def dump(thing: object, file: Writable) -> None:
+def dump(thing: object, file: SupportsWrite[bytes]) -> None:
     """Write ``thing`` to ``file``; functions and classes of ``__main__`` by value, those of modules by name."""
     importlib.import_module("cloudpickle").dump(thing, file)
 
