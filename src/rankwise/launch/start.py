@@ -20,6 +20,7 @@ import tempfile
 import time
 import uuid
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,8 +35,8 @@ from rankwise.launch.fork_server.worker import run_rank
 from rankwise.launch.inspect.control_socket import ControlSocket
 from rankwise.launch.messages import Hello, Node
 from rankwise.launch.options import LaunchOptions
-from rankwise.launch.slurm.scheduler import unused_nodes, with_scheduler
 from rankwise.version import VERSION
+from rankwise.world import environments
 from rankwise.world.device.kinds import EXAMPLE, HIDES_GPUS
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
         LaunchError: a rank could not be started, or the other machines cannot be reached.
     """
     if job_address is None:
-        options = with_scheduler(options)
+        options = _with_scheduler(options)
     end_quietly()
     _open_standard_streams()
     if options.log_dir is not None:
@@ -105,6 +106,44 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
         server.close()
         # Done by the server, unless it was killed.
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unused_nodes() -> str:
+    """Return a warning if this launcher is in a Slurm job of several nodes and uses only one; else an empty text."""
+    number = environments.nodes_of_job()
+    if number < 2:  # noqa: PLR2004 - a job of one node leaves none unused
+        return ""
+    return (
+        f"[rankwise] this Slurm job has {number} nodes, but this launcher uses only one; to use all: "
+        "srun --ntasks-per-node=1 rankwise run ...\n"
+    )
+
+
+def _with_scheduler(options: LaunchOptions) -> LaunchOptions:
+    """Return ``options`` with the machines of a scheduler that has started one launcher on each.
+
+    Slurm's step variables, and plain ``RANK`` and ``WORLD_SIZE`` as Kubernetes' PyTorchJob sets them, then number
+    the machines.
+
+    Raises:
+        ConfigurationError: several launchers were started on one machine, or rank 0's address is missing.
+    """
+    if options.nodes[1] > 1 or options.rendezvous is not None:
+        return options
+    reading = environments.read_launcher()
+    if reading is None or reading.world_size == 1:
+        return options
+    if (reading.local_world_size or 1) > 1:
+        raise ConfigurationError(
+            f"{reading.local_world_size} launchers were started on this machine, but one is enough.",
+            evidence=reading.reason,
+            do="srun --ntasks-per-node=1 rankwise run -n RANKS_PER_NODE train.py\n"
+            "or start the ranks themselves: srun python train.py",
+        )
+    size = reading.world_size
+    return replace(
+        options, nodes=(size, size), node_rank=reading.rank, rendezvous=reading.address, told_by_scheduler=True
+    )
 
 
 def _open_standard_streams() -> None:
@@ -193,13 +232,12 @@ def _take_part(
             stacks=StacksService(control_socket, ranks),
             reporter=reporter,
             hosts_job=hosts_job,
-            can_return=options.can_restart and not hosts_job,
-            can_restart=options.max_restarts > 0,
+            options=options,
             saves_on_terminate=SAVES_ON_TERMINATE in os.environ,
         )
         reporter.show(_decision(options, num_ranks) + job.notice + _local_rank_notice(target))
         if options.nodes[1] == 1:
-            reporter.show(unused_nodes())
+            reporter.show(_unused_nodes())
         exit_code = agent.run(options.rendezvous_timeout_seconds)
         reporter.end(ranks.failures)
         return exit_code
@@ -229,7 +267,7 @@ def _serve(job: JobAddress, options: LaunchOptions) -> JobServer:
 def _hello(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bool) -> Hello:
     import torch  # noqa: PLC0415
 
-    words = str(target)
+    words, arguments = str(target), getattr(target, "arguments", ())
     if isinstance(target, Script):
         digest = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()
         words = f"{Path(target.path).name} ({digest[:12]})"
@@ -239,10 +277,11 @@ def _hello(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bo
     same = {
         "script": words,
         "options": asked,
-        "arguments": _digest(target),
+        # Only a digest: they may be long or private.
+        "arguments": f"{len(arguments)} ({hashlib.sha256(json.dumps(arguments).encode()).hexdigest()[:8]})",
         "rankwise": VERSION,
         "torch": str(torch.__version__),
-        "python": _python(),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
     }
     node = Node(
         node_id=uuid.uuid4().hex,
@@ -253,16 +292,6 @@ def _hello(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bo
         job=same,
     )
     return Hello(node=node)
-
-
-def _digest(target: Target) -> str:
-    """Return a digest of the arguments, which may be long or private."""
-    arguments = getattr(target, "arguments", ())
-    return f"{len(arguments)} ({hashlib.sha256(json.dumps(arguments).encode()).hexdigest()[:8]})"
-
-
-def _python() -> str:
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def _decision(options: LaunchOptions, num_ranks: int) -> str:

@@ -15,6 +15,8 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rankwise.launch.report.failure import text_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -52,7 +54,7 @@ def load(file: Readable) -> Any:  # noqa: ANN401 - whatever was dumped
 
 def raised(error: BaseException, traceback: str) -> Raised:
     """Return ``error`` in the form that is sent."""
-    return Raised(_pickled(error), type(error).__name__, _text(error), traceback)
+    return Raised(_pickled(error), type(error).__name__, text_of(error), traceback)
 
 
 def unpicklable_part(fn: object, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[str, str]:
@@ -113,7 +115,7 @@ def _pickled(error: BaseException) -> bytes | None:
             file = io.BytesIO()
             dump(form, file)
             same = exception(file.getvalue())
-            if same is not None and type(same) is type(error) and _text(same) == _text(error):
+            if same is not None and type(same) is type(error) and text_of(same) == text_of(error):
                 return file.getvalue()
         except Exception:  # noqa: BLE001, S112 - whatever it is, the text will do
             continue
@@ -141,13 +143,6 @@ def exception(pickled: bytes) -> BaseException | None:
     error.args = form.args
     error.__dict__.update(form.fields)
     return error
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as problem:  # noqa: BLE001 - __str__ is the user's code
-        return f"<its __str__ raised {type(problem).__name__}>"
 
 
 class _Unpickler(pickle.Unpickler):

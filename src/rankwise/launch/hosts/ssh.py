@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from rankwise.errors import ConfigurationError, LaunchError
-from rankwise.launch import auth, port
+from rankwise.launch import auth
 from rankwise.launch.agent.signals import Interrupted, PendingSignals, end_quietly
 from rankwise.launch.hosts.ssh_sessions import SshSession, SshSessions
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, MessageError, Ready, Refuse, SignalHost, error_of
+from rankwise.launch.rendezvous import ANY_PORT
 from rankwise.version import VERSION
 from rankwise.world.device import kinds
 
@@ -190,7 +191,7 @@ def _start(
                 f"{session.host.name} has rankwise {here.rankwise}, but this machine has {VERSION}.",
                 do=_install(session.host, ssh),
             )
-    options = replace(options, nodes=nodes, rendezvous=(heres[1].address, port.ANY) if heres[1:] else None)
+    options = replace(options, nodes=nodes, rendezvous=(heres[1].address, ANY_PORT) if heres[1:] else None)
     secret = auth.draw()
     for node_rank, session in enumerate(sessions.all):
         num_ranks = session.host.num_ranks or options.num_ranks

@@ -119,7 +119,7 @@ def from_exception(error: BaseException, rank: int, exit_code: int) -> Failure:
     return Failure(
         rank=rank,
         type=type(error).__name__,
-        message=_cut(_text(error)),
+        message=_cut(text_of(error)),
         traceback="" if is_exit else _cut("".join(traceback.format_exception(error))),
         time=time.time(),
         secondary=_is_echo(error),
@@ -127,10 +127,11 @@ def from_exception(error: BaseException, rank: int, exit_code: int) -> Failure:
     )
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return an exception's message; formatting an exception of the user's may raise another."""
     try:
         return str(error)
-    except Exception as problem:  # noqa: BLE001 - an exception of the user's may do anything
+    except Exception as problem:  # noqa: BLE001 - as above
         return f"<its message cannot be read: {type(problem).__name__}>"
 
 
@@ -227,7 +228,7 @@ def _is_echo(error: BaseException | None) -> bool:
         if isinstance(error, PeerFailed | PeerMissing):
             return True
         if isinstance(error, RuntimeError | OSError) and any(
-            words in _text(error).lower() for words in _LOST_PEER_WORDS
+            words in text_of(error).lower() for words in _LOST_PEER_WORDS
         ):
             return True
         error = error.__cause__ or error.__context__
