@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rankwise.health import call_site, flight_recorder, process_probe
 from rankwise.health.preemption import STOPPED_EXIT_CODE
@@ -106,11 +106,7 @@ class LocalRanks:
     def _wait_until_started(self, rank: int, between: Callable[[], None]) -> None:
         """Wait until a rank is started: sending more and more without receiving would block both ends."""
         while rank not in self.processes:
-            said = self._server.receive(between)
-            if isinstance(said, Started):
-                self.processes[said.rank] = said.pid
-            elif isinstance(said, Ended):
-                self._unreported += self._note_end(said)
+            self._unreported += self._note(self._server.receive(between))
 
     def sources(self) -> list[int]:
         """Return the descriptors that are readable when there is news of ranks."""
@@ -124,11 +120,7 @@ class LocalRanks:
             for rank in sorted(self.running):
                 news += self._read_failure(rank)
         if self._server.fileno() in readable:
-            said = self._server.receive()
-            if isinstance(said, Ended):
-                news += self._note_end(said)
-            elif isinstance(said, Started):
-                self.processes[said.rank] = said.pid
+            news += self._note(self._server.receive())
         return news
 
     def look_for_stopped(self, now: float, *, may_end: bool) -> list[tuple[Failure, int]]:
@@ -169,12 +161,8 @@ class LocalRanks:
         for rank in self.running:
             self._ends.setdefault(rank, how + self._at(rank))
         self._server.clear()
-        while True:
-            said = self._server.receive(self._server.wake)
-            if said == "cleared":
-                break
-            if isinstance(said, Ended):
-                self._note_end(said)
+        while (said := self._server.receive(self._server.wake)) != "cleared":
+            self._note(said)
         self.running.clear()
 
     def locate(self) -> None:
@@ -254,6 +242,12 @@ class LocalRanks:
             return []
         self.failures[rank] = written
         return [written]
+
+    def _note(self, said: Started | Ended | Literal["cleared"]) -> list[Failure | int]:
+        """Record a message of the server; return what there is to report."""
+        if isinstance(said, Started):
+            self.processes[said.rank] = said.pid
+        return self._note_end(said) if isinstance(said, Ended) else []
 
     def _note_end(self, ended: Ended) -> list[Failure | int]:
         rank = ended.rank

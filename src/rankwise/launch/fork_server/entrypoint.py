@@ -213,18 +213,12 @@ def _find_unimported(name: str) -> ModuleSpec | None:
 
 
 def _first_spec(name: str, path: list[str] | None) -> ModuleSpec | None:
-    where = path
-    if where is None:
+    if path is None:
         own = sys.path if sys.flags.safe_path else [str(Path.cwd()), *sys.path[1:]]
-        where = own
-        spec = importlib.machinery.PathFinder.find_spec(name, where)
+        spec = importlib.machinery.PathFinder.find_spec(name, own)
         if spec is not None:
             return spec
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, path)
-        if spec is not None:
-            return spec
-    return None
+    return next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
 
 
 def _compile(source: bytes, path: str) -> CodeType:

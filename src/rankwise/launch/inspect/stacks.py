@@ -22,7 +22,7 @@ from rankwise.launch.messages import StacksAnswer, StacksRequest
 from rankwise.store import opening
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from rankwise.health.diagnosis import Answers
     from rankwise.launch.agent.controller_link import ControllerLink
@@ -98,27 +98,42 @@ class StacksService:
             return {}
         opened = opening.connect(*job.address, STORE_SECONDS, secret=job.secret.encode())
         try:
-            return self._look(opened.prefixed(f"attempt/{attempt.attempt}"), attempt.world_size)
+            return look(
+                opened.prefixed(f"attempt/{attempt.attempt}"),
+                attempt.world_size,
+                processes=self._ranks.running_processes(),
+                stack_files=self._ranks.stack_files(),
+                hostname=socket.gethostname(),
+                send_signal=self._ranks.send_signal,
+            )
         finally:
             opened.close()
 
-    def _look(self, store: Store, world_size: int) -> Answers:
-        processes, files = self._ranks.running_processes(), self._ranks.stack_files()
-        asked = {"stacks": "all"}
-        answers = status_poll.call(store, rank=-1, world_size=world_size, asked=asked, awaited=processes.keys())
-        unanswered = {rank: pid for rank, pid in processes.items() if rank not in answers}
-        if not unanswered:
-            return answers
-        joined = {rank for rank in unanswered if status_poll.is_introduced(store, rank)}
 
-        def see(rank: int) -> dict[str, Any]:
-            pid, path = unanswered[rank], files.get(rank, "")
-            state = process_probe.state_of(pid, process_probe.HELD if rank in joined else NOT_JOINED)
-            stack = process_probe.stack_of(pid, path, partial(self._ranks.send_signal, rank))
-            return {"silent": state, "stack": stack, "host": socket.gethostname()}
+def look(
+    store: Store,
+    world_size: int,
+    *,
+    processes: Mapping[int, int],
+    stack_files: Mapping[int, str],
+    hostname: str,
+    send_signal: Callable[[int, int], None],
+) -> Answers:
+    """Ask ranks over the attempt's store, and probe those of this machine that do not answer, by process id."""
+    answers = status_poll.call(store, rank=-1, world_size=world_size, asked={"stacks": "all"}, awaited=processes.keys())
+    unanswered = {rank: pid for rank, pid in processes.items() if rank not in answers}
+    if not unanswered:
+        return answers
+    joined = {rank for rank in unanswered if status_poll.is_introduced(store, rank)}
 
-        with ThreadPoolExecutor(MOST_AT_ONCE) as threads:
-            return {**answers, **dict(zip(unanswered, threads.map(see, unanswered), strict=True))}
+    def see(rank: int) -> dict[str, Any]:
+        pid, path = unanswered[rank], stack_files.get(rank, "")
+        state = process_probe.state_of(pid, process_probe.HELD if rank in joined else NOT_JOINED)
+        stack = process_probe.stack_of(pid, path, partial(send_signal, rank))
+        return {"silent": state, "stack": stack, "host": hostname}
+
+    with ThreadPoolExecutor(MOST_AT_ONCE) as threads:
+        return {**answers, **dict(zip(unanswered, threads.map(see, unanswered), strict=True))}
 
 
 def merge(parts: Iterable[Answers]) -> Answers:
