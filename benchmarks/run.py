@@ -19,7 +19,7 @@ BENCHMARKS = (
     "random_numbers.py",
     "exchange_step.py",
     "moved_step.py",
-    "health/flight_recorder.py",
+    "flight_recorder.py",
     "state_guard.py",
     "all_reduce.py",
     "two_hosts.py",

@@ -47,13 +47,21 @@ _ENV_START = 47
 class WarmPython:
     """The process that commands are forked from."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start it, with variables that its commands have too as far as they are read at the start."""
+    def __init__(
+        self, environment: Mapping[str, str], *, module: str = "preloaded", options: Sequence[str] = ()
+    ) -> None:
+        """Start it.
+
+        Args:
+            environment: variables that its commands have too, as far as they are read at the start.
+            module: what it imports.
+            options: of Python, which its commands have too.
+        """
         self.environment = {**environment, MARK: NO_MARK}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, *options, __file__, str(theirs.fileno()), module],
                 env=self.environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -104,6 +112,12 @@ class WarmPython:
             err, err_to = _stream(stderr, 2, sent)
             socket.send_fds(self._socket, [json.dumps(request).encode()], [out_to, err_to, theirs.fileno()])
         return Running(ours, out, err, ["python", *words])
+
+    def run(self, words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run ``python WORDS`` to its end, with the variables that the process itself was started with."""
+        with self.start(words, folder, self.environment) as running:
+            stdout, stderr = running.communicate(timeout=50)
+        return subprocess.CompletedProcess(running.args, running.wait(), stdout, stderr)
 
     def close(self) -> None:
         """End the process; commands that still run go on."""
@@ -330,7 +344,7 @@ def _keep_modules() -> None:
 def _main() -> None:
     # Before what is imported registers there: it is the last to run.
     atexit.register(_keep_modules)
-    importlib.import_module("preloaded")
+    importlib.import_module(sys.argv[2])
     _KEPT.update(map(id, sys.modules.values()))
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if request is not None:

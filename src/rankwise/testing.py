@@ -75,6 +75,7 @@ def run_ranks(
     """
     if world_size < 1:
         raise ConfigurationError(f"world_size must be >= 1, got {world_size}.", do="pass world_size >= 1")
+    options = {"device": device, "exchange": exchange, "timeout_seconds": join_timeout_seconds}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rankwise.testing", "numpy"])
     with tempfile.TemporaryDirectory(prefix="rankwise-ranks-") as folder:
@@ -83,17 +84,12 @@ def run_ranks(
         pipes: list[Any] = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            job = _RankCall(
-                fn=fn,
-                rank=rank,
-                world_size=world_size,
-                init_method=f"file://{folder}/store",
-                exchange=exchange,
-                device=device,
-                timeout_seconds=join_timeout_seconds,
-                args=args,
+            place = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world_size}
+            process = context.Process(
+                target=_run_rank,
+                args=(fn, args, options | place if world_size > 1 else options, sender),
+                name=f"rank-{rank}",
             )
-            process = context.Process(target=_run_rank, args=(job, sender), name=f"rank-{rank}")
             process.start()
             sender.close()
             processes.append(process)
@@ -143,34 +139,12 @@ def _end(processes: list[BaseProcess]) -> None:
         process.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RankCall:
-    """The call that one rank runs."""
-
-    fn: Callable[..., Any]
-    rank: int
-    world_size: int
-    init_method: str
-    exchange: str
-    device: str | None
-    timeout_seconds: float
-    args: tuple[object, ...]
-
-
-def _run_rank(job: _RankCall, sender: Connection) -> None:
+def _run_rank(fn: Callable[..., Any], args: tuple[object, ...], options: dict[str, Any], sender: Connection) -> None:
     torch.set_num_threads(1)
     value, error = None, None
-    alone = job.world_size == 1
     try:
-        with join(
-            device=job.device,
-            init_method=None if alone else job.init_method,
-            rank=None if alone else job.rank,
-            world_size=None if alone else job.world_size,
-            exchange=job.exchange,
-            timeout_seconds=job.timeout_seconds,
-        ) as world:
-            value = job.fn(world, *job.args)
+        with join(**options) as world:
+            value = fn(world, *args)
     except BaseException as caught:  # noqa: BLE001 - the caller gets it
         error = caught
         caught.add_note("".join(traceback.format_exception(caught)))

@@ -181,7 +181,7 @@ def test_only_what_a_parser_takes_is_passed(source: str, option: str | None) -> 
     assert local_rank_option_in(source.encode()) == option
 
 
-def test_what_the_command_passes_is_left() -> None:
+def test_arguments_that_the_command_passes_are_kept() -> None:
     assert passes_local_rank(["train", "--local_rank", "3"])
     assert passes_local_rank(["--local-rank=3"])
     assert not passes_local_rank(["--local_rank_of_others=3", "local_rank"])
@@ -212,7 +212,7 @@ def test_a_torch_with_nccl_on_a_machine_without_gpus() -> None:
     assert advice_for("Found no NVIDIA driver on your system.") == advice_for("Torch not compiled with CUDA enabled")
 
 
-def test_errors_that_say_it_themselves_are_left_alone() -> None:
+def test_errors_that_already_name_the_cause_are_unchanged() -> None:
     assert advice_for("CUDA error: an illegal memory access was encountered") is None
     assert advice_for("Port 5 is taken (EADDRINUSE).\n  do        give another port") is None
 

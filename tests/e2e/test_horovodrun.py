@@ -74,7 +74,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(command: Command) -> None
 @pytest.mark.parametrize(
     ("library", "words"), [("horovod.torch", "rankwise horovodrun -np 4"), ("megengine", "rankwise.compat.megengine")]
 )
-def test_a_library_that_is_not_there_is_told_apart(command: Command, library: str, words: str) -> None:
+def test_a_missing_library_has_its_own_error(command: Command, library: str, words: str) -> None:
     command.write("train.py", f"import {library}")
     ended = command.run("-n", "1", "train.py")
     assert ended.returncode == 1

@@ -15,7 +15,7 @@ from left_in_memory import held, names, names_left
 from torch import nn
 
 import rankwise as rw
-from rankwise.comm.backends.counters import Counters
+from rankwise.comm.backends.engine import Counters
 from rankwise.errors import PeerMissing
 from rankwise.testing import RankDied, kill_self
 from rankwise.testing import run_ranks as run_ranks_auto

@@ -173,7 +173,7 @@ def launchers(warm_python: WarmPython, tmp_path: Path, port: int) -> Iterator[La
         process.communicate()
 
 
-def test_what_is_left_goes_to_the_machines_that_are_there(tmp_path: Path, launchers: Launchers) -> None:
+def test_remaining_ranks_go_to_the_available_machines(tmp_path: Path, launchers: Launchers) -> None:
     first, second = launchers.start(0), launchers.start(1)
     assert second.stdout is not None
     assert second.stdout.readline() == "ready\n"
@@ -230,7 +230,7 @@ def commit(_: rankwise.World, folder: str, kind: str) -> dict[str, Any] | None:
     ("kind", "evidence"),
     [("code", f"{type(Path()).__module__}.PosixPath"), ("function", "test_horovod_elastic.commit")],
 )
-def test_what_would_have_to_run_code_is_refused_when_it_is_committed(tmp_path: Path, kind: str, evidence: str) -> None:
+def test_state_that_would_have_to_run_code_is_refused_at_commit(tmp_path: Path, kind: str, evidence: str) -> None:
     (result,) = testing.run_ranks(commit, 1, str(tmp_path), kind)
     with pytest.raises(ConfigurationError, match="cannot be read back without running code") as error:
         result.get()
@@ -243,7 +243,7 @@ def test_plain_values_come_back_as_they_were(tmp_path: Path) -> None:
     assert result.get() == {"values": {"value": [{1, 2}, (1.5, None), b"x", "y", {3: 1j}, 2**70]}}
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (result,) = testing.run_ranks(commit, 1, str(tmp_path / "gone"), "plain")
     with pytest.raises(CheckpointError, match="cannot be committed to") as error:
         result.get()
@@ -310,6 +310,6 @@ def fail_forever(_: rankwise.World) -> None:
     train(state)
 
 
-def test_what_fails_again_and_again_ends(run_ranks: RunRanks) -> None:
+def test_a_job_that_fails_repeatedly_ends(run_ranks: RunRanks) -> None:
     for result in run_ranks(fail_forever, 2):
         assert "call 5" in str(result.error)

@@ -74,7 +74,7 @@ def test_every_name_of_horovod_is_there() -> None:
     assert set(names) <= set(hvd.__all__)
 
 
-def test_what_is_not_offered_names_the_alternative() -> None:
+def test_a_missing_name_raises_with_the_alternative() -> None:
     with pytest.raises(hvd.NotOffered, match="rankwise run -n 4"):
         hvd.horovodrun  # noqa: B018 - the name is what is tested
     with pytest.raises(NotImplementedError, match=r"torch\.profiler"):

@@ -101,7 +101,7 @@ def _loaded_on_one_rank(world: World) -> tuple[float, float]:
     return weight_of(model), optimizer.param_groups[0]["lr"]
 
 
-def test_one_rank_may_load_a_state_and_earlier_schedulers_go_on() -> None:
+def test_one_rank_may_load_a_state_and_earlier_schedulers_continue() -> None:
     for result in testing.run_ranks(_loaded_on_one_rank, 2):
         assert result.get() == (0.7, 0.2)
 

@@ -94,7 +94,7 @@ def _refusals(world: World) -> dict[str, str]:
     return said
 
 
-def test_what_is_refused_and_as_what() -> None:
+def test_refused_arguments_and_their_errors() -> None:
     for result in testing.run_ranks(_refusals, 2):
         said = result.get()
         for name in said.keys() - {"zero_grad", "too often", "skip", "set", "warned"}:
@@ -229,7 +229,7 @@ def _recovering(world: World) -> tuple[str, Parameters]:
     return said, kept(model)
 
 
-def test_ranks_that_wait_for_each_other_are_told_and_can_go_on(run_ranks: RunRanks) -> None:
+def test_ranks_that_wait_for_each_other_raise_and_can_continue(run_ranks: RunRanks) -> None:
     _, reference = one_rank(_recovering)
     for result in run_ranks(_recovering, 3):
         said, parameters = result.get()

@@ -88,7 +88,7 @@ def _alone(world: World, pipes: list[str]) -> list[float]:
     return [*result, total(world.rank, "of all")]
 
 
-def test_a_set_of_one_rank_waits_for_nobody(run_ranks: RunRanks, pipes: list[str]) -> None:
+def test_a_set_of_one_rank_does_not_wait(run_ranks: RunRanks, pipes: list[str]) -> None:
     results = [result.get() for result in run_ranks(_alone, 3, pipes)]
     assert results == [[*map(float, range(10)), 3.0], [3.0, 3.0], [3.0, 3.0]]
 
@@ -184,7 +184,7 @@ def _polls(world: World) -> tuple[bool, float]:
     return done, hvd.synchronize(handle).item() + total(0.0, "of all")
 
 
-def test_ranks_that_poll_come_together(run_ranks: RunRanks) -> None:
+def test_ranks_that_poll_complete_their_operations(run_ranks: RunRanks) -> None:
     assert [result.get() for result in run_ranks(_polls, 3)] == [(True, 2.0), (True, 2.0), (True, 0.0)]
 
 
@@ -395,7 +395,7 @@ def _many(world: World, pipes: list[str]) -> tuple[int, float]:
     return after - before, total(1.0, "end")
 
 
-def test_what_every_rank_has_read_is_deleted(pipes: list[str]) -> None:
+def test_entries_that_every_rank_has_read_are_deleted(pipes: list[str]) -> None:
     for result in testing.run_ranks(_many, 3, pipes):
         num_keys, last = result.get()
         assert num_keys < 2 * 3 * 2 * set_log.BATCH

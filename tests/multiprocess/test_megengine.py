@@ -312,7 +312,7 @@ def test_samplers_shard_in_megengine_s_order(world_size: int) -> None:
         assert several[0] == several[-(-num // 2)]
 
 
-def test_what_is_not_there_names_what_to_use() -> None:
+def test_a_name_that_is_not_there_raises_with_the_one_to_use() -> None:
     for module, name, words in (
         (mge.data, "get_worker_info", "get_worker_info"),
         (mge.autodiff, "Function", r"torch\.autograd\.Function"),

@@ -156,7 +156,7 @@ def _received(world: World, shape: object, dtype: object) -> None:
         ((2, 3), "float31", "torch has no dtype 'float31'"),
     ],
 )
-def test_what_is_received_is_compared_with_what_was_expected(shape: object, dtype: object, words: str) -> None:
+def test_a_received_value_is_compared_with_the_expected_one(shape: object, dtype: object, words: str) -> None:
     receiver = testing.run_ranks(_received, 2, shape, dtype)[1]
     assert isinstance(receiver.error, ConfigurationError)
     assert words in str(receiver.error)

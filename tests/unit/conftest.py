@@ -17,6 +17,8 @@ from rankwise.world.facts import World
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.warm import WarmPython
+
 # How long an example takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
@@ -57,3 +59,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def torch_python() -> Iterator[WarmPython]:
+    """A process that has imported torch and nothing of rankwise, and fails on warnings: programs are forked from it."""
+    from tests.warm import WarmPython, variables
+
+    ours = WarmPython(variables(), module="torch", options=("-W", "error"))
+    yield ours
+    ours.close()

@@ -31,7 +31,7 @@ class _Job:
         return [event["kind"] for event in events]
 
 
-def test_every_world_hears_of_everything_once() -> None:
+def test_every_world_receives_each_event_once() -> None:
     job = _Job()
     job.logs.post({"kind": "left", "rank": 3})
     assert [job.kinds(world) for world in range(3)] == [["left"], [], []]
@@ -57,7 +57,7 @@ def test_two_events_alike_are_two() -> None:
     assert job.kinds(0) == ["stop_requested", "stop_requested"]
 
 
-def test_who_may_go_is_declared_anew_in_each_world() -> None:
+def test_optional_ranks_are_declared_again_in_each_world() -> None:
     job = _Job()
     assert job.logs.optional_ranks() == []
     job.set(WORLDS[0] + EXPENDABLE_KEY, "[1, 2]")

@@ -8,27 +8,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rankwise
 from rankwise.compat.horovod.alias import ON_PATH
 
+if TYPE_CHECKING:
+    from tests.warm import WarmPython
+
 PROVIDE = "from rankwise.compat.horovod.alias import provide; provide(); provide()\n"
 
 
-def run(program: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(python: WarmPython, program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a program in a process of its own, since the alias lasts as long as the process."""
-    path = folder / "program.py"
-    path.write_text(program)
-    return subprocess.run(
-        [sys.executable, "-W", "error", *words, str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-    )
+    (folder / "program.py").write_text(program)
+    return python.run(["program.py"], folder)
 
 
-def test_every_way_of_importing_leads_to_the_same_modules(tmp_path: Path) -> None:
+def test_every_way_of_importing_leads_to_the_same_modules(torch_python: WarmPython, tmp_path: Path) -> None:
     program = """
 import importlib, sys
 import horovod
@@ -62,11 +59,11 @@ assert hvd.mpi_ops.Sum is hvd.functions.Sum is process_sets.Sum is hvd.Sum and u
 hvd.init()
 print(hvd.rank(), hvd.size())
 """
-    ended = run(PROVIDE + program, tmp_path)
+    ended = run(torch_python, PROVIDE + program, tmp_path)
     assert (ended.returncode, ended.stdout) == (0, "0 1\n"), ended.stderr
 
 
-def test_one_line_is_enough(tmp_path: Path) -> None:
+def test_one_line_is_enough(torch_python: WarmPython, tmp_path: Path) -> None:
     program = """
 import rankwise.compat.horovod.as_horovod
 import rankwise.compat.horovod.as_horovod
@@ -75,18 +72,20 @@ import horovod.torch as hvd
 hvd.init()
 print(horovod.__version__, hvd.__name__, hvd.size())
 """
-    ended = run(program, tmp_path)
+    ended = run(torch_python, program, tmp_path)
     assert (ended.returncode, ended.stdout) == (0, "0.28.1 rankwise.compat.horovod 1\n"), ended.stderr
 
 
-def test_a_part_of_horovod_torch_is_found_with_the_one_changed_line_too(tmp_path: Path) -> None:
+def test_a_part_of_horovod_torch_is_found_with_the_one_changed_line_too(
+    torch_python: WarmPython, tmp_path: Path
+) -> None:
     program = """
 import sys
 import rankwise.compat.horovod as hvd
 assert hvd.mpi_ops.Average is hvd.Average and hvd.functions.broadcast_object is hvd.broadcast_object
 assert "horovod" not in sys.modules
 """
-    ended = run(program, tmp_path)
+    ended = run(torch_python, program, tmp_path)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -103,7 +102,7 @@ INSTEAD = {
 }
 
 
-def test_what_is_not_offered_names_what_is(tmp_path: Path) -> None:
+def test_a_missing_name_raises_with_the_available_ones(torch_python: WarmPython, tmp_path: Path) -> None:
     program = f"""
 import importlib, json
 told = {{}}
@@ -114,7 +113,7 @@ for name in {list(INSTEAD)}:
         told[name] = str(error)
 print(json.dumps(told))
 """
-    ended = run(PROVIDE + program, tmp_path)
+    ended = run(torch_python, PROVIDE + program, tmp_path)
     told = json.loads(ended.stdout)
     assert list(told) == list(INSTEAD), ended.stderr
     for name, instead in INSTEAD.items():

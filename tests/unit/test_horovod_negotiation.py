@@ -13,7 +13,6 @@ from rankwise.compat.horovod.negotiation.set_decisions import (
     Negotiation,
     WaitEvent,
     event_from_json,
-    event_to_json,
 )
 
 SETS = {0: (0, 1, 2, 3), 1: (0, 1), 2: (1, 2), 3: (3,)}
@@ -81,7 +80,7 @@ def test_a_circle_of_ranks_is_found_while_others_compute() -> None:
     assert names(known.apply(waits(1, 1, "d"), SETS)) == ["d"]
 
 
-def test_who_waits_for_a_rank_that_has_left_is_told() -> None:
+def test_waiting_for_a_rank_that_has_left_is_an_error() -> None:
     known = Negotiation(4)
     known.apply(waits(1, 1, "a"), SETS)
     outcome = known.apply(WaitEvent(rank=0, mode=LEAVES, waits_text="has reached the end"), SETS)
@@ -90,7 +89,7 @@ def test_who_waits_for_a_rank_that_has_left_is_told() -> None:
     assert known.apply(waits(1, 0, "b"), SETS).stuck == {1}
 
 
-def test_a_rank_that_leaves_stays_for_what_others_may_come_to() -> None:
+def test_a_leaving_rank_stays_for_operations_that_others_may_still_reach() -> None:
     known = Negotiation(4)
     known.apply(WaitEvent(rank=0, mode=LEAVES, requests=(asked(1, "a"), asked(0, "all"))), SETS)
     assert known.waits(0)
@@ -111,7 +110,7 @@ def test_joined_ranks_count_in_all_their_sets_until_all_have_joined() -> None:
     assert not any(known.waits(rank) for rank in range(4))
 
 
-def test_what_was_given_up_is_not_decided() -> None:
+def test_an_abandoned_operation_is_not_decided() -> None:
     known = Negotiation(4)
     known.apply(waits(0, 1, "a"), SETS)
     known.apply(WaitEvent(rank=0, mode=RUNS), SETS)
@@ -128,4 +127,4 @@ def test_events_survive_json() -> None:
         requests=(OperationRequest(kind="allreduce", name="a", set_id=1, dtypes=("float32",), shapes=((2, 3),)),),
         dropped=((0, "b"),),
     )
-    assert event_from_json(json.loads(json.dumps(event_to_json(event)))) == event
+    assert event_from_json(json.loads(json.dumps(event))) == event

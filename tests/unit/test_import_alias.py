@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.warm import WarmPython
 
 MODULES = {"horovod": "horovod.torch", "megengine": "megengine.distributed"}
 """One that a script imports, for each library."""
@@ -22,15 +22,8 @@ def provide(library: str) -> str:
     return f"from rankwise.compat.{library}.alias import provide; provide(); provide()\n"
 
 
-def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own, since the alias lasts as long as the process."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", *words], capture_output=True, text=True, check=False, cwd=folder, timeout=50
-    )
-
-
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_process_that_is_started_afresh_has_them_too(tmp_path: Path, method: str) -> None:
+def test_a_process_that_is_started_afresh_has_them_too(torch_python: WarmPython, tmp_path: Path, method: str) -> None:
     (tmp_path / "program.py").write_text(f"""
 import multiprocessing
 if __name__ == "__main__":
@@ -50,12 +43,12 @@ if __name__ == "__main__":
     print(ours.recv())
     process.join()
 """)
-    ended = python(tmp_path, "program.py")
+    ended = torch_python.run(["program.py"], tmp_path)
     assert ended.stdout.startswith("('rankwise.compat.horovod', 'rankwise.compat.megengine"), ended.stderr
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_nothing_happens_unless_it_is_requested(tmp_path: Path, library: str) -> None:
+def test_nothing_happens_unless_it_is_requested(torch_python: WarmPython, tmp_path: Path, library: str) -> None:
     program = f"""
 import sys
 finders, path = list(sys.meta_path), list(sys.path)
@@ -63,35 +56,39 @@ import rankwise.compat.{library}.alias
 assert (sys.meta_path, sys.path) == (finders, path)
 import {library}
 """
-    assert f"ModuleNotFoundError: No module named '{library}'" in python(tmp_path, "-c", program).stderr
+    assert f"ModuleNotFoundError: No module named '{library}'" in torch_python.run(["-c", program], tmp_path).stderr
 
 
 @pytest.mark.parametrize(("library", "usual"), [("horovod", "hvd"), ("megengine", "mge")])
-def test_the_library_itself_is_not_hidden(tmp_path: Path, library: str, usual: str) -> None:
+def test_the_library_itself_is_not_hidden(torch_python: WarmPython, tmp_path: Path, library: str, usual: str) -> None:
     (tmp_path / library).mkdir()
-    only_folder = python(tmp_path, "-c", provide(library) + f"import {MODULES[library]}")
+    only_folder = torch_python.run(["-c", provide(library) + f"import {MODULES[library]}"], tmp_path)
     assert only_folder.returncode == 0, "a folder alone is not a package"
     (tmp_path / library / "__init__.py").write_text("")
     for before, found in (("", "it is installed: "), (f"import {library}\n", "it has been imported from ")):
-        ended = python(tmp_path, "-c", before + provide(library))
+        ended = torch_python.run(["-c", before + provide(library)], tmp_path)
         assert f"{found}{tmp_path}/{library}/__init__.py" in ended.stderr
         assert f"import rankwise.compat.{library} as {usual}" in ended.stderr
 
 
 @pytest.mark.parametrize(("library", "words"), [("horovod", ["program.py"]), ("megengine", ["-m", "program"])])
-def test_a_script_runs_as_under_python(tmp_path: Path, library: str, words: list[str]) -> None:
+def test_a_script_runs_as_under_python(
+    torch_python: WarmPython, tmp_path: Path, library: str, words: list[str]
+) -> None:
     (tmp_path / "program.py").write_text(
         f"import sys, os, {MODULES[library]} as module\n"
         "print(sys.argv, __name__, os.path.basename(__file__), sys.path[0], module.__name__)\n"
     )
-    ended = python(tmp_path, "-m", f"rankwise.compat.{library}", *words, "--lr", "-m")
+    ended = torch_python.run(["-m", f"rankwise.compat.{library}", *words, "--lr", "-m"], tmp_path)
     argv0 = "program.py" if words[0] == "program.py" else str(tmp_path / "program.py")
     start = f"{[argv0, '--lr', '-m']} __main__ program.py {tmp_path} rankwise.compat.{library}"
     assert ended.stdout.startswith(start), ended.stderr
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_script_that_does_not_exist_is_an_error_in_words(tmp_path: Path, library: str) -> None:
-    ended = python(tmp_path, "-m", f"rankwise.compat.{library}", "nowhere.py")
+def test_a_script_that_does_not_exist_is_an_error_without_a_traceback(
+    torch_python: WarmPython, tmp_path: Path, library: str
+) -> None:
+    ended = torch_python.run(["-m", f"rankwise.compat.{library}", "nowhere.py"], tmp_path)
     assert ended.returncode == 2
     assert ended.stderr.startswith("ConfigurationError: Script 'nowhere.py' does not exist.\n")

@@ -101,7 +101,7 @@ def test_a_rank_that_was_killed_for_a_restart_can_fail_in_the_next_attempt(scene
     assert report.ends[0] == "exited with code 0"
 
 
-def test_an_end_of_this_attempt_is_heard_once(scene: Scene) -> None:
+def test_an_end_of_this_attempt_is_received_once(scene: Scene) -> None:
     scene.start(0)
     (failed,) = scene.end(1, 0, 3)
     assert (failed.rank, failed.exit_code) == (1, 3)
@@ -111,7 +111,7 @@ def test_an_end_of_this_attempt_is_heard_once(scene: Scene) -> None:
     assert scene.ranks.running == set()
 
 
-def test_what_a_rank_wrote_of_its_failure_is_kept_with_how_its_process_ended(scene: Scene) -> None:
+def test_a_ranks_own_report_is_kept_with_the_exit_of_its_process(scene: Scene) -> None:
     scene.start(0)
     failure.write(failure.from_exception(ValueError("boom"), 1, 1), str(scene.folder / "attempt-0-rank-1.json"))
     (written,) = scene.end(1, 0, -11)
@@ -119,7 +119,7 @@ def test_what_a_rank_wrote_of_its_failure_is_kept_with_how_its_process_ended(sce
     assert scene.ranks.failures[1] == replace(written, exit_code=-11)
 
 
-def test_a_rank_that_somebody_stopped_is_told_of_once(scene: Scene) -> None:
+def test_a_stopped_rank_is_reported_once(scene: Scene) -> None:
     with subprocess.Popen(["sleep", "1000"]) as stopped:
         try:
             stopped.send_signal(signal.SIGSTOP)

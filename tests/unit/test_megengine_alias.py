@@ -3,30 +3,24 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
+
+    from tests.warm import WarmPython
 
 PROVIDE = "from rankwise.compat.megengine.alias import provide; provide(); provide()\n"
 
 
-def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(python: WarmPython, program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a program in a process of its own, since the alias lasts as long as the process."""
-    path = folder / "program.py"
-    path.write_text(program)
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-    )
+    (folder / "program.py").write_text(program)
+    return python.run(["program.py"], folder)
 
 
-def test_every_way_of_importing_leads_to_the_same_modules(tmp_path: Path) -> None:
+def test_every_way_of_importing_leads_to_the_same_modules(torch_python: WarmPython, tmp_path: Path) -> None:
     program = """
 import megengine as mge
 import megengine
@@ -55,11 +49,11 @@ assert ad.GradManager is GradManager and mge.Parameter is Parameter and F.nn.cro
 assert mge.__spec__.name == mge.__name__ == "rankwise.compat.megengine"
 print(dist.get_rank(), dist.get_world_size(), mge.tensor([1.0]).tolist())
 """
-    ended = run(PROVIDE + program, tmp_path)
+    ended = run(torch_python, PROVIDE + program, tmp_path)
     assert (ended.returncode, ended.stdout) == (0, "0 1 [1.0]\n"), ended.stderr
 
 
-def test_what_is_not_offered_names_what_is(tmp_path: Path) -> None:
+def test_a_missing_name_raises_with_the_available_ones(torch_python: WarmPython, tmp_path: Path) -> None:
     names = {
         "megengine.data.dataset.vision": "torchvision.datasets",
         "megengine.data.transform.vision": "torchvision.transforms",
@@ -75,7 +69,7 @@ for name in {[*names]}:
     except ModuleNotFoundError as error:
         print(error)
 """
-    ended = run(PROVIDE + program, tmp_path)
+    ended = run(torch_python, PROVIDE + program, tmp_path)
     lines = ended.stdout.splitlines()
     for (name, instead), line in zip(names.items(), lines, strict=True):
         assert f"no {name.removesuffix('.tracing')}" in line

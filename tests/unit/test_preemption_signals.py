@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rankwise.health import preemption
-from rankwise.health.preemption_signals import listen
+from rankwise.health.preemption import listen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ def test_a_handler_that_the_script_installs_later_stays(own: list[int]) -> None:
     assert (own, later) == ([], [signal.SIGUSR1])
 
 
-def test_what_came_before_joining_asks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_came_before_joining_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "early", ["SIGUSR2"])
     stop = preemption.Preemption()
     listen(stop, [])()
@@ -75,7 +75,7 @@ def test_what_came_before_joining_asks_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 PROGRAM = """
 import os, signal, types
-from rankwise.health.preemption_signals import listen
+from rankwise.health.preemption import listen
 
 stop = types.SimpleNamespace(
     was_asked=True, will_notice=True, accept_signals=lambda names: None, ask=lambda name: print("asked", flush=True)

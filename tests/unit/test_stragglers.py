@@ -39,7 +39,7 @@ def test_a_rank_is_idle_that_neither_computes_nor_reads_nor_writes(used: Activit
     assert used.is_idle(30.0) is is_idle
 
 
-def test_what_a_child_that_has_ended_took_along_does_not_count_backwards() -> None:
+def test_cpu_time_of_ended_children_does_not_count_backwards() -> None:
     assert Activity(1.0, 10).since(Activity(3.0, 20)) == Activity(0.0, 0)
 
 
@@ -93,7 +93,7 @@ def test_an_idle_rank_is_named_once_and_30_s_after_the_last_end(stopped: int) ->
     assert not any(_said(stragglers, running, 66.0 + seconds) for seconds in range(0, 200, 10))
 
 
-def test_every_machine_with_ranks_hears_which_have_ended() -> None:
+def test_every_machine_with_ranks_is_notified_which_have_ended() -> None:
     scene = Scene((2, 2))
     scene.node_joined("a")
     scene.node_joined("b")

@@ -8,6 +8,7 @@ Decides on numbers, on what is kept, and on when a save runs in the background; 
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -19,7 +20,7 @@ from rankwise.checkpoint import files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
 from rankwise.checkpoint.load import load_into, looks_complete, verify
 from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
-from rankwise.checkpoint.save import PendingSave, make_job, propose, write
+from rankwise.checkpoint.save import PendingSave, SaveJob, propose, write
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health.preemption import StepSource
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from rankwise.checkpoint.content import Content
     from rankwise.checkpoint.phases import CheckpointRanks
     from rankwise.comm.session import Session
 
@@ -245,13 +245,12 @@ class Checkpointer:
             session.at_end(self._unlock)
             self._locked_in = session
         path, token = folder_lock.acquire_for_job(ranks, self._lock, lambda: propose(ranks, lambda: self._choose(step)))
-        target = Path(path)
+        job = SaveJob(world=session.world, content=content, target=Path(path), token=token, retire=self._retire)
         if asynchronous:
-            self._save_in_background(session, content, target, token)
+            self._save_in_background(session, job)
         else:
-            job = make_job(ranks, content, target, token, sweep=None, retire=lambda: self._retire(target))
             write(ranks, job)
-        return target
+        return job.target
 
     def _unlock(self) -> None:
         # After an error a save may still be running in the background: the lock is then released when the process ends.
@@ -272,22 +271,11 @@ class Checkpointer:
 
     # -- saving in the background ------------------------------------------------------------
 
-    def _save_in_background(self, session: Session, content: Content, target: Path, token: str) -> None:
+    def _save_in_background(self, session: Session, job: SaveJob) -> None:
         data: list[Callable[[], list[memoryview]]] = []
-        own = content.own
         # Confirmed, so that a rank that has no memory for the copy does not keep the others waiting.
-        CollectiveRanks(session).confirm("copying the state", lambda: data.append(self._copy(own)))
-        ranks = self._background_ranks(session, token)
-        job = make_job(
-            ranks,
-            content,
-            target,
-            token,
-            sweep=None,
-            data=data[0],
-            retire=lambda: self._retire(target),
-        )
-        self._pending = PendingSave(ranks, job)
+        CollectiveRanks(session).confirm("copying the state", lambda: data.append(self._copy(job.content.own)))
+        self._pending = PendingSave(self._background_ranks(session, job.token), replace(job, data=data[0]))
         if self._leaves is not session:
             session.on_leave(self._finish_at_leave)
             self._leaves = session

@@ -17,8 +17,7 @@ import torch
 from rankwise.checkpoint import checksums, folder, manifest, saved_tree
 from rankwise.checkpoint.compare import first_difference
 from rankwise.checkpoint.content import unwrapped
-from rankwise.checkpoint.phases import CollectiveRanks, SingleRank
-from rankwise.comm.session import current_or_none
+from rankwise.checkpoint.phases import joined_ranks
 from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, fold_values
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
         ConfigurationError: the objects differ between ranks; none has changed.
         PeerFailed: that happened on another rank.
     """
-    session = current_or_none()
-    ranks = SingleRank() if session is None else CollectiveRanks(session)
+    ranks = joined_ranks()
     path = folder.find(Path(directory).absolute())
     saved, damage = verify(ranks, path)
     if saved is None:

@@ -8,7 +8,8 @@ import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from rankwise.world.environments import Reading, explain_process
+from rankwise.world.environments.process import explain_process
+from rankwise.world.environments.reading import Reading
 
 if TYPE_CHECKING:
     import argparse

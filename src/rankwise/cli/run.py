@@ -12,7 +12,7 @@ from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
 from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.start import launch
-from rankwise.world.environments import asked_torch_store
+from rankwise.world.environments.process import asked_torch_store
 from rankwise.world.environments.reading import parse_address
 
 USAGE = "rankwise run [options] script.py [arguments]\n       rankwise run [options] -m module [arguments]"

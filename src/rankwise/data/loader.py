@@ -8,6 +8,7 @@ package's ``__init__``.
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -191,18 +192,9 @@ class DataLoader(StepSource, EpochPosition):
         prober = None
         if compares and not isinstance(self._source, StreamSource):
             prober = Prober(self._source, None if in_process else options, str(world), stop_signals)
-        settings = {
-            "global_batch_size": self._shards.global_batch_size,
-            "remainder": remainder,
-            "compare_samples": compare_samples,
-        }
-        check_with_peers(self._facts() | settings, dataset if compares else None, prober)
+        settings = self._compared_facts(compare_samples=compare_samples)
+        check_with_peers(settings, dataset if compares else None, prober)
         self._workers = None if in_process else Workers(self._source, options, str(world), stop_signals)
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch or, between iterations, the next one; from 0."""
-        return self._cursor.epoch
 
     @property
     def global_batch_size(self) -> int:
@@ -222,7 +214,7 @@ class DataLoader(StepSource, EpochPosition):
             TypeError: the dataset is iterable and has no length.
         """
         if self._is_stream:
-            return self._shards.of_length(len(self.dataset)).num_batches()
+            return replace(self._shards, length=len(self.dataset)).num_batches()
         return self._shards.num_batches()
 
     def __iter__(self) -> Iterator[Batch]:

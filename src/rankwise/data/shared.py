@@ -148,6 +148,5 @@ def _found(published: _Published) -> int:
     size = os.fstat(descriptor).st_size
     if size < _TOKEN_BYTES or os.pread(descriptor, _TOKEN_BYTES, size - _TOKEN_BYTES) != bytes.fromhex(published.token):
         os.close(descriptor)
-        message = f"{path} is not the file that the first rank of the node wrote"
-        raise OSError(message)
+        raise OSError(f"{path} is not the file that the first rank of the node wrote")
     return descriptor

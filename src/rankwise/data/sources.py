@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -67,12 +67,7 @@ class MapSource(Protocol):
 class ColumnSource:
     """Tensors and arrays whose first dim counts samples; a batch is one indexing of each."""
 
-    def __init__(
-        self,
-        columns: list[Column],
-        rebuild: Rebuild,
-        rows: npt.NDArray[np.int64] | None,
-    ) -> None:
+    def __init__(self, columns: list[Column], rebuild: Rebuild, rows: npt.NDArray[np.int64] | None) -> None:
         self.columns = columns
         self._rebuild = rebuild
         self._rows = rows
@@ -112,12 +107,8 @@ class SampleSource:
             if len(request.indices):
                 places = request.indices.tolist()
                 return self._collated(self._read(request.epoch, request.indices), places)
-            place = request.stand_in
-            (sample,) = self._read(request.epoch, np.array([place]))
-            return without_samples(
-                self._collated([copy.deepcopy(sample)], [place]),
-                self._collated([sample, copy.deepcopy(sample)], [place, place]),
-            )
+            (sample,) = self._read(request.epoch, np.array([request.stand_in]))
+            return _of_no_samples(sample, lambda samples: self._collated(samples, [request.stand_in] * len(samples)))
 
     def sample(self, index: int) -> Any:  # noqa: ANN401 - any sample
         """Return ``dataset[index]`` as epoch 0 reads it; the process's generators are restored.
@@ -201,11 +192,12 @@ class StreamSource:
         low, high = self._shards.local_part(0, len(block))
         if low < high:
             return collated(self._collate, block[low:high], self._where)
-        sample = block[0]
-        return without_samples(
-            collated(self._collate, [copy.deepcopy(sample)], self._where),
-            collated(self._collate, [sample, copy.deepcopy(sample)], self._where),
-        )
+        return _of_no_samples(block[0], lambda samples: collated(self._collate, samples, self._where))
+
+
+def _of_no_samples(sample: Any, collate: Collate) -> Batch:  # noqa: ANN401 - any sample
+    # Copies, since a collate function may change its samples.
+    return without_samples(collate([copy.deepcopy(sample)]), collate([sample, copy.deepcopy(sample)]))
 
 
 def is_stream(dataset: object) -> bool:
@@ -249,13 +241,14 @@ def columns_of(dataset: object) -> ColumnSource | None:
     """
     inner = innermost(dataset)
     parts: list[Any] = [inner]
-    rebuild: Rebuild = _the_only_one
+    rebuild: Rebuild = itemgetter(0)
     if type(inner) is TensorDataset:
-        parts, rebuild = list(inner.tensors), _as_list
+        parts, rebuild = list(inner.tensors), list
     elif type(inner) is tuple:
-        parts, rebuild = list(inner), _as_tuple
+        parts, rebuild = list(inner), tuple
     elif isinstance(inner, dict):
-        parts, rebuild = list(inner.values()), partial(_as_dict, list(inner))
+        names, parts = list(inner), list(inner.values())
+        rebuild = lambda tensors: dict(zip(names, tensors, strict=True))  # noqa: E731 - as the others
     if not parts or not all(map(_is_column, parts)):
         return None
     if len({len(part) for part in parts}) > 1:
@@ -265,22 +258,6 @@ def columns_of(dataset: object) -> ColumnSource | None:
             do="give each of them one row per sample",
         )
     return ColumnSource(parts, rebuild, _rows_chosen(dataset))
-
-
-def _the_only_one(tensors: list[torch.Tensor]) -> Batch:
-    return tensors[0]
-
-
-def _as_list(tensors: list[torch.Tensor]) -> Batch:
-    return tensors
-
-
-def _as_tuple(tensors: list[torch.Tensor]) -> Batch:
-    return tuple(tensors)
-
-
-def _as_dict(names: list[Any], tensors: list[torch.Tensor]) -> Batch:
-    return dict(zip(names, tensors, strict=True))
 
 
 def _is_column(part: object) -> bool:

@@ -68,7 +68,6 @@ class FailureDetector:
         self.next_event = 1
         """A number below which the log is full."""
         self._optional: set[int] = set()
-        self._is_checking = False
         self._main_thread_id = threading.get_ident()
         status_poll.introduce(self.store, world.rank, process_probe.this_process(stack_file))
         self._thread = threading.Thread(
@@ -86,12 +85,9 @@ class FailureDetector:
         """
         if self.error is not None:
             raise self.error
-        if self.check is not None and not self._is_checking and self._is_of_all(exchange_id):
-            self._is_checking = True
-            try:
-                self.check(what if tensor is None else with_kind(what, tensor))
-            finally:
-                self._is_checking = False
+        # Collectives of some ranks cannot be compared on all.
+        if self.check is not None and all(self.recorder.is_member(r, exchange_id) for r in range(self.world_size)):
+            self.check(what if tensor is None else with_kind(what, tensor))
         return self.recorder.begin(what, exchange_id)
 
     def check_by(self, check: Callable[[str], None]) -> None:
@@ -105,8 +101,7 @@ class FailureDetector:
     def reason_of(self, error: BaseException) -> RankwiseError | None:
         """Return the error of another rank's failure, if ``error`` is only a connection that broke because of it.
 
-        Args:
-            error: the error this rank is about to exit with; perhaps of a collective that torch waited for itself.
+        ``error`` is what this rank is about to exit with: perhaps of a collective that torch waited for itself.
         """
         if isinstance(error, RankwiseError) or not diagnosis.is_of_a_connection(error):
             return None
@@ -149,11 +144,7 @@ class FailureDetector:
         with contextlib.suppress(StoreLost):
             status_poll.take_leave(self.store, self.world.rank)
             post_failure(
-                self.store,
-                rank=self.world.rank,
-                error_type=error_type,
-                text=text,
-                hostname=self.world.hostname,
+                self.store, rank=self.world.rank, error_type=error_type, text=text, hostname=self.world.hostname
             )
             self._end(END_SECONDS if wait_for_peers else 0.0)
 
@@ -246,8 +237,9 @@ class FailureDetector:
         for rank, event in list(self.departures.items()):
             if rank == self.world.rank or not self.recorder.is_member(rank, ticket.exchange_id):
                 continue
-            if _has_reached(event.get("counts", ()), ticket):
-                continue
+            counts = event.get("counts", ())
+            if ticket.exchange_id < len(counts) and counts[ticket.exchange_id] >= ticket.sequence:
+                continue  # it had begun this collective
             if event["kind"] == "left":
                 self.error = diagnosis.peer_left(self.world, ticket.words, ticket.number, event)
                 return self.error
@@ -258,11 +250,11 @@ class FailureDetector:
         return None
 
     def poll_status(
-        self, exchange_id: int = 0, sequence: int = 0, *, without: Collection[int] = ()
+        self, exchange_id: int = 0, sequence: int = 0, *, without: Collection[int] = (), stacks: str = "missing"
     ) -> diagnosis.Answers:
         """Ask every rank what it is doing, and probe those on this host that do not answer."""
         world = self.world
-        asked = {"channel": exchange_id, "sequence": sequence, "stacks": "missing"}
+        asked = {"channel": exchange_id, "sequence": sequence, "stacks": stacks}
         answers = status_poll.call(
             self.store,
             rank=world.rank,
@@ -274,12 +266,3 @@ class FailureDetector:
         silent_ranks = sorted(set(range(world.world_size)) - set(answers))
         seen = status_poll.look_at(self.store, silent_ranks)
         return {**answers, **{rank: {"host": self.hostname, **what} for rank, what in seen.items()}}
-
-    def _is_of_all(self, exchange_id: int) -> bool:
-        """Return whether every rank calls the collectives of an exchange: others cannot be compared on all ranks."""
-        return all(self.recorder.is_member(rank, exchange_id) for rank in range(self.world_size))
-
-
-def _has_reached(counts: Sequence[int], ticket: Ticket) -> bool:
-    """Return whether a rank that left with these counts had begun a collective."""
-    return ticket.exchange_id < len(counts) and counts[ticket.exchange_id] >= ticket.sequence

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stopping a job early, at one step that all ranks agree on, with its state saved.
 
-Counts the steps of this rank and agrees with the others through the job's event log. Saves nothing and handles
-no signal itself; never touches the process group. Used by the loader and the checkpointer.
+Counts the steps of this rank and agrees with the others through the job's event log. Saves nothing itself; never
+touches the process group. Signals that ask a rank without an agent to stop (Slurm's before its time limit) set a flag
+and call the previous handler; they never end a rank that has something to save. Used by ``join``, the loader and the
+checkpointer.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -19,6 +22,7 @@ from rankwise.log import log, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import FrameType
     from weakref import WeakMethod
 
     from rankwise.store.values import Store
@@ -27,7 +31,8 @@ STOPPED_EXIT_CODE = 75
 """Exit code of a rank that has stopped early and saved: ``EX_TEMPFAIL`` of sysexits.h, "try again later"."""
 SLICE_SECONDS = 0.2
 """How long a rank waits for the others' counts before it checks whether they still run."""
-
+INSISTENT = 3
+"""The SIGTERM that ends a process at once: Slurm itself sends two before SIGKILL."""
 
 early: list[str] = []
 """Signals received before the rank joined."""
@@ -70,12 +75,8 @@ class Preemption:
     ) -> None:
         """Start with no boundary passed.
 
-        Args:
-            rank: number of this rank.
-            world_size: how many ranks must agree.
-            store: the main thread's connection; none in a world of one.
-            timeout_seconds: how long a rank waits for the others' counts.
-            error: returns the error that ends the job, if any.
+        In a world of one there is no ``store``, else it is the main thread's connection. A rank waits for
+        ``timeout_seconds`` for the others' counts; ``error`` returns the error that ends the job, if any.
         """
         self.has_stopped = False
         self.signals: tuple[str, ...] = ()
@@ -267,10 +268,7 @@ class Preemption:
     def read(self, store: Store, event: dict[str, Any], next_event: int) -> None:
         """Process an event of the log, if it is about stopping.
 
-        Args:
-            store: the thread's own connection.
-            event: as it was posted.
-            next_event: a number below which the event log is full.
+        ``store`` is the thread's own connection; the event log is full below ``next_event``.
         """
         if event["kind"] == "left":
             self._has_departures = True
@@ -300,13 +298,7 @@ class Preemption:
             self._agree_if_counted(store, 0, next_event)
 
     def _agree_if_counted(self, store: Store, number: int, next_event: int) -> None:
-        """Post where all can stop, once every remaining rank has posted its count.
-
-        Args:
-            store: the thread's own connection.
-            number: how many counts this rank adds.
-            next_event: as for :meth:`read`.
-        """
+        """Add ``number`` counts; once every remaining rank has posted its count, post where all can stop."""
         present = sorted(set(range(self._world_size)) - self._lost)
         if store.add("rankwise/stop/counted", number) < len(present):
             return
@@ -328,3 +320,59 @@ def warn_nothing_to_save() -> None:
 
 def _count_of(rank: int) -> str:
     return f"rankwise/stop/passed/{rank}"
+
+
+# -- signals -------------------------------------------------------------------------------------------
+
+
+def listen(preemption: Preemption, names: Sequence[str]) -> Callable[[], None]:
+    """Have the signals of these names ask for a stop; return a function that restores the old handlers.
+
+    A signal that is ignored remains ignored. A handler that the script installs later replaces this one. Does nothing
+    off the main thread, where Python allows no handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    preemption.accept_signals(names)
+    listeners = [_Listener(preemption, signal.Signals[name]) for name in names]
+
+    def restore() -> None:
+        for listener in listeners:
+            listener.restore()
+
+    return restore
+
+
+class _Listener:
+    """One signal, from join to leave."""
+
+    def __init__(self, preemption: Preemption, number: signal.Signals) -> None:
+        self._preemption = preemption
+        self._number = number
+        self._num_received = 0
+        self._before = signal.getsignal(number)
+        # None: not installed by Python code, and cannot be called from here.
+        self._is_ours = self._before not in {signal.SIG_IGN, None}
+        if self._is_ours:
+            signal.signal(number, self._handle)
+
+    def restore(self) -> None:
+        if self._is_ours and signal.getsignal(self._number) == self._handle:
+            signal.signal(self._number, self._before)
+        self._is_ours = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_first = not self._preemption.was_asked
+        self._num_received += 1
+        is_insistent = not self._preemption.will_notice or self._num_received >= INSISTENT
+        if self._number is signal.SIGTERM and self._before is signal.SIG_DFL and is_insistent:
+            # Waiting would be pointless: the process ends as it would without rankwise.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._preemption.ask(self._number.name)
+        if is_first and not self._preemption.will_notice:
+            # In a thread: the main one may be in the middle of printing.
+            threading.Thread(target=warn_nothing_to_save, name="rankwise-stop").start()
+        if callable(self._before):
+            self._before(number, frame)

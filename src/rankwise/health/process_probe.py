@@ -13,9 +13,9 @@ import os
 import select
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankwise.world.processes import machine_name, stat_of
 
@@ -49,10 +49,6 @@ class Process:
     pid: int
     stack_file: str
     """The file it writes its stack into; empty if it does not."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return asdict(self)
 
 
 def this_process(stack_file: str = "") -> Process:
@@ -89,11 +85,7 @@ def offered_by(path: str) -> int | None:
 
 
 def state_of(pid: int, runs: str = HELD) -> str:
-    """Return a description of what keeps a process from answering.
-
-    Args:
-        pid: of the process.
-        runs: the description if the kernel sees no cause.
+    """Return a description of what keeps a process from answering; ``runs`` if the kernel sees no cause.
 
     Source: proc_pid_stat(5).
     """
@@ -110,9 +102,7 @@ def start_time_of(pid: int) -> str:
 def is_there(pid: int, start_time: str) -> bool:
     """Return whether a process has not exited.
 
-    Args:
-        pid: its id.
-        start_time: as :func:`start_time_of` returned it; another process with that id has a different one.
+    :func:`start_time_of` returned ``start_time``; another process with that id has a different one.
     """
     if not start_time:
         try:
@@ -123,7 +113,12 @@ def is_there(pid: int, start_time: str) -> bool:
             return True
         return True
     # A process that has not been waited for yet is still listed.
-    return start_time_of(pid) == start_time and _letter_of(pid) not in {"Z", "X"}
+    return start_time_of(pid) == start_time and not has_exited(pid)
+
+
+def has_exited(pid: int) -> bool:
+    """Return whether a process has exited, even if it has not been waited for."""
+    return _letter_of(pid) in {"Z", "X"}
 
 
 def _letter_of(pid: int) -> str:
@@ -132,12 +127,9 @@ def _letter_of(pid: int) -> str:
 
 
 def stack_of(pid: int, path: str, send: Callable[[int], None] | None = None) -> list[str]:
-    """Return the stack of a process that offers it, innermost frame last; else nothing.
+    """Return the stack of a process that offers it at ``path``, innermost frame last; else nothing.
 
-    Args:
-        pid: of the process.
-        path: the file that it writes its stack into.
-        send: sends it a signal of this number; by default ``kill`` does.
+    ``send`` sends it a signal of this number; by default ``kill`` does.
     """
     if not path or offered_by(path) != pid or not _takes_signal(pid) or _letter_of(pid) in _STATES:
         return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rankwise.health import process_probe
@@ -37,13 +38,9 @@ def call(
 ) -> Answers:
     """Ask every rank what it is doing; ranks that do not answer are absent from the result.
 
-    Args:
-        store: a connection of this thread's.
-        rank: the asking rank; -1 for a launcher.
-        world_size: number of ranks.
-        asked: see :meth:`rankwise.health.flight_recorder.FlightRecorder.situation`.
-        awaited: ranks whose answers to wait for; by default all.
-        first: number of an event below which the log is known to be full.
+    Waits only for the answers of ``awaited``, by default of all. ``rank`` is the asking one, -1 for a launcher;
+    ``asked`` is as for :meth:`rankwise.health.flight_recorder.FlightRecorder.situation`. The event log is full below
+    ``first``.
     """
     number = store.add("rankwise/roll_calls", 1)
     post(store, {**asked, "kind": "roll_call", "rank": rank, "call": number}, first)
@@ -70,7 +67,7 @@ def answer(store: Store, event: dict[str, Any], rank: int, situation: dict[str, 
 
 def introduce(store: Store, rank: int, process: Process) -> None:
     """Publish which process this rank is, for when it cannot answer itself."""
-    store.set(_process_key(rank), json.dumps(process.as_json()))
+    store.set(_process_key(rank), json.dumps(asdict(process)))
 
 
 def take_leave(store: Store, rank: int) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from rankwise.errors import ConfigurationError
 from rankwise.launch import auth
 from rankwise.store import wire
-from rankwise.world import environments, network
+from rankwise.world import network
+from rankwise.world.environments.process import in_kubernetes
 
 if TYPE_CHECKING:
     from rankwise.launch.options import LaunchOptions
@@ -120,7 +121,7 @@ def _seen_from_here(host: str, options: LaunchOptions) -> _SeenFromHere:
         return _SeenFromHere(address=address, listens_on=address)
     if options.node_rank != 0:
         return _SeenFromHere(address=address, listens_on=None)
-    if environments.in_kubernetes():
+    if in_kubernetes():
         # The name may belong to a service in front of this pod.
         return _every_interface(host, options)
     raise ConfigurationError(

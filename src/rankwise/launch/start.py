@@ -36,8 +36,8 @@ from rankwise.launch.inspect.control_socket import ControlSocket
 from rankwise.launch.messages import Hello, Node
 from rankwise.launch.options import LaunchOptions
 from rankwise.version import VERSION
-from rankwise.world import environments
 from rankwise.world.device.kinds import EXAMPLE, HIDES_GPUS
+from rankwise.world.environments.process import nodes_of_job, read_launcher
 
 if TYPE_CHECKING:
     from rankwise.launch.agent.controller_link import ControllerLink
@@ -110,7 +110,7 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
 
 def _unused_nodes() -> str:
     """Return a warning if this launcher is in a Slurm job of several nodes and uses only one; else an empty text."""
-    number = environments.nodes_of_job()
+    number = nodes_of_job()
     if number < 2:  # noqa: PLR2004 - a job of one node leaves none unused
         return ""
     return (
@@ -130,7 +130,7 @@ def _with_scheduler(options: LaunchOptions) -> LaunchOptions:
     """
     if options.nodes[1] > 1 or options.rendezvous is not None:
         return options
-    reading = environments.read_launcher()
+    reading = read_launcher()
     if reading is None or reading.world_size == 1:
         return options
     if (reading.local_world_size or 1) > 1:

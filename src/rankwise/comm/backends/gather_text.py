@@ -35,16 +35,7 @@ def gather_texts(exchange: SupportsAllGather, text: str, *, what: str) -> list[s
 
     Called by: every rank.
     """
-    return unpacked(exchange.all_gather(packed(text), what=what))
-
-
-def packed(text: str) -> torch.Tensor:
-    """Return a text as [TEXT_BYTES] bytes."""
-    return row_of(text.encode()[:TEXT_BYTES], TEXT_BYTES)
-
-
-def unpacked(rows: torch.Tensor) -> list[str]:
-    """Return the texts of [number, TEXT_BYTES]."""
+    rows = exchange.all_gather(row_of(text.encode()[:TEXT_BYTES], TEXT_BYTES), what=what)
     return [one.rstrip(b"\0").decode(errors="replace") for one in bytes_of_rows(rows)]
 
 
@@ -63,14 +54,8 @@ def calls_differ(
 ) -> CollectiveMismatch:
     """Return the error for ranks that called different things.
 
-    Called by: every rank of ``ranks``, from what it called.
-
-    Args:
-        gather: returns the tensors of ``ranks``, [len(ranks), ...], all of one shape.
-        words: what this rank called.
-        hostname: of this rank.
-        ranks: those that compared their calls.
-        world_size: number of ranks of the world.
+    Called by: every rank of ``ranks``. ``words`` is what this rank called; ``gather`` returns the tensors of ``ranks``,
+    [len(ranks), ...], all of one shape.
     """
     text = "\0".join((hostname, call_site.words(call_site.user_call_site()), words))
     data = torch.frombuffer(bytearray(text.encode()[:LONGEST_CALL_BYTES]), dtype=torch.uint8)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from rankwise.comm.backends.engine import Until
 from rankwise.comm.backends.reducing import weighted_sum_into
 from rankwise.comm.backends.shared_channel import HEADER, SharedChannel
-from rankwise.comm.backends.torch_group import REDUCE_OPS
+from rankwise.comm.backends.torch_group import REDUCE_OPS, handle_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from rankwise.comm.backends.engine import Awaited, Engine
     from rankwise.comm.backends.mapping import Mapping
@@ -31,7 +31,10 @@ MOMENT_SECONDS = 100e-6
 
 
 class _Elsewhere:
-    """Waits for something that no rank of this host posts: there is no word of memory to sleep on."""
+    """Waits for a condition that no rank of this host posts: there is no word of memory to sleep on."""
+
+    def __init__(self, is_met: Callable[[], bool]) -> None:
+        self.is_met = is_met
 
     def sleep(self, seconds: float) -> None:
         """Sleep for a moment; all other pending operations are advanced afterwards."""
@@ -40,35 +43,6 @@ class _Elsewhere:
     def rank(self) -> int | None:
         """Return none."""
         return None
-
-
-class _PendingWork(_Elsewhere):
-    """Waits for a torch collective."""
-
-    def __init__(self, work: dist.Work | None) -> None:
-        if work is None:
-            message = "torch's process group did not return a handle"
-            raise RuntimeError(message)
-        self._work = work
-
-    def is_met(self) -> bool:
-        """Return whether the result is ready."""
-        if not self._work.is_completed():
-            return False
-        self._work.wait()  # raises its error
-        return True
-
-
-class _Turn(_Elsewhere):
-    """Waits until everything before it has been sent."""
-
-    def __init__(self, cross_host: CrossHostGroup, number: int) -> None:
-        self._cross_host = cross_host
-        self._number = number
-
-    def is_met(self) -> bool:
-        """Return whether it has."""
-        return self._cross_host.num_sent >= self._number
 
 
 class CrossHostGroup:
@@ -84,11 +58,7 @@ class CrossHostGroup:
     def open(cls, hosts: Sequence[Sequence[int]], rank: int) -> CrossHostGroup:
         """Open the groups of all slices and return that of ``rank``.
 
-        Called by: every rank of the world.
-
-        Args:
-            hosts: the ranks of each host.
-            rank: this one.
+        Called by: every rank of the world, with the ranks of each host.
         """
         own = None
         for owners in zip(*hosts, strict=False):
@@ -104,13 +74,17 @@ class CrossHostGroup:
 
     def all_reduce_(self, turn: int, tensors: Sequence[torch.Tensor], op: str = "sum") -> Generator[Awaited]:
         """Reduce tensors over the hosts, in place."""
-        yield _Turn(self, turn)
+        yield _Elsewhere(lambda: self.num_sent >= turn)
         try:
-            works = [dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True) for tensor in tensors]
+            works = [
+                handle_of(dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True))
+                for tensor in tensors
+            ]
         finally:
             self.num_sent += 1
         for work in works:
-            yield _PendingWork(work)
+            yield _Elsewhere(work.is_completed)
+            work.wait()  # raises its error
 
 
 class TwoLevelChannel(SharedChannel):

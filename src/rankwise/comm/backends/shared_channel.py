@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.backends.counters import Counters
-from rankwise.comm.backends.engine import Operation, Until
+from rankwise.comm.backends.engine import Counters, Operation, Until
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
 from rankwise.comm.backends.reducing import weighted_sum_into
 
@@ -36,10 +35,7 @@ HEADER = struct.Struct("=ddq")
 class ChannelLayout:
     """Where the parts of a channel lie in the memory of its host.
 
-    Args:
-        size: of the channel.
-        num_ranks: L.
-        num_slices: how many ranks sum a slice each; by default all, unless each sums everything itself.
+    ``num_slices`` is how many ranks sum a slice each: by default all, unless each sums everything itself.
     """
 
     def __init__(self, size: ChannelSize, num_ranks: int, num_slices: int | None = None) -> None:
@@ -101,14 +97,10 @@ class ChannelLayout:
 
 
 def lay_out(layouts: Sequence[ChannelLayout], start: int) -> tuple[int, int]:
-    """Assign channels their places in one piece of memory.
+    """Assign channels their places in one piece of memory, from byte ``start`` on.
 
     The bodies of a rank share an arena as a ring, rather than lie side by side: channels are used one after the other,
-    so a model of any size needs no more.
-
-    Args:
-        layouts: in the order in which their channels are started; all of as many ranks.
-        start: the first byte.
+    in the order of ``layouts``, so a model of any size needs no more.
 
     Returns:
         Where the arenas start, and the size of one rank's.
@@ -191,7 +183,7 @@ class SharedChannel:
             return
         self.finish()  # this rank is one of the readers
         if not self._consumed.reach(self._round):
-            self._engine.wait(self._engine.start(self._consumption()), self._ticket)
+            self._engine.wait(self._engine.start(iter((Until(self._consumed, self._round),))), self._ticket)
 
     def factor(self, share: float) -> float:
         """Divide by the number of ranks when copying in: with equal weights the sum is already the mean."""
@@ -222,9 +214,6 @@ class SharedChannel:
     def is_flag_set(self, flag: int) -> bool:
         """Return whether any rank has set a flag."""
         return bool(self._flags[flag])
-
-    def _consumption(self) -> Generator[Awaited]:
-        yield Until(self._consumed, self._round)
 
     def _steps(self, round_: int) -> Generator[Awaited]:
         yield Until(self._published, round_)

@@ -6,8 +6,12 @@ What it does not support (GPU tensors, dtypes it cannot sum) goes through torch'
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
 from rankwise.comm.backends.hierarchical import CrossHostGroup, TwoLevelChannel
@@ -16,15 +20,12 @@ from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
 from rankwise.comm.backends.reducing import can_reduce
 from rankwise.comm.backends.shared_channel import ChannelLayout, SharedChannel, lay_out
 from rankwise.comm.backends.staging import CallsDiffer, Staging
-from rankwise.comm.backends.tensor_memory import ResultMemory
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.log import warn
 from rankwise.tensors.as_bytes import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
-
-    import torch
 
     from rankwise.comm.backends.engine import Awaited, Engine, Operation
     from rankwise.comm.backends.gather_text import SupportsAllGather
@@ -37,6 +38,11 @@ DUP_SLOT_BYTES = 2**16
 CHANNEL_BYTES = 2**22
 FLAT_BYTES = 2**16
 """Up to this size ranks of several hosts all exchange directly: two levels would take longer."""
+LARGE_BYTES = 2**20
+KEPT_BYTES = 2**28
+"""How much may be idle."""
+MOST_KEPT = 2
+"""A loop that replaces its tensor by the result holds one while it creates the next."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +63,39 @@ class HostMap:
         return self.ranks.index(self.rank)
 
 
+class ResultMemory:
+    """Makes the tensors of results, in the memory of earlier large ones that nothing refers to.
+
+    The kernel provides new memory at a fraction of the speed at which tensors are summed: for a result of 100 MB, new
+    memory would cost more than the collective itself.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[bytearray] = []
+
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous tensor of this shape and of the dtype of ``like``, which is on the CPU."""
+        num_bytes = like.element_size() * math.prod(shape)
+        if num_bytes < LARGE_BYTES:
+            return like.new_empty(shape)
+        return torch.frombuffer(self._memory(num_bytes), dtype=like.dtype).view(shape)
+
+    def _memory(self, num_bytes: int) -> bytearray:
+        for position in range(len(self._kept)):
+            # Two references: the list's, and that of the call. A tensor on it would be a third.
+            if len(self._kept[position]) == num_bytes and sys.getrefcount(self._kept[position]) == 2:  # noqa: PLR2004
+                self._kept.append(self._kept.pop(position))
+                return self._kept[-1]
+        memory = bytearray(num_bytes)
+        if num_bytes * MOST_KEPT <= KEPT_BYTES:
+            self._kept = [*self._kept[1 - MOST_KEPT :], memory]
+        return memory
+
+
 class SharedMemory:
     """The exchange of ranks that share memory with others. See :class:`rankwise.comm.backends.protocol.Exchange`.
 
-    Args:
-        host_map: which ranks are on which host.
-        torch_group: of the whole world.
-        engine: of this rank.
-        staging: in memory of this host.
-        cross_host: to the other hosts, where there are any.
-        exchange_id: see :class:`rankwise.health.flight_recorder.Ticket`.
+    ``staging`` is in memory of this host; ``cross_host`` reaches the other hosts, where there are any.
     """
 
     def __init__(
@@ -262,21 +291,15 @@ def open_shared_memory(
         ConfigurationError: some rank cannot share memory; with the reasons of all.
     """
     num_ranks = len(host_map.ranks)
+    num_bytes = rounded_up(PAGE_BYTES + Staging.num_bytes(slot_bytes, num_ranks), PAGE_BYTES)
     own_part = Staging.own_part(PAGE_BYTES, slot_bytes, host_map.local_rank, num_ranks)
-    mapping = _open(gathers, host_map, PAGE_BYTES + Staging.num_bytes(slot_bytes, num_ranks), [own_part])
-    staging = Staging(mapping, PAGE_BYTES, slot_bytes, host_map.local_rank, num_ranks)
-    cross_host = CrossHostGroup.open(host_map.hosts, host_map.rank) if len(host_map.hosts) > 1 else None
-    return SharedMemory(host_map, torch_group, engine, staging, cross_host, exchange_id=exchange_id)
-
-
-def _open(
-    gathers: SupportsAllGather, host_map: HostMap, num_bytes: int, own_parts: Sequence[tuple[int, int]]
-) -> Mapping:
-    mapping, reasons = open_together(gathers, rounded_up(num_bytes, PAGE_BYTES), own_parts, first=host_map.ranks[0])
+    mapping, reasons = open_together(gathers, num_bytes, [own_part], first=host_map.ranks[0])
     if mapping is None:
         raise ConfigurationError(
-            f"Cannot get {num_bytes / 2**20:.0f} MiB of shared memory for {len(host_map.ranks)} ranks.",
+            f"Cannot get {num_bytes / 2**20:.0f} MiB of shared memory for {num_ranks} ranks.",
             evidence=fold_values(reasons),
             do='give the machine or container more memory, or rankwise.join(exchange="gloo")',
         )
-    return mapping
+    staging = Staging(mapping, PAGE_BYTES, slot_bytes, host_map.local_rank, num_ranks)
+    cross_host = CrossHostGroup.open(host_map.hosts, host_map.rank) if len(host_map.hosts) > 1 else None
+    return SharedMemory(host_map, torch_group, engine, staging, cross_host, exchange_id=exchange_id)

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.backends.mirror_channel import MirrorChannel
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,8 +22,7 @@ CPU = torch.device("cpu")
 class ThroughHost:
     """An exchange for tensors of any device. See :class:`rankwise.comm.backends.protocol.Exchange`.
 
-    Args:
-        inner: sends CPU tensors.
+    ``inner`` sends the CPU tensors.
     """
 
     def __init__(self, inner: Exchange) -> None:
@@ -86,3 +83,29 @@ class ThroughHost:
     def close(self) -> None:
         """Disconnect from the other ranks."""
         self.inner.close()
+
+
+class MirrorChannel:
+    """A channel whose body has another dtype, or is on another device, than that of ``inner``, which sends it."""
+
+    def __init__(self, inner: BucketChannel, size: ChannelSize) -> None:
+        self._inner = inner
+        self.body = self.result = torch.zeros(size.num_elements, dtype=size.dtype, device=size.device)
+        self.can_claim = inner.can_claim
+        self.claim = inner.claim
+        self.factor = inner.factor
+        self.total = inner.total
+        self.is_flag_set = inner.is_flag_set
+
+    @torch.no_grad()
+    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+        """Copy the body and send it."""
+        if share != 0.0:
+            self._inner.body.copy_(self.body)
+        self._inner.start(share, weight, absent)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the mean, and copy it back."""
+        self._inner.finish()
+        self.result.copy_(self._inner.result)

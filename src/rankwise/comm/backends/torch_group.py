@@ -40,18 +40,23 @@ DIGEST_BYTES = 8
 _WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 
+def handle_of(work: dist.Work | None) -> dist.Work:
+    """Return torch's handle of a collective that has started."""
+    if work is None:
+        message = "torch's process group did not return a handle"
+        raise RuntimeError(message)
+    return work
+
+
 class PendingCollective:
     """A pending collective."""
 
     __slots__ = ("_detector", "_ticket", "_work")
 
     def __init__(self, detector: FailureDetector, ticket: Ticket, work: dist.Work | None) -> None:
-        if work is None:
-            message = "torch's process group did not return a handle"
-            raise RuntimeError(message)
         self._detector = detector
         self._ticket = ticket
-        self._work = work
+        self._work = handle_of(work)
 
     def wait(self) -> None:
         """Return when the result is ready; raise the failure detector's error if it will not be."""
@@ -137,7 +142,11 @@ class TorchGroup:
 
         Called by: every rank.
         """
-        self.detector.check_by(self.agree)
+
+        def compare(what: str) -> None:
+            self._gather_notes(b"", self._uncompared(what))
+
+        self.detector.check_by(compare)
 
     def agree(self, what: str) -> None:
         """Check that every rank makes the same call: otherwise Gloo mixes up tensors, or ends the process."""
@@ -145,18 +154,25 @@ class TorchGroup:
 
     def gather_notes(self, note: bytes, what: str) -> list[bytes]:
         """Return the notes of all ranks, once they have agreed on ``what``."""
+        return self._gather_notes(note, self.detector.ticket(what, self.exchange_id))
+
+    def _gather_notes(self, note: bytes, ticket: Ticket) -> list[bytes]:
         # All agreements have one size: Gloo would mistake another call's for this one's.
-        digest = zlib.crc32(what.encode()).to_bytes(DIGEST_BYTES, "little")
+        digest = zlib.crc32(ticket.what.encode()).to_bytes(DIGEST_BYTES, "little")
         row = row_of(digest + note, DIGEST_BYTES + NOTE_BYTES)
-        rows = bytes_of_rows(self._all_gather(row, self.detector.ticket(what, self.exchange_id)))
+        rows = bytes_of_rows(self._all_gather(row, ticket))
         if any(not one.startswith(digest) for one in rows):
             raise calls_differ(
-                self._gather_calls, what, self.detector.hostname, self.world_ranks, self.detector.world_size
+                self._gather_calls, ticket.what, self.detector.hostname, self.world_ranks, self.detector.world_size
             )
         return [one[DIGEST_BYTES:] for one in rows]
 
     def _gather_calls(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._all_gather(tensor, self.detector.ticket(WHAT_EACH_CALLED, self.exchange_id))
+        return self._all_gather(tensor, self._uncompared(WHAT_EACH_CALLED))
+
+    def _uncompared(self, what: str) -> Ticket:
+        """Record a collective that is part of a comparison, and is itself not compared."""
+        return self.detector.recorder.begin(what, self.exchange_id)
 
     def barrier(self, what: str) -> None:
         """Return when every rank has reached ``what``."""

@@ -11,17 +11,14 @@ from __future__ import annotations
 import json
 import secrets
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rankwise.comm.point_to_point.recv_queue import RecvQueue
-from rankwise.comm.point_to_point.send_queue import KEYS, PURPOSE, SendQueue, address_key
+from rankwise.comm.point_to_point.queues import KEYS, PURPOSE, RecvQueue, SendQueue, address_key
 from rankwise.comm.point_to_point.waiting import PeerWait, wait
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing, fold_ranks
 from rankwise.log import warn
 from rankwise.store import bootstrap
-from rankwise.store.address_and_port import EVERY_INTERFACE
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.wire import listen
 
@@ -52,7 +49,7 @@ class Endpoint:
         server = AuthenticatedServer(listen(host, 0), self._secret, {}, {PURPOSE: self.recv_queue.serve})
         server.start()
         self._server = server
-        announced = session.world.hostname if host == EVERY_INTERFACE else host
+        announced = session.world.hostname if host == bootstrap.EVERY_INTERFACE else host
         self._store.set(address_key(session.world.rank), json.dumps([announced, server.port]))
         # After a failure leave() is not called; the threads must not outlive this object. At process exit leave()
         # runs later than this would, and must still wait for pending messages.
@@ -106,18 +103,13 @@ class Endpoint:
     def wait(self, what: str, peer: int, is_there: Callable[[], bool]) -> None:
         """Return when ``is_there`` returns true, unless ``peer`` fails, leaves or never arrives.
 
-        Args:
-            what: a description of what is waited for.
-            peer: the rank it depends on.
-            is_there: checks the receive queue, which is locked meanwhile.
+        ``what`` describes what is waited for. ``is_there`` checks the receive queue, which is locked meanwhile.
         """
         send_queue = self._send_queues.get(peer)
         peer_wait = PeerWait(
             what=what,
             peer=peer,
-            world=self.world,
             detector=self._detector,
-            store=self._store,
             broken=lambda: self.recv_queue.ended.get(peer) or (None if send_queue is None else send_queue.error),
         )
         wait(peer_wait, self.recv_queue.changed, is_there)
@@ -132,7 +124,7 @@ class Endpoint:
             send_queue.end()
         for to, send_queue in self._send_queues.items():
             try:
-                self.wait(f"delivery of the values sent to rank {to}", to, partial(_is_over, send_queue))
+                self.wait(f"delivery of the values sent to rank {to}", to, lambda queue=send_queue: queue.is_over)
             except (PeerFailed, PeerMissing) as error:
                 # Gradients that no backward() waited for are not a loss, nor is a rank the job can lose.
                 if send_queue.num_lost() or (isinstance(error, PeerFailed) and self._detector.error is not None):
@@ -180,11 +172,7 @@ def _open(session: Session) -> Endpoint:
 
 
 def refuse_alone(caller: str, world: World) -> None:
-    """Raise unless there is another rank.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Raise :class:`ConfigurationError` unless there is another rank."""
     if world.world_size == 1:
         raise ConfigurationError(
             f"{caller} needs another rank, but this is a world of one.",
@@ -192,10 +180,6 @@ def refuse_alone(caller: str, world: World) -> None:
             do="start at least two ranks (rankwise run -n 2 ...); "
             "on one rank, call the second part of the model with the output of the first part",
         )
-
-
-def _is_over(send_queue: SendQueue) -> bool:
-    return send_queue.is_over
 
 
 def _abandon(send_queues: dict[int, SendQueue], server: AuthenticatedServer) -> None:

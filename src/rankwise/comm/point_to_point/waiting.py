@@ -12,7 +12,6 @@ from rankwise.health import call_site, diagnosis, process_probe, status_poll
 from rankwise.health.collective_timeout import NOTICE_SECONDS, SLICE_SECONDS, CollectiveWait, PeerEnded
 from rankwise.health.failure_detector import EXPLANATION_SECONDS
 from rankwise.health.flight_recorder import Ticket
-from rankwise.health.process_probe import Peers
 from rankwise.log import warn
 
 if TYPE_CHECKING:
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rankwise.health.failure_detector import FailureDetector
-    from rankwise.health.process_probe import Process
-    from rankwise.store.values import Store
-    from rankwise.world.facts import World
 
 LOOK_SECONDS = 1.0
 """How often the awaited rank is checked."""
@@ -34,9 +30,7 @@ class PeerWait:
 
     what: str
     peer: int
-    world: World
     detector: FailureDetector
-    store: Store
     broken: Callable[[], str | None]
     """Returns why nothing more can arrive, if that is known."""
     spare_seconds: float = 0.0
@@ -56,10 +50,7 @@ class PeerWait:
 def wait(peer_wait: PeerWait, changed: threading.Condition, is_there: Callable[[], bool]) -> None:
     """Return when ``is_there`` returns true.
 
-    Args:
-        peer_wait: what is waited for.
-        changed: notified whenever the result of ``is_there`` may change, and held when it is called.
-        is_there: returns whether it has arrived.
+    ``changed`` is notified whenever that may change, and held while ``is_there`` is called.
 
     Raises:
         PeerFailed: a rank failed.
@@ -111,33 +102,25 @@ def _why_never(peer_wait: PeerWait, broken: str | None) -> Exception | None:
     loss = peer_wait.detector.loss_of(peer_wait.peer)
     if loss is not None:
         return loss
-    process = status_poll.process_of(peer_wait.store, peer_wait.peer)
+    process = status_poll.process_of(peer_wait.detector.store, peer_wait.peer)
     if process is None:
         return PeerMissing(
             f"{peer_wait.what} cannot complete: rank {peer_wait.peer} has left.",
             ranks=[peer_wait.peer],
-            where=str(peer_wait.world),
+            where=str(peer_wait.detector.world),
             evidence=broken,
             do=peer_wait.do_when_left,
         )
-    if process.host and process.host == process_probe.this_process().host and _has_ended(process):
+    if process.host and process.host == process_probe.this_process().host and process_probe.has_exited(process.pid):
         return PeerEnded(peer_wait.peer, process.pid)
     return None if broken is None else RuntimeError(broken)
-
-
-def _has_ended(process: Process) -> bool:
-    peers = Peers([0], [process.pid])
-    try:
-        return peers.has_ended(0)
-    finally:
-        peers.close()
 
 
 def _timed_out(peer_wait: PeerWait, waited: float) -> PeerMissing:
     return PeerMissing(
         f"{peer_wait.what} timed out after {waited:.1f} s waiting for rank {peer_wait.peer}.",
         ranks=[peer_wait.peer],
-        where=str(peer_wait.world),
+        where=str(peer_wait.detector.world),
         evidence=_doing(peer_wait),
         do=peer_wait.do,
     )
@@ -145,15 +128,6 @@ def _timed_out(peer_wait: PeerWait, waited: float) -> PeerMissing:
 
 def _doing(peer_wait: PeerWait) -> str:
     """Return what every rank is doing, and the stack of the awaited one."""
-    world = peer_wait.world
-    answers = status_poll.call(
-        peer_wait.store,
-        rank=world.rank,
-        world_size=world.world_size,
-        asked={"channel": 0, "sequence": 0, "stacks": "all"},
-    )
-    silent_ranks = sorted(set(range(world.world_size)) - set(answers))
-    seen = status_poll.look_at(peer_wait.store, silent_ranks)
-    answers |= {rank: {"host": world.hostname, **what} for rank, what in seen.items()}
-    table = diagnosis.table(answers, world.world_size)
+    answers = peer_wait.detector.poll_status(stacks="all")
+    table = diagnosis.table(answers, peer_wait.detector.world_size)
     return f"{table}\n{diagnosis.stacks(answers, [peer_wait.peer])}".strip()

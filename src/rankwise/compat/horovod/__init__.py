@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horovod's words for rankwise's calls: ``import rankwise.compat.horovod as hvd`` in place of ``horovod.torch``.
+"""Horovod's API on rankwise: ``import rankwise.compat.horovod as hvd`` in place of ``horovod.torch``.
 
-The public surface of ``horovod.torch`` 0.28. Operations are matched between ranks by their names, as Horovod does,
-and travel when ranks wait: in ``synchronize``, in any call that is not ``_async``, in ``barrier``, ``join``, ``poll``.
+The public names of ``horovod.torch`` 0.28. Operations are matched between ranks by their names, as in Horovod, and are
+carried out when ranks wait: in ``synchronize``, in any call that is not ``_async``, in ``barrier``, ``join``, ``poll``.
 """
 
 import sys
@@ -38,16 +38,29 @@ from rankwise.compat.horovod.initialization import (
 )
 from rankwise.compat.horovod.launching import run
 from rankwise.compat.horovod.operations.api import barrier, join, poll, synchronize
-from rankwise.compat.horovod.operations.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
-from rankwise.compat.horovod.operations.exchanging import alltoall, alltoall_async
-from rankwise.compat.horovod.operations.gathering import (
+from rankwise.compat.horovod.operations.collectives import (
     allgather,
     allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
 )
-from rankwise.compat.horovod.operations.objects import allgather_object, broadcast_object
-from rankwise.compat.horovod.operations.parameters import broadcast_optimizer_state, broadcast_parameters
+from rankwise.compat.horovod.operations.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from rankwise.compat.horovod.operations.reducing import (
     allreduce,
     allreduce_,
@@ -58,13 +71,6 @@ from rankwise.compat.horovod.operations.reducing import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from rankwise.compat.horovod.operations.scattering import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from rankwise.compat.horovod.operations.sparse import sparse_allreduce_async
 from rankwise.compat.horovod.optimizer.distributed_optimizer import DistributedOptimizer
 from rankwise.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from rankwise.compat.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
@@ -149,7 +155,7 @@ __all__ = [
 ]
 
 _PARTS = ("functions", "mpi_ops")
-"""Modules of ``horovod.torch`` that scripts reach as attributes: ``hvd.mpi_ops.Sum``."""
+"""Modules of ``horovod.torch`` that scripts use as attributes: ``hvd.mpi_ops.Sum``."""
 _NOT_OFFERED = {
     "horovodrun": "run `rankwise horovodrun -np 4 python train.py`, or `rankwise run -n 4 train.py`",
     "BroadcastGlobalVariablesHook": "that is TensorFlow's; use hvd.broadcast_parameters()",
@@ -163,7 +169,7 @@ _NOT_OFFERED = {
 
 
 def __getattr__(name: str) -> object:
-    """Return this module by the names of the parts that Horovod has it in; of others, say what takes their place."""
+    """Return this module for the modules that Horovod divides it into; for other names, raise an error."""
     if name in _PARTS:
         return sys.modules[__name__]
     if name in _NOT_OFFERED:

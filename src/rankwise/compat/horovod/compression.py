@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensors are turned into while they travel: pairs of functions, there and back."""
+"""Compression: pairs of functions that convert tensors before they are sent, and results back."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 class Compressor:
-    """What a compression has to offer; write your own class with these two functions."""
+    """Base class of compressions; write your own class with these two functions."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what is to travel, and whatever :meth:`decompress` has to know."""
+        """Return the tensor to send, and whatever :meth:`decompress` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # noqa: ANN401 - whatever compress returned
-        """Return what arrived as the kind of tensor that was given to :meth:`compress`."""
+        """Return the received tensor as the kind of tensor that was given to :meth:`compress`."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
+    """Tensors are sent unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -37,11 +40,11 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Floating-point tensors travel as float16. Lossy: N ranks no longer compute what one computes."""
+    """Floating-point tensors are sent as float16. Lossy: N ranks no longer compute what one computes."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor as float16, and its dtype; integers as they are."""
+        """Return the tensor as float16, and its dtype; integers unchanged."""
         return tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor, tensor.dtype
 
     @staticmethod
@@ -51,7 +54,15 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The compressions there are."""
+    """The available compressions."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
+
+
+def compressed_all(
+    tensors: Sequence[torch.Tensor], compression: type[Compressor]
+) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+    """Return the tensors to send, and what ``decompress`` needs for each."""
+    compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
+    return compressed, contexts

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MegEngine's words for training on several ranks, on torch's tensors and modules.
+"""MegEngine's API for training on several ranks, on torch's tensors and modules.
 
 ``import rankwise.compat.megengine as mge`` gives ``mge.distributed``, ``mge.functional.distributed``,
-``mge.autodiff.GradManager``, ``mge.data`` and ``mge.optimizer``. What computes (layers, tensors) is torch's. ``alias``
-makes ``import megengine`` give the same.
+``mge.autodiff.GradManager``, ``mge.data`` and ``mge.optimizer``. Layers and tensors are torch's. ``alias`` makes
+``import megengine`` give the same.
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands fo
         return getattr(importlib.import_module(f"{__name__}.tensors"), name)
     if name == "provide":
         return importlib.import_module(f"{__name__}.alias").provide
-    raise not_here(name)
-
-
-def not_here(name: str) -> Exception:
-    """Return what to raise where ``megengine.name`` is asked for, and is not here."""
-    return refused("megengine", name, _NOT_OFFERED, __dir__())
+    raise refused("megengine", name, __dir__(), _NOT_OFFERED.get(name))
 
 
 def __dir__() -> list[str]:

@@ -1,29 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said about MegEngine's names that have no counterpart here. Imported by this room's fronts."""
+"""Errors for MegEngine's names that are not offered here, which name a replacement."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
 
-def refused(module: str, name: str, instead: Mapping[str, str], offered: Iterable[str]) -> Exception:
-    """Return what to raise where a module is asked for a name that it does not have.
+def refusing(module: str, offered: Iterable[str], instead: Callable[[str], str | None] | str) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module, which raises for every name.
 
     Args:
-        module: in MegEngine's words: ``"megengine.data"``.
-        name: that was asked for.
-        instead: what to use in place of MegEngine's names.
-        offered: the names that there are.
+        module: its name in MegEngine: ``"megengine.data"``.
+        offered: its names.
+        instead: returns what to use in place of a name of MegEngine; or one text for all names.
     """
-    if name in instead:
-        # No AttributeError: `from ... import name` would put words of its own in place of these.
-        return ConfigurationError(
-            f"{module}.{name} is not offered here: rankwise provides only MegEngine's functions for several ranks.",
-            do=f"use {instead[name]}",
-        )
-    return AttributeError(f"rankwise's {module} has no {name!r}; it has {', '.join(sorted(offered))}")
+
+    def refuse(name: str) -> Any:  # noqa: ANN401 - nothing is returned
+        if isinstance(instead, str):
+            raise refused(module, name, offered, None if name.startswith("__") else instead)
+        raise refused(module, name, offered, instead(name))
+
+    return refuse
+
+
+def refused(module: str, name: str, offered: Iterable[str], instead: str | None) -> Exception:
+    """Return the error for one name; arguments as for :func:`refusing`."""
+    if instead is None:
+        return AttributeError(f"rankwise's {module} has no {name!r}; it has {', '.join(sorted(offered))}")
+    # Not an AttributeError: `from ... import name` would replace its text.
+    return ConfigurationError(
+        f"{module}.{name} is not offered here: rankwise provides only MegEngine's functions for several ranks.",
+        do=f"use {instead}",
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.optimizer``: torch's optimizers, whose ``step()`` returns them, so that ``.clear_grad()`` may follow."""
+"""``megengine.optimizer``: torch's optimizers, whose ``step()`` returns the optimizer, for ``.clear_grad()``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -16,14 +16,14 @@ __all__ = ["SGD", "Adam", "AdamW"]
 
 
 class _Chained(torch.optim.Optimizer):
-    """What MegEngine's optimizers have that torch's have not. The first base of each class below."""
+    """The methods that only MegEngine's optimizers have. The first base of each class below."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Self:  # type: ignore[override]
         """Update the parameters from their gradients, and return this optimizer."""
         bound = cast("Any", super().step)
         own = bound.__func__
-        # torch runs the hooks around the step of this class, and put them around that of its base too if an optimizer
-        # of the base was made: they must run once.
+        # torch runs hooks around the step of this class, and around that of its base too if an optimizer of the base
+        # was created before. They must run once, so the step within is called.
         if getattr(own, "hooked", False):
             own = own.__wrapped__
         own(self, closure)
@@ -38,11 +38,11 @@ class SGD(_Chained, torch.optim.SGD):
     """torch.optim.SGD with MegEngine's arguments; the updates are the same.
 
     Args:
-        params: parameters, or groups of them as torch has them.
+        params: parameters, or parameter groups as in torch.
         lr: learning rate.
         momentum: of the velocity, which is ``momentum * velocity + gradient``.
-        nesterov: whether Nesterov's.
-        weight_decay: times the parameter is added to the gradient.
+        nesterov: whether to use Nesterov's momentum.
+        weight_decay: the parameter is multiplied by it and added to the gradient.
     """
 
     def __init__(
@@ -95,6 +95,4 @@ _NOT_OFFERED = {
     "clip_grad_value": "torch.nn.utils.clip_grad_value_",
 }
 
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    raise refused("megengine.optimizer", name, _NOT_OFFERED, __all__)
+__getattr__ = refusing("megengine.optimizer", __all__, _NOT_OFFERED.get)

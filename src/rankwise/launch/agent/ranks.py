@@ -24,7 +24,8 @@ from rankwise.launch.agent.output import descriptors_closed
 from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
 from rankwise.launch.messages import RankEnds, StartAttempt
 from rankwise.launch.report import failure
-from rankwise.world.environments import echo_note, slurm_variables_for, variables_for
+from rankwise.world.environments.process import slurm_variables_for
+from rankwise.world.environments.rankwise import echo_note, variables_for
 from rankwise.world.processes import stat_of
 
 if TYPE_CHECKING:

@@ -55,6 +55,20 @@ def plan(
     return closed + [members for members, _ in open_of.values() if members]
 
 
+def divide_by_size(sizes: Sequence[int], num_owners: int) -> list[list[int]]:
+    """Return the numbers of the parameters that each owner gets: whole ones, about equally many bytes each.
+
+    The largest go first, each to the owner with the least; one that is larger than all others together is not split.
+    """
+    loads = [0] * num_owners
+    owned: list[list[int]] = [[] for _ in loads]
+    for number in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
+        owner = loads.index(min(loads))
+        loads[owner] += sizes[number]
+        owned[owner].append(number)
+    return [sorted(numbers) for numbers in owned]
+
+
 class Bucket:
     """Gradients that travel together on a channel, each a view into it."""
 

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row of plain ``env://`` variables: Kubernetes' PyTorchJob, wrappers written by hand.
-
-Reads variables and argv from values, nothing else. Imported by the table and by ``arguments`` of
-this package.
-"""
+"""The row of plain ``env://`` variables: Kubernetes' PyTorchJob, wrappers written by hand. Values in, a value out."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankwise.errors import EnvironmentConflict
 from rankwise.world.environments.reading import (
     Environment,
     Missing,
-    ProcessContext,
-    Reading,
     address,
-    given,
     integer,
     job_secret,
     parse_integer,
-    required,
+    read_numbers,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from rankwise.world.environments.reading import ProcessContext, Reading
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOCAL_RANK_OPTIONS = ("--local_rank", "--local-rank")
@@ -65,19 +61,12 @@ def _read(around: ProcessContext) -> Reading | Missing | None:
     # MASTER_ADDR alone is not a launch: Slurm users set it for every step of a job.
     if not (variables.get("RANK") or variables.get("WORLD_SIZE")):
         return None
-    missing = required(variables, ("RANK", "WORLD_SIZE"))
-    if missing is not None:
-        rank, world_size = integer(variables, "RANK"), integer(variables, "WORLD_SIZE")
-        return Missing(names=missing.names, rank=rank, world_size=world_size)
-    return Reading(
-        rank=given(variables, "RANK"),
-        world_size=given(variables, "WORLD_SIZE"),
-        local_rank=local_rank_of(variables, around.argv),
-        local_world_size=integer(variables, "LOCAL_WORLD_SIZE"),
-        address=address(variables),
-        secret=job_secret(variables),
-        source="env",
-    )
+    numbers = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_world_size": "LOCAL_WORLD_SIZE"}
+    found = read_numbers("env", variables, numbers, needed=("RANK", "WORLD_SIZE"))
+    if isinstance(found, Missing):
+        return replace(found, rank=integer(variables, "RANK"), world_size=integer(variables, "WORLD_SIZE"))
+    local_rank = local_rank_of(variables, around.argv)
+    return replace(found, local_rank=local_rank, address=address(variables), secret=job_secret(variables))
 
 
 ROW = Environment(

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rankwise.errors import ConfigurationError
-from rankwise.world.environments import arguments, env, explanation, rankwise, slurm, slurm_rank, table, torchrun
-from rankwise.world.environments.horovod_variables import horovod_variables
+from rankwise.world.environments import arguments, env, explanation, other_launchers, rankwise, slurm, table, torchrun
 from rankwise.world.environments.reading import Missing, ProcessContext, told
 from rankwise.world.processes import stat_of
 
@@ -35,16 +34,11 @@ STOP_SIGNAL = "SIGUSR2"
 
 
 def read_process(environment: str | None = None) -> Reading:
-    """Return what started this process.
-
-    Args:
-        environment: name of the row of the table to use, whatever the others give; ``None``
-            decides.
+    """Return what started this process. ``environment`` names the row of the table to use, whatever the others give.
 
     Raises:
         EnvironmentConflict: two environments contradict each other about this process.
-        ConfigurationError: a set of variables is incomplete, a value is invalid, or rank 0 cannot be
-            reached.
+        ConfigurationError: a set of variables is incomplete, a value is invalid, or rank 0 cannot be reached.
     """
     launcher = _ancestor(HYDRA_PROXY) if "PMI_RANK" in os.environ else None
     return _with_signals(table.read(dict(os.environ), sys.argv, environment, launcher_process=launcher))
@@ -57,12 +51,7 @@ def explain_process() -> Explanation:
 
 
 def explicit(init_method: str, rank: int | None, world_size: int | None) -> Reading:
-    """Return the reading of explicit arguments; only ``env://`` reads the variables of launchers.
-
-    Args:
-        init_method: ``tcp://host:port``, ``file:///path`` or ``env://``.
-        rank: number of this process; with ``env://`` the variable ``RANK`` by default.
-        world_size: number of processes; with ``env://`` the variable ``WORLD_SIZE`` by default.
+    """Return the reading of the arguments of ``join()``; only ``env://`` reads the variables of launchers.
 
     Raises:
         ConfigurationError: an argument is invalid or missing.
@@ -117,7 +106,7 @@ def nodes_of_job() -> int:
 
 def slurm_variables_for(*, rank: int, local_rank: int, node_rank: int, ranks_per_node: Sequence[int]) -> dict[str, str]:
     """Return Slurm's variables for a rank of this launcher; none outside a Slurm job."""
-    return slurm_rank.variables_for_rank(
+    return other_launchers.variables_for_rank(
         os.environ, rank=rank, local_rank=local_rank, node_rank=node_rank, ranks_per_node=ranks_per_node
     )
 
@@ -131,7 +120,7 @@ def set_horovod_variables() -> None:
     """
     reading = read_process()
     if reading.source != table.NOBODY:
-        os.environ.update(horovod_variables(reading))
+        os.environ.update(other_launchers.horovod_variables(reading))
 
 
 def in_kubernetes() -> bool:
@@ -142,15 +131,11 @@ def in_kubernetes() -> bool:
 def set_interface(name: str, *, is_loopback: bool) -> tuple[str, ...]:
     """Set which network interface torch's transports use, unless the user has; return the variables that were set.
 
-    The variables remain set as long as groups may be opened: the user's own ``new_group()`` and device meshes read
-    them too.
-
-    Args:
-        name: the interface.
-        is_loopback: whether all ranks are on one machine, where NCCL chooses its own transport.
+    The variables remain set as long as groups may be opened: the user's own ``new_group()`` and device meshes read them
+    too. With ``is_loopback`` all ranks are on one machine, where NCCL chooses its own transport.
 
     Source: torch 2.13's ``init_process_group`` takes no device for Gloo; ``ProcessGroupGloo`` looks up
-        GLOO_SOCKET_IFNAME for every group it opens. NCCL matches a name exactly after ``=``, else as a prefix.
+    GLOO_SOCKET_IFNAME for every group it opens. NCCL matches a name exactly after ``=``, else as a prefix.
     """
     wanted = {GLOO_INTERFACE: name, RPC_INTERFACE: name}
     if not is_loopback:

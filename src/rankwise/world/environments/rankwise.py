@@ -6,6 +6,7 @@ Starts nothing. Imported by the table of this package; the launcher calls ``vari
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,32 +14,30 @@ from rankwise.world.environments.reading import (
     SECRET_NAME,
     Environment,
     Missing,
-    ProcessContext,
-    Reading,
     format_counts,
-    given,
     job_secret,
     parse_address,
     parse_counts,
-    required,
+    read_numbers,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rankwise.world.environments.reading import ProcessContext, Reading
+
 TORCHRUN_JOB = "TORCHELASTIC_RUN_ID"
 
-NAMES = (
-    "RANKWISE_RUN_ID",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "RANKWISE_STORE",
-    "RANKWISE_ATTEMPT",
-)
+NUMBERS = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "node_rank": "GROUP_RANK",
+    "num_nodes": "GROUP_WORLD_SIZE",
+}
+"""Torchrun's variables, which this launcher sets too."""
+NAMES = ("RANKWISE_RUN_ID", *NUMBERS.values(), "RANKWISE_STORE", "RANKWISE_ATTEMPT")
 RANKS_PER_NODE = "RANKWISE_RANKS_PER_NODE"
 
 
@@ -81,27 +80,17 @@ def variables_for(
     Torchrun's names are among them: other libraries recognize a launcher by ``TORCHELASTIC_RUN_ID`` and use the
     rest. Only rankwise's launcher gives both names of the job the same value, which ``read`` relies on.
 
-    Args:
-        rank: number of the process in the whole job.
-        world_size: number of processes in the whole job.
-        local_rank: number of the process on its machine.
-        local_world_size: number of processes on its machine.
-        node_rank: number of its machine.
-        num_nodes: number of machines.
-        ranks_per_node: how many processes each machine has, if known.
-        store: host and port of the store that the launcher serves.
-        run_id: name of the job.
-        attempt: number of the restart, ``"0"`` at first, the same on every rank.
-        error_file: path the rank writes its failure to.
-        stack_file: path the rank writes its stack to on request.
-        torch_error_file: path that torch's ``@record`` writes a failure to; not read by rankwise.
-        max_restarts: how often the job is restarted after a failure, at most.
-        master: host and port of torch's store; ``None`` repeats ``store``, which torch's client cannot use.
-        master_is_served: whether torch's store is already served, so that no rank serves one there.
-        secret: the store's secret, if it has one.
-        interface: network interface to the other machines, if there are any.
-        check: whether ranks compare their collectives before they send.
-        guard: whether the ranks of a torch.distributed script compare what their optimizers step.
+    The numbers are as in :class:`~rankwise.world.environments.reading.Reading`. Of the rest:
+
+    - ``store``: host and port of the store that the launcher serves; ``secret``: what it requires, if it has one.
+    - ``run_id``, ``attempt``: name of the job, and number of its restart, ``"0"`` at first, the same on every rank.
+    - ``error_file``, ``stack_file``: where the rank writes its failure, and its stack on request. ``torch_error_file``:
+      where torch's ``@record`` writes a failure; rankwise does not read it.
+    - ``master``: host and port of torch's store; ``None`` repeats ``store``, which torch's client cannot use.
+      ``master_is_served``: whether it is already served, so that no rank serves one there.
+    - ``interface``: network interface to the other machines, if there are any.
+    - ``check``: whether ranks compare their collectives before they send; ``guard``: whether the ranks of a
+      torch.distributed script compare what their optimizers step.
     """
     host, port = store
     return {
@@ -149,28 +138,18 @@ def _read(around: ProcessContext) -> Reading | Missing | None:
     variables = around.variables
     if not variables.get("RANKWISE_RUN_ID") or is_below_torchrun(variables):
         return None
-    missing = required(variables, NAMES)
-    if missing is not None:
-        return missing
-    return Reading(
-        rank=given(variables, "RANK"),
-        world_size=given(variables, "WORLD_SIZE"),
-        local_rank=given(variables, "LOCAL_RANK"),
-        local_world_size=given(variables, "LOCAL_WORLD_SIZE"),
-        node_rank=given(variables, "GROUP_RANK"),
-        num_nodes=given(variables, "GROUP_WORLD_SIZE"),
-        ranks_per_node=_ranks_per_node(variables),
+    found = read_numbers("rankwise", variables, NUMBERS, needed=NAMES)
+    if isinstance(found, Missing):
+        return found
+    counts = variables.get(RANKS_PER_NODE)
+    return replace(
+        found,
+        ranks_per_node=tuple(parse_counts(counts, RANKS_PER_NODE)) if counts else None,
         address=parse_address(variables["RANKWISE_STORE"], "RANKWISE_STORE"),
         secret=job_secret(variables),
         store_is_served=True,
-        source="rankwise",
         attempt=variables["RANKWISE_ATTEMPT"],
     )
-
-
-def _ranks_per_node(variables: Mapping[str, str]) -> tuple[int, ...] | None:
-    text = variables.get(RANKS_PER_NODE)
-    return tuple(parse_counts(text, RANKS_PER_NODE)) if text else None
 
 
 ROW = Environment(

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one environment shows about this process, as a value, and how variables are read.
 
-Pure: takes mappings, returns values, reads no process variable itself. Imported by the rows of this
-package.
+Pure: takes mappings, returns values, reads no process variable itself. Imported by the rows of this package.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import ConfigurationError
 
@@ -112,13 +111,42 @@ class Environment:
     """Rows whose variables only describe the job around this one, once this one is found."""
 
 
-def required(variables: Mapping[str, str], names: Sequence[str]) -> Missing | None:
-    """Return what is missing from ``names``, or ``None`` if the set is complete.
+def read_numbers(
+    source: str, variables: Mapping[str, str], numbers: Mapping[str, str], *, needed: Iterable[str]
+) -> Reading | Missing:
+    """Return the numbers in a row's variables, unless the set is incomplete. An empty variable counts as not set.
 
-    An empty variable counts as not set.
+    Args:
+        source: name of the row.
+        variables: of the process.
+        numbers: by field of :class:`Reading`, the variable that holds it.
+        needed: the variables without which the set is incomplete.
+
+    Raises:
+        ConfigurationError: a value is not a number.
     """
-    missing = tuple(name for name in names if not variables.get(name))
-    return Missing(names=missing) if missing else None
+    missing = tuple(name for name in needed if not variables.get(name))
+    if missing:
+        return Missing(names=missing)
+    found: dict[str, Any] = {field_name: integer(variables, name) for field_name, name in numbers.items()}
+    return Reading(source=source, **found)
+
+
+def read_mpi(
+    source: str, variables: Mapping[str, str], numbers: Mapping[str, str], *, needed: Iterable[str], job: str | None
+) -> Reading | Missing:
+    """Do as :func:`read_numbers`, for a launcher of MPI, which sets no address: only the name of its ``job``."""
+    found = read_numbers(source, variables, numbers, needed=needed)
+    if isinstance(found, Missing):
+        return found
+    if found.is_one_machine:
+        found = replace(found, node_rank=0, num_nodes=1)
+    return replace(
+        found,
+        address=address(variables),
+        secret=job_secret(variables),
+        job_key=file_name(f"{source}-{job}") if job else None,
+    )
 
 
 def integer(variables: Mapping[str, str], name: str) -> int | None:
@@ -128,9 +156,7 @@ def integer(variables: Mapping[str, str], name: str) -> int | None:
         ConfigurationError: it has another value.
     """
     text = variables.get(name)
-    if not text:
-        return None
-    return parse_integer(text, name)
+    return parse_integer(text, name) if text else None
 
 
 def parse_integer(text: str, name: str) -> int:
@@ -146,7 +172,7 @@ def parse_integer(text: str, name: str) -> int:
 
 
 def given(variables: Mapping[str, str], name: str) -> int:
-    """Return a variable of a set that :func:`required` found complete, as a number >= 0."""
+    """Return a variable that is set, as a number >= 0."""
     return parse_integer(variables[name], name)
 
 
@@ -197,8 +223,7 @@ def checked_port(port: int, name: str) -> int:
     """
     if not 0 < port <= LARGEST_PORT:
         raise ConfigurationError(
-            f"The port in {name} must be 1 to {LARGEST_PORT}, got {port}.",
-            do="give a free port, for example 29500",
+            f"The port in {name} must be 1 to {LARGEST_PORT}, got {port}.", do="give a free port, for example 29500"
         )
     return port
 
@@ -217,10 +242,7 @@ def misfit(reading: Reading) -> str | None:
     ):
         if number is not None and limit is not None and number >= limit:
             return f"{name} {number} of {limit}, counted from 0"
-    for name, part in (
-        ("local_world_size", reading.local_world_size),
-        ("num_nodes", reading.num_nodes),
-    ):
+    for name, part in (("local_world_size", reading.local_world_size), ("num_nodes", reading.num_nodes)):
         if part is not None and part > reading.world_size:
             return f"{name} {part} of world_size {reading.world_size}"
     return None

@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row of a Slurm step, started by srun, and parsers of Slurm's lists of machines and tasks.
 
-Reads variables from a mapping, nothing else; calls no Slurm command. Imported by the table of this
-package.
+Reads variables from a mapping; calls no Slurm command.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
 from rankwise.world.environments.reading import (
     Environment,
     Missing,
-    ProcessContext,
-    Reading,
     checked_port,
     file_name,
     given,
     integer,
     job_secret,
     parse_counts,
-    required,
+    read_numbers,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from rankwise.world.environments.reading import ProcessContext, Reading
 
 STEP_NAMES = (
     "SLURM_JOB_ID",
@@ -38,6 +38,7 @@ STEP_NAMES = (
     "SLURM_STEP_NODELIST",
     "SLURM_STEP_TASKS_PER_NODE",
 )
+NUMBERS = {"rank": "SLURM_PROCID", "world_size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID"}
 FIRST_PORT = 20000
 NUM_PORTS = 10000
 
@@ -78,9 +79,8 @@ def _bad_list(text: str) -> ConfigurationError:
 def step_port(job_id: int, step_id: int) -> int:
     """Return the port of a step's store, from 20000 to 29999, if the user gives none.
 
-    Every machine must know it before any of them can communicate, so it is computed. Steps of
-    one job and
-    jobs submitted one after another get different ports.
+    Every machine must know it before any of them can communicate, so it is computed. Steps of one job, and jobs
+    submitted one after another, get different ports.
     """
     return FIRST_PORT + (job_id * 101 + step_id) % NUM_PORTS
 
@@ -99,15 +99,12 @@ def _read(around: ProcessContext) -> Reading | Missing | None:
     # A batch script has SLURM_PROCID=0 and no step: no ranks were started there.
     if not variables.get("SLURM_STEP_ID") or is_leftover(variables):
         return None
-    missing = required(variables, STEP_NAMES)
-    if missing is not None:
-        return missing
-    world_size, node_rank = (
-        given(variables, "SLURM_STEP_NUM_TASKS"),
-        given(variables, "SLURM_NODEID"),
-    )
+    found = read_numbers("slurm", variables, NUMBERS, needed=STEP_NAMES)
+    if isinstance(found, Missing):
+        return found
+    node_rank = given(variables, "SLURM_NODEID")
     counts = parse_counts(variables["SLURM_STEP_TASKS_PER_NODE"], "SLURM_STEP_TASKS_PER_NODE")
-    if sum(counts) != world_size or node_rank >= len(counts):
+    if sum(counts) != found.world_size or node_rank >= len(counts):
         raise ConfigurationError(
             "The Slurm variables of this step are inconsistent.",
             evidence=" ".join(f"{name}={variables[name]}" for name in STEP_NAMES),
@@ -115,20 +112,16 @@ def _read(around: ProcessContext) -> Reading | Missing | None:
         )
     job_id, step_id = given(variables, "SLURM_JOB_ID"), given(variables, "SLURM_STEP_ID")
     attempt = integer(variables, "SLURM_RESTART_COUNT") or 0
-    return Reading(
-        rank=given(variables, "SLURM_PROCID"),
-        world_size=world_size,
-        local_rank=given(variables, "SLURM_LOCALID"),
+    return replace(
+        found,
         local_world_size=counts[node_rank],
         node_rank=node_rank,
         num_nodes=len(counts),
         ranks_per_node=tuple(counts),
         address=_address(variables, num_nodes=len(counts)),
         secret=job_secret(variables),
-        # The number of a job is reused if the controller is reinstalled; the name of its cluster
-        # is not.
+        # The number of a job is reused if the controller is reinstalled; the name of its cluster is not.
         job_key=file_name(f"slurm-{variables.get('SLURM_CLUSTER_NAME', '')}-{job_id}.{step_id}.{attempt}"),
-        source="slurm",
         attempt=str(attempt),
     )
 

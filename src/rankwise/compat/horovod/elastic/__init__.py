@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``hvd.elastic``: trainings that go on after ranks and machines are lost."""
+"""``hvd.elastic``: trainings that continue after ranks or machines are lost."""
 
 from __future__ import annotations
 
 from rankwise.compat.horovod.elastic.running import run, run_fn
 from rankwise.compat.horovod.elastic.sampler import ElasticSampler
-from rankwise.compat.horovod.elastic.state import ObjectState, State
-from rankwise.compat.horovod.elastic.torch_state import TorchState
+from rankwise.compat.horovod.elastic.state import ObjectState, State, TorchState
 from rankwise.compat.horovod.errors import NotOffered
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run", "run_fn"]
 
 
 def __getattr__(name: str) -> object:
-    """Say what takes the place of a name that is not here."""
+    """Raise an error that names a replacement, or the names that are offered."""
     if name == "notification_manager":
         raise NotOffered(
             f"hvd.elastic does not offer {name!r}.",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commits that outlive a rank's process: files in the launcher's temporary folder, written once per machine.
 
-The folder belongs to this user alone and is removed with the launcher, so commits are not synced to the disk: that
-would help only after a power loss, which ends the launcher too. Files are read without running code.
+The folder is private to this user and is removed when the launcher exits, so commits are not synced to disk: that would
+help only after a power loss, which ends the launcher too. Files are read without running code.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import io
 import itertools
 import pickle
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +24,13 @@ from rankwise.comm.session import current
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.log import log, warn
 from rankwise.tensors.synced_folders import staged_file
-from rankwise.world import environments
+from rankwise.world.environments.process import read_process, stack_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NUM_KEPT = 2
-"""The newest, and the one before it, should the newest be damaged."""
+"""The newest, and the one before it in case the newest is damaged."""
 _OF_NUMPY: list[Any] = [
     np.ndarray,
     np.dtype,
@@ -40,26 +39,21 @@ _OF_NUMPY: list[Any] = [
     np.empty(0).__reduce__()[0],
     _codecs.encode,
 ]
-"""What numbers and arrays of NumPy are read back by; none of it runs what a file says."""
+"""The functions that read back numbers and arrays of NumPy; none of them runs code from a file."""
 _NAME = re.compile(r"elastic-(\d+)-(\d+)-(\d+)\.pt")
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class CommitNumber:
-    """Which commit of a state: a later attempt has the newer ones."""
+class CommitNumber(NamedTuple):
+    """Identifies a commit of a state; later attempts have the newer commits."""
 
     attempt: int
     number: int
 
 
 class Commits:
-    """The commits of one state, from its :func:`run` on.
+    """The commits of one state, from its :func:`run` on, in the folder of this machine's part of the job.
 
-    Args:
-        folder: of this machine's part of the job.
-        run: number of the ``elastic.run`` in this process; every rank and every attempt counts alike.
-        attempt: of the job.
-        is_writer: whether this rank writes for its machine.
+    ``run`` numbers the calls of ``elastic.run`` in this process, alike on every rank and in every attempt.
     """
 
     def __init__(self, folder: Path, *, run: int, attempt: int, is_writer: bool) -> None:
@@ -71,16 +65,11 @@ class Commits:
 
     @property
     def is_later_attempt(self) -> bool:
-        """Whether ranks of this job have run before, and may have committed."""
+        """Whether an earlier attempt of this job may have written commits."""
         return self._attempt > 0
 
     def write(self, kept: dict[str, Any] | None) -> None:
-        """Write a commit, whole or not at all. Called by: every rank; one of each machine writes.
-
-        Raises:
-            ConfigurationError: it holds an object that cannot be read back without running code.
-            CheckpointError: the folder cannot be written to.
-        """
+        """Write a commit completely or not at all. Called by: every rank; one per machine writes."""
         self._num_written += 1
         if kept is None or not self._is_writer:
             return
@@ -97,19 +86,16 @@ class Commits:
             self._path(old).unlink(missing_ok=True)
 
     def take_newest(self) -> dict[str, Any] | None:
-        """Return the newest undamaged commit that any machine has; ``None`` where there is none.
+        """Return the newest undamaged commit of all machines; ``None`` if there is none.
 
         Called by: every rank, at the start of an attempt that is not the first.
-
-        Raises:
-            PeerFailed, PeerMissing: as every collective.
         """
         own = next(self._readable(), None) if self._is_writer else None
         reported = gather_json(None if own is None else [own[0].attempt, own[0].number], what="hvd.elastic.run()")
         marks = {rank: CommitNumber(*one) for rank, one in enumerate(reported) if one is not None}
         if not marks:
             return None
-        # Of several equal ones the lowest rank's.
+        # If several ranks have it, the lowest one sends it.
         source = max(marks, key=lambda rank: (marks[rank], -rank))
         log(f"elastic: commit {marks[source].number} of attempt {marks[source].attempt} is restored from rank {source}")
         data = own[1] if own is not None and source == current().world.rank else b""
@@ -132,7 +118,7 @@ class Commits:
             yield mark, data
 
     def _found(self) -> list[CommitNumber]:
-        """Return which commits of this run lie in the folder, the newest first."""
+        """Return the commits of this run that the folder holds, the newest first."""
         names = [_NAME.fullmatch(path.name) for path in self._folder.iterdir()]
         marks = [CommitNumber(int(name[2]), int(name[3])) for name in names if name and int(name[1]) == self._run]
         return sorted(marks, reverse=True)
@@ -145,44 +131,33 @@ _run_numbers = itertools.count()
 
 
 def opened() -> Commits | None:
-    """Return where commits of the next ``elastic.run`` go; ``None`` where nothing would start this job anew.
+    """Return the commits of the next ``elastic.run``; ``None`` if no launcher would restart this job.
 
     Called by: every rank, once for each ``elastic.run``.
     """
-    folder = _folder()
     run = next(_run_numbers)
-    if folder is None:
+    in_folder_of_job = stack_file()
+    if not in_folder_of_job:
         return None
-    attempt = int(environments.read_process().attempt)
+    attempt = int(read_process().attempt)
     is_writer = current().world.local_rank == 0
-    return Commits(folder, run=run, attempt=attempt, is_writer=is_writer)
-
-
-def _folder() -> Path | None:
-    """Return the folder that the launcher of this machine keeps for its job."""
-    file = environments.stack_file()
-    return Path(file).parent if file else None
+    return Commits(Path(in_folder_of_job).parent, run=run, attempt=attempt, is_writer=is_writer)
 
 
 def _loaded(data: bytes) -> dict[str, Any]:
-    # Where tensors belong is the business of who takes them: load_state_dict() copies to the model's device.
+    # Tensors are loaded on the CPU; load_state_dict() copies them to the model's device.
     with safe_globals(_OF_NUMPY):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _save(kept: dict[str, Any], path: Path, *, is_first: bool) -> None:
-    """Write a commit that can be read back without running code.
-
-    Raises:
-        ConfigurationError: it could not be.
-        OSError, RuntimeError: the file cannot be written.
-    """
+    """Write a commit; raise a ConfigurationError if it cannot be read back without running code."""
     try:
         torch.save(kept, path)
         with safe_globals(_OF_NUMPY):
             found = get_unsafe_globals_in_checkpoint(path)
         if not found and is_first:
-            _loaded(path.read_bytes())  # once: later commits hold the same kinds of things
+            _loaded(path.read_bytes())  # once: later commits hold the same types
     except (pickle.PickleError, AttributeError, TypeError) as error:
         found = [str(error).partition("\n")[0]]
     if found:

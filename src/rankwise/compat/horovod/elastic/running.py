@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``elastic.run``: starts a training from the newest commit, and goes back to it when an operation fails."""
+"""``elastic.run``: starts a training from the newest commit, and returns to it when an operation fails."""
 
 from __future__ import annotations
 
@@ -18,32 +18,30 @@ from rankwise.log import warn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.compat.horovod.elastic.commits import Commits
-
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound=State)
 
 NUM_TRIES = 5
-"""How often in a row a training may fail in this process without a commit in between."""
+"""The number of failures in a row, without a commit in between, after which a training is not tried again."""
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Have a training take up what an earlier attempt of the job has committed, and survive failed operations.
+    """Make a training resume from the commits of an earlier attempt of the job, and survive failed operations.
 
-    The function's first argument is its :class:`State`. When a rank fails, the launcher starts all ranks anew
-    (``rankwise run --max-restarts 3``, ``--nodes 1:4``): the whole script runs again, and this takes the newest commit
-    from whichever machine has it, calls the state's reset callbacks, gives every rank the same state, and calls the
-    function. ``HorovodInternalError`` in the function goes back to the last commit within the process,
-    ``HostsUpdatedInterrupt`` only synchronises.
+    The function's first argument is its :class:`State`. When a rank fails, the launcher restarts all ranks (``rankwise
+    run --max-restarts 3``, ``--nodes 1:4``): the whole script runs again, and this function restores the newest commit
+    of any machine, calls the state's reset callbacks, gives every rank the same state, and calls the function.
+    ``HorovodInternalError`` in the function returns to the last commit within the process, ``HostsUpdatedInterrupt``
+    only synchronizes.
 
-    Called by: every rank calls the function that is returned, equally often.
+    Called by: every rank calls the returned function, the same number of times.
 
     Raises:
-        PeerFailed, PeerMissing: another rank ended. The launcher starts all anew, where it may.
+        PeerFailed, PeerMissing: another rank ended. The launcher restarts all ranks, if restarts are left.
         HorovodInternalError: five times in a row, without a commit in between.
     """
-    return run_fn(func, _nothing_more)
+    return run_fn(func, lambda: None)
 
 
 def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], object]) -> Callable[Concatenate[S, P], R]:
@@ -53,7 +51,7 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], object]) ->
 
     Args:
         func: the training.
-        reset: without arguments. Where a job restarts, ranks are new processes, and nothing is to be reset.
+        reset: called without arguments; not when a job restarts, since its ranks are new processes.
 
     Raises:
         HorovodInternalError, PeerFailed, PeerMissing: as :func:`run`.
@@ -66,28 +64,20 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], object]) ->
                 f"The first argument of {func.__name__}() is a {type(state).__name__}, not an elastic state.",
                 do="pass hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)",
             )
-        rank()  # says that hvd.init() is missing, where it is
+        rank()  # raises if hvd.init() has not been called
         opened = commits.opened()
         state.commit_to(opened)
         try:
-            _take_up(state, opened)
+            kept = opened.take_newest() if opened is not None and opened.is_later_attempt else None
+            if kept is not None:
+                state.take(kept)
+                # Values may depend on the number of ranks, such as a learning rate that is multiplied by it.
+                state.on_reset()
             return _run(func, reset, state, *args, **kwargs)
         finally:
             state.commit_to(None)
 
     return wrapper
-
-
-def _take_up(state: State, opened: Commits | None) -> None:
-    kept = opened.take_newest() if opened is not None and opened.is_later_attempt else None
-    if kept is not None:
-        state.take(kept)
-        # What comes from other ranks than these may need mending: a learning rate times the number of ranks.
-        state.on_reset()
-
-
-def _nothing_more() -> None:
-    """Stand in for a function that resets what :func:`run` does not."""
 
 
 def _run(
@@ -101,7 +91,7 @@ def _run(
                 state.sync()
             return func(state, *args, **kwargs)
         except (PeerFailed, PeerMissing, Refused):
-            # A bad argument would be bad again.
+            # Another try would not help.
             raise
         except HorovodInternalError as error:
             num_tries = num_tries + 1 if state.num_commits == num_commits else 1
@@ -119,7 +109,7 @@ def _run(
 
 
 def _forget_operations() -> None:
-    """Have this rank's operations begin anew, as Horovod's do: what others did not ask for would wait for ever."""
+    """Cancel this rank's operations, as Horovod does: other ranks may never call them."""
     queue = current_queue()
     for operation in tuple(queue.pending.values()):
         queue.withdraw(operation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ElasticSampler``: an epoch's samples that are left, divided among however many ranks there are now."""
+"""``ElasticSampler``: divides the remaining samples of an epoch among the current number of ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides a dataset among the ranks, and what is left of it anew after a restart.
+    """Divides a dataset among the ranks, and the remaining samples among the new ranks after a restart.
 
     The order of an epoch is that of Horovod's class of the same name for the same seed and number of ranks. Put the
     sampler into the :class:`TorchState`, call :meth:`record_batch` after each batch and :meth:`set_epoch` at the
     *end* of each epoch.
 
     Args:
-        dataset: only its length is looked at, which may not change.
+        dataset: only its length is used, which must not change.
         shuffle: whether each epoch has another order.
         seed: of the order, the same on every rank.
     """
@@ -42,27 +42,27 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin epoch ``epoch``, of which nothing has been processed."""
+        """Begin epoch ``epoch``, with no samples processed."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's argument
-        """Note that every rank has processed a batch of ``batch_size`` samples."""
+        """Record that every rank has processed a batch of ``batch_size`` samples."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where in which epoch the ranks are."""
+        """Return the epoch and the number of processed samples."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`, on the ranks that there are now."""
+        """Continue from a :meth:`state_dict`, on the current ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left of the epoch among the ranks that there are now."""
+        """Divide the remaining samples of the epoch among the current ranks."""
         self.num_replicas = size()
         self.rank = rank()
         order = list(range(len(self.dataset)))
@@ -73,10 +73,10 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Return this rank's samples; some come twice where the ranks would not have equally many."""
+        """Return this rank's samples; some are repeated so that all ranks have the same number."""
         enough = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
         return iter(list(enough)[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
-        """Return how many samples each rank has."""
+        """Return the number of samples of each rank."""
         return self.num_samples

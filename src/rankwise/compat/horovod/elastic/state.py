@@ -1,11 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept across a failure: ``State``, and ``ObjectState`` for plain Python values."""
+"""State that is kept across a failure: ``State``, ``ObjectState`` for plain values, ``TorchState`` for a training."""
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from rankwise.comm.session import current_or_none
+from rankwise.compat.horovod.elastic.sampler import ElasticSampler
+from rankwise.compat.horovod.initialization import rank
+from rankwise.compat.horovod.operations.functions import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from rankwise.log import log
 
 if TYPE_CHECKING:
@@ -15,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class State:
-    """What :func:`run` goes back to after a failure. Base class: a subclass says how to save, restore and sync.
+    """The state that :func:`run` returns to after a failure. Base class: a subclass can save, restore and sync.
 
     Args:
         bcast_object: gives every rank rank 0's object; ``hvd.broadcast_object``.
@@ -30,7 +41,7 @@ class State:
         self._num_commits = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Have functions called when training goes on after a failure, or with other machines."""
+        """Register functions to call when training continues after a failure, or with other machines."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -40,12 +51,12 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Save the state to go back to, so that it outlives this process, and look whether machines have come.
+        """Save the state so that it outlives this process, and check whether machines have joined.
 
         Called by: every rank, at the same place of the loop.
 
         Under ``rankwise run`` one rank of each machine writes it into the job's temporary folder, which is removed
-        with the job; a later attempt of the job goes on from there. Elsewhere it is kept in memory.
+        with the job; a later attempt of the job continues from there. Elsewhere it is kept in memory.
 
         Raises:
             ConfigurationError: the state holds an object that cannot be read back without running code.
@@ -59,13 +70,13 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """End this attempt, with the state committed, where the job is to go on with other machines, or to stop.
+        """Commit and end this attempt if machines have joined, or if the job was asked to stop.
 
-        Called by: every rank, at the same place of the loop. Costs nothing while nobody has asked.
+        Called by: every rank, at the same place of the loop. Costs nothing otherwise.
 
         Raises:
-            SystemExit: with 75. The launcher starts all ranks anew with the machine that has come, and :func:`run`
-                takes up the state; where the job was asked to stop, it ends.
+            SystemExit: with 75. The launcher restarts all ranks, with the machine that has joined, and :func:`run`
+                restores the state; a job that was asked to stop ends.
         """
         session = current_or_none()
         if session is not None and session.preemption.is_here():
@@ -80,7 +91,7 @@ class State:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the copy that was saved last."""
+        """Return to the copy that was saved last."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -88,18 +99,18 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Do what has to be done before the registered functions are called; nothing by default."""
+        """Run before the registered functions; does nothing by default."""
 
     def kept(self) -> dict[str, Any] | None:
-        """Return what was saved last, for another process to go on from; ``None`` where it stays in memory only."""
+        """Return the saved copy, for another process to continue from; ``None`` to keep it in memory only."""
         return None
 
     def take(self, kept: dict[str, Any]) -> None:
-        """Go back to what :meth:`kept` returned in another process."""
+        """Restore what :meth:`kept` returned in another process."""
 
     @property
     def num_commits(self) -> int:
-        """How often this process has committed it."""
+        """The number of times this process has committed it."""
         return self._num_commits
 
     def commit_to(self, commits: Commits | None) -> None:
@@ -113,7 +124,7 @@ class ObjectState(State):
     Args:
         bcast_object: gives every rank rank 0's object; ``hvd.broadcast_object``.
         get_rank: returns this rank; ``hvd.rank``.
-        kwargs: the values. They are kept as they are, not copied.
+        kwargs: the values. They are kept by reference, not copied.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: object) -> None:
@@ -122,28 +133,194 @@ class ObjectState(State):
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
 
     def save(self) -> None:
-        """Note what the attributes hold."""
+        """Save the values of the attributes."""
         self._saved_state = {name: getattr(self, name) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Set the attributes to what was noted last."""
+        """Set the attributes to the saved values."""
         self._set_attributes()
 
     def sync(self) -> None:
-        """Set the attributes to what rank 0 has noted last. Called by: every rank."""
+        """Set the attributes to the saved values of rank 0. Called by: every rank."""
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state)
             self._set_attributes()
 
     def kept(self) -> dict[str, Any] | None:
-        """Return what was noted last."""
+        """Return the saved values."""
         return {"values": self._saved_state}
 
     def take(self, kept: dict[str, Any]) -> None:
-        """Set the attributes to what was noted in another process."""
+        """Set the attributes to the saved values of another process."""
         self._saved_state = {**self._saved_state, **kept["values"]}
         self._set_attributes()
 
     def _set_attributes(self) -> None:
         for name, value in self._saved_state.items():
             setattr(self, name, value)
+
+
+class StateHandler:
+    """Saves, restores and synchronizes one value of a :class:`TorchState`. Subclass it for types of your own.
+
+    Args:
+        value: the value.
+    """
+
+    def __init__(self, value: Any) -> None:  # noqa: ANN401 - of the subclass's type
+        self.value = value
+
+    def save(self) -> None:
+        """Keep a copy of the value's state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return to the copy."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give every rank the value of rank 0. Called by: every rank."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:  # noqa: ANN401 - see above
+        """Replace the value."""
+        self.value = value
+        self.save()
+
+    def kept(self) -> dict[str, Any] | None:
+        """Return the copy, for another process to continue from; ``None`` to keep it in memory only."""
+        return None
+
+    def take(self, kept: dict[str, Any]) -> None:
+        """Restore what :meth:`kept` returned in another process."""
+
+
+class _ByStateDict(StateHandler):
+    """Handles values with ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, value: Any) -> None:  # noqa: ANN401 - a model, an optimizer, a sampler
+        super().__init__(value)
+        self._saved: dict[str, Any] = {}
+        _ByStateDict.save(self)
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)
+
+    def kept(self) -> dict[str, Any] | None:
+        return self._saved
+
+    def take(self, kept: dict[str, Any]) -> None:
+        self._saved = kept
+        self.restore()
+
+
+class ModelStateHandler(_ByStateDict):
+    """Handles a model."""
+
+    def sync(self) -> None:
+        """Broadcast parameters and buffers. Called by: every rank."""
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class OptimizerStateHandler(_ByStateDict):
+    """Handles an optimizer."""
+
+    def sync(self) -> None:
+        """Broadcast state and options. Called by: every rank."""
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+class SamplerStateHandler(_ByStateDict):
+    """Handles an :class:`ElasticSampler`."""
+
+    def sync(self) -> None:
+        """Broadcast its position, and divide the remaining samples. Called by: every rank."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+
+_handlers: list[tuple[type, type[StateHandler]]] = [
+    (nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """Return pairs of a type and its handler; the first that matches is used."""
+    return _handlers
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Replace the pairs of types and handlers."""
+    _handlers[:] = registry
+
+
+class TorchState(ObjectState):
+    """The state of a training: each argument is an attribute of that name.
+
+    Args:
+        model: a model.
+        optimizer: its optimizer.
+        kwargs: more models, optimizers, :class:`ElasticSampler`; and plain values, such as ``epoch=0``.
+    """
+
+    _by_name: dict[str, StateHandler] = {}  # noqa: RUF012 - for what is set before an instance has its own
+
+    def __init__(
+        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: object
+    ) -> None:
+        by_name: dict[str, StateHandler] = {}
+        values: dict[str, object] = {}
+        for name, value in {**kwargs, "model": model, "optimizer": optimizer}.items():
+            kind = next((handler for of_type, handler in _handlers if isinstance(value, of_type)), None)
+            if kind is None:
+                values[name] = value
+            else:
+                by_name[name] = kind(value)
+        self._by_name = by_name
+        for name, handler in by_name.items():
+            object.__setattr__(self, name, handler.value)
+        super().__init__(bcast_object=broadcast_object, get_rank=rank, **values)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever was given by that name
+        """Raise an error that lists the attributes; called only for those that do not exist."""
+        known = ", ".join([*self._by_name, *self.__dict__.get("_saved_state", {})])
+        raise AttributeError(f"this state has no {name!r}; it has {known}", name=name, obj=self)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self._by_name:
+            self._by_name[name].set_value(value)
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        """Copy every ``state_dict``, and save the values."""
+        for handler in self._by_name.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Return to the copies and values that were saved last."""
+        for handler in self._by_name.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Give every rank the state of rank 0. Called by: every rank."""
+        for handler in self._by_name.values():
+            handler.sync()
+        super().sync()
+
+    def kept(self) -> dict[str, Any] | None:
+        """Return the saved copies and values, except those whose handler keeps them in memory only."""
+        own = {name: handler.kept() for name, handler in self._by_name.items()}
+        return {"values": self._saved_state, "states": {name: one for name, one in own.items() if one is not None}}
+
+    def take(self, kept: dict[str, Any]) -> None:
+        """Return to the copies and values of another process."""
+        for name, one in kept["states"].items():
+            if name in self._by_name:
+                self._by_name[name].take(one)
+        super().take(kept)

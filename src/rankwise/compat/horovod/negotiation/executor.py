@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carrying out what a round has decided: the requests' tensors travel, small reductions together; Adasum's rule.
+"""Carries out decided operations by rankwise's collectives: small reductions together; and Adasum's rule.
 
-Every rank of the world calls with the same requests in the same order; those outside a process set pass over its own.
+Every rank of the world calls it with the same requests in the same order; ranks outside a process set omit its own.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +18,11 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.comm.collectives import Group
-    from rankwise.compat.horovod.negotiation.request import OperationRequest
+    from rankwise.compat.horovod.negotiation.request import OperationRequest, PendingOperation
 
 
 FUSED_BYTES = 2**20
-"""Reductions of at most this size travel together, in buffers of at most sixteen times as much."""
+"""Reductions of at most this size are done together, in buffers of at most sixteen times this size."""
 
 _NAME_OF_OP = {
     ReduceOp.AVERAGE: "sum",
@@ -35,76 +33,53 @@ _NAME_OF_OP = {
 }
 
 
-@dataclass(kw_only=True)
-class ReadyOperation:
-    """One request, and what this rank gives to it."""
-
-    request: OperationRequest
-    group: Group | None
-    """The members, ``None`` for the world."""
-    size: int
-    """How many they are."""
-    tensors: Sequence[torch.Tensor]
-    """What this rank sends, none with a gradient; zeros where it has joined."""
-    is_in_place: bool = False
-    """Whether the results are written into ``tensors``."""
-    splits: Sequence[int] = ()
-    """How many rows of an alltoall go to each member."""
-
-
-def stand_ins(request: OperationRequest, device: torch.device) -> list[torch.Tensor]:
-    """Return what a rank that has joined sends: zeros."""
+def zeros_for(request: OperationRequest, device: torch.device) -> list[torch.Tensor]:
+    """Return the input of a rank that has joined."""
     return [
-        torch.zeros(shape, dtype=dtype_named(dtype), device=device)
-        for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+        torch.zeros(shape, dtype=_dtype(name), device=device)
+        for name, shape in zip(request.dtypes, request.shapes, strict=True)
     ]
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of a name as requests write it."""
+def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"torch has no dtype {name!r}.", do="use the same version of torch on every rank")
     return dtype
 
 
-def carry_out(works: Sequence[ReadyOperation]) -> list[list[torch.Tensor]]:
-    """Return what each work comes to, one tensor per tensor; of an alltoall also the rows received from each member.
+def carry_out(works: Sequence[PendingOperation]) -> list[list[torch.Tensor]]:
+    """Return the results of each operation, one per tensor; of an alltoall also the number of rows from each member.
 
-    Called by: every rank of the world, with the same requests in the same order; members only pass the works of
-    their process sets.
+    Called by: every rank of the world, with the same requests in the same order, for its own process sets only.
     """
     reduced = iter(_reduced_together([work for work in works if work.request.kind == "allreduce"]))
     return [next(reduced) if work.request.kind == "allreduce" else _carried_out(work) for work in works]
 
 
-def _carried_out(work: ReadyOperation) -> list[torch.Tensor]:
-    kind = work.request.kind
-    if kind == "adasum":
-        return _placed([_adasum(tensor, work) for tensor in work.tensors], work)
-    if kind == "broadcast":
-        return _placed([broadcast(tensor, work.request.root, group=work.group) for tensor in work.tensors], work)
-    if kind == "allgather":
-        return [torch.cat(all_gather_uneven(tensor, group=work.group)) for tensor in work.tensors]
-    if kind == "reducescatter":
-        return [_reduce_scattered(tensor, work) for tensor in work.tensors]
-    if kind == "alltoall":
-        (tensor,) = work.tensors
+def _carried_out(work: PendingOperation) -> list[torch.Tensor]:
+    request, group, tensors = work.request, work.members.group, work.tensors
+    if request.kind == "alltoall":
+        (tensor,) = tensors
         parts = tensor[: sum(work.splits)].split(list(work.splits))
-        received = all_to_all([part.contiguous() for part in parts], group=work.group)
+        received = all_to_all([part.contiguous() for part in parts], group=group)
         return [torch.cat(received), torch.tensor([part.shape[0] for part in received], dtype=torch.int32)]
-    return []
-
-
-def _placed(results: list[torch.Tensor], work: ReadyOperation) -> list[torch.Tensor]:
-    """Return the results, written into the tensors that were given where the operation is in place."""
+    if request.kind == "allgather":
+        return [torch.cat(all_gather_uneven(tensor, group=group)) for tensor in tensors]
+    scaled = [_times(tensor, request.prescale) for tensor in tensors]
+    if request.kind == "reducescatter":
+        return [_rescaled(reduce_scatter(tensor, "sum", group=group), work) for tensor in scaled]
+    if request.kind == "adasum":
+        results = [_times(adasum(all_gather(tensor, group=group)), request.postscale) for tensor in scaled]
+    else:
+        results = [broadcast(tensor, request.root, group=group) for tensor in scaled]
     if not work.is_in_place:
         return results
-    return [tensor.copy_(result) for tensor, result in zip(work.tensors, results, strict=True)]
+    return [tensor.copy_(result) for tensor, result in zip(tensors, results, strict=True)]
 
 
-def _reduced_together(works: Sequence[ReadyOperation]) -> list[list[torch.Tensor]]:
-    """Return the reduced tensors of each work: small ones of one kind as one buffer."""
+def _reduced_together(works: Sequence[PendingOperation]) -> list[list[torch.Tensor]]:
+    """Return the reduced tensors of each operation; small ones of one kind are reduced as one buffer."""
     buffers: dict[tuple[object, ...], list[tuple[int, int]]] = {}
     for number, work in enumerate(works):
         request = work.request
@@ -123,14 +98,14 @@ def _reduced_together(works: Sequence[ReadyOperation]) -> list[list[torch.Tensor
             flat = tensors[0] if len(tensors) == 1 else torch.cat([tensor.view(-1) for tensor in tensors])
             parts = _reduced(flat, work).view(-1).split([tensor.numel() for tensor in tensors])
             for (number, place), tensor, part in zip(piece, tensors, parts, strict=True):
-                # Copied: a view would keep, and save, the whole buffer.
+                # Copied: a view would keep the whole buffer in memory, and in a file that it is saved to.
                 target = tensor if works[number].is_in_place else torch.empty_like(tensor)
                 results[number][place] = target.copy_(part.view(tensor.shape))
     return results
 
 
-def _pieces(places: Sequence[tuple[int, int]], works: Sequence[ReadyOperation]) -> list[list[tuple[int, int]]]:
-    """Return the places cut into buffers of at most sixteen times ``FUSED_BYTES``."""
+def _pieces(places: Sequence[tuple[int, int]], works: Sequence[PendingOperation]) -> list[list[tuple[int, int]]]:
+    """Return the tensors, by operation and place, cut into buffers of at most sixteen times ``FUSED_BYTES``."""
     pieces: list[list[tuple[int, int]]] = [[]]
     num_bytes = 0
     for number, place in places:
@@ -143,36 +118,27 @@ def _pieces(places: Sequence[tuple[int, int]], works: Sequence[ReadyOperation]) 
     return pieces
 
 
-def _reduced(tensor: torch.Tensor, work: ReadyOperation) -> torch.Tensor:
-    """Return the reduction, a new tensor. The ranks have agreed on it in this round, and need not do so again."""
+def _reduced(tensor: torch.Tensor, work: PendingOperation) -> torch.Tensor:
+    """Return the reduction, a new tensor. The ranks have compared their requests already, and do not do so again."""
     request = work.request
     name = _NAME_OF_OP[ReduceOp(request.op)]
     scaled = _times(tensor, request.prescale)
-    exchange = exchange_of(work.group)
+    exchange = exchange_of(work.members.group)
     what = f'allreduce("{name}", {request.dtypes[0]}[{tensor.numel()}])'
     result = scaled.clone() if exchange is None else exchange.all_reduce(scaled, name, what=what)
-    return _scaled(result, work)
+    return _rescaled(result, work)
 
 
-def _reduce_scattered(tensor: torch.Tensor, work: ReadyOperation) -> torch.Tensor:
-    return _scaled(reduce_scatter(_times(tensor, work.request.prescale), "sum", group=work.group), work)
-
-
-def _scaled(result: torch.Tensor, work: ReadyOperation) -> torch.Tensor:
-    """Return a sum times the factor that comes after it, and divided where it is to be an average."""
-    scaled = _times(result, work.request.postscale)
-    if work.request.op != ReduceOp.AVERAGE or work.size == 1:
+def _rescaled(result: torch.Tensor, work: PendingOperation) -> torch.Tensor:
+    """Return a sum times the postscale factor, divided by the number of ranks for an average."""
+    scaled, size = _times(result, work.request.postscale), len(work.members.ranks)
+    if work.request.op != ReduceOp.AVERAGE or size == 1:
         return scaled
-    return torch.div(scaled, work.size, rounding_mode=None if scaled.dtype.is_floating_point else "trunc", out=scaled)
-
-
-def _adasum(tensor: torch.Tensor, work: ReadyOperation) -> torch.Tensor:
-    scaled = _times(tensor, work.request.prescale)
-    return _times(adasum(all_gather(scaled, group=work.group)), work.request.postscale)
+    return torch.div(scaled, size, rounding_mode=None if scaled.dtype.is_floating_point else "trunc", out=scaled)
 
 
 def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the product in the dtype of ``tensor``; that of integers is cut towards zero."""
+    """Return the product in the dtype of ``tensor``; integers are truncated towards zero."""
     if factor == 1.0:
         return tensor
     if tensor.dtype.is_floating_point:
@@ -180,9 +146,9 @@ def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return (tensor.double() * factor).to(tensor.dtype)
 
 
-# Below this the quotient says nothing any more; the tensor is as good as zero and does not count.
+# Below this the quotient has no precision left; the tensor is practically zero and is not counted.
 _SMALLEST_SQUARE = sys.float_info.min**0.5
-# torch adds up more numbers than this by as many threads as there are: the last bits would differ between ranks.
+# torch adds up more numbers than this with several threads: the last bits would depend on how many a rank has.
 _SUMMED_AT_ONCE = 4096
 
 
@@ -190,7 +156,7 @@ def adasum(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Combine the tensors of all ranks, neighbours first, then pairs of pairs.
 
     Args:
-        values: of each rank in rank order, of one shape and dtype; their number is a power of two.
+        values: one per rank in rank order, of one shape and dtype; their number is a power of two.
 
     Returns:
         A new tensor of the same shape and dtype. Computed in float64 and rounded once.
@@ -215,7 +181,7 @@ def _share(tensor: torch.Tensor, common: float) -> float:
 
 
 def _sum(numbers: torch.Tensor) -> float:
-    """Return the sum, the same bits however many threads there are."""
+    """Return the sum, the same bits for any number of threads."""
     flat = numbers.flatten()
     while flat.numel() > _SUMMED_AT_ONCE:
         num_rows, rest = divmod(flat.numel(), _SUMMED_AT_ONCE)

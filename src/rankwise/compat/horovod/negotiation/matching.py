@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks' requests come to: operations that every member asks for, mismatches, ranks that wait for each other.
+"""Decisions from the requests of all ranks: which operations are ready or mismatch, which ranks wait for each other.
 
-Values in, values out.
+Pure functions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankwise.compat.horovod.errors import HorovodInternalError
 from rankwise.compat.horovod.negotiation.request import HAS_JOINED, Key, OperationRequest, request_from_json
@@ -18,12 +17,11 @@ if TYPE_CHECKING:
 
 
 NEED_EVERY_RANK = ("allgather", "broadcast", "alltoall", "reducescatter")
-"""The kinds that zeros of a rank that has joined cannot stand in for; Horovod refuses them too."""
+"""Kinds that the zeros of a joined rank cannot stand in for; Horovod refuses them too."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankState:
-    """What one rank brings to a round."""
+class RankState(NamedTuple):
+    """The pending requests of one rank, and why it waits."""
 
     requests: tuple[OperationRequest, ...]
     mode: int
@@ -31,32 +29,21 @@ class RankState:
     """What it waits for, in words."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What becomes of one name in a round."""
+class Decision(NamedTuple):
+    """An operation that every member has requested; it fails if there is an error."""
 
     request: OperationRequest
     error: HorovodInternalError | None = None
 
 
-def to_json(state: RankState) -> dict[str, Any]:
-    """Return a state as JSON takes it."""
-    return {"requests": state.requests, "mode": state.mode, "waits": state.waits}
-
-
-def from_json(value: dict[str, Any]) -> RankState:
-    """Return the state that :func:`to_json` wrote."""
-    requests = tuple(request_from_json(one) for one in value["requests"])
-    return RankState(requests=requests, mode=value["mode"], waits=value["waits"])
+def state_from_json(value: list[Any]) -> RankState:
+    """Return the state that JSON turned into a list."""
+    requests, mode, waits = value
+    return RankState(tuple(map(request_from_json, requests)), mode, waits)
 
 
 def decide(states: Sequence[RankState], ranks_of_set: Mapping[int, Collection[int]]) -> list[Decision]:
-    """Return what can be carried out, in the order in which every rank does so.
-
-    Args:
-        states: of every rank of the world.
-        ranks_of_set: the members of each process set, by its number.
-    """
+    """Return the operations that can be carried out, in the order in which every rank does so."""
     joined = {rank for rank, state in enumerate(states) if state.mode == HAS_JOINED}
     held: dict[Key, dict[int, OperationRequest]] = {}
     for rank, state in enumerate(states):
@@ -67,36 +54,31 @@ def decide(states: Sequence[RankState], ranks_of_set: Mapping[int, Collection[in
         first = next(iter(request_of_rank.values()))
         missing = set(ranks_of_set[first.set_id]) - set(request_of_rank)
         if not missing:
-            decisions.append(Decision(request=first, error=mismatch(request_of_rank)))
+            decisions.append(Decision(first, mismatch(request_of_rank)))
         elif missing <= joined and first.allows_joined:
-            error = mismatch(request_of_rank) or _lost_in_join(first, missing)
-            decisions.append(Decision(request=first, error=error))
+            decisions.append(Decision(first, mismatch(request_of_rank) or _refused_in_join(first, missing)))
     return decisions
 
 
 def mismatch(request_of_rank: Mapping[int, OperationRequest]) -> HorovodInternalError | None:
-    """Return the error of ranks that ask for different things under one name, or ``None``."""
-    first, *others = request_of_rank.values()
-    differing = [
-        texts
-        for texts, names in (
-            ("numbers of tensors", ("num_tensors",)),
-            ("data types", ("dtypes",)),
-            ("operations", ("kind",)),
-            ("shapes", ("shapes",)),
-            ("prescale or postscale factors", ("prescale", "postscale")),
-            ("reduction ops", ("op",)),
-            ("root ranks", ("root",)),
-            ("devices, CPU and GPU", ("device",)),
-        )
-        if any(_field(other, field) != _field(first, field) for other in others for field in names)
-    ]
-    if differing:
-        return HorovodInternalError(
-            f"{first.name!r} was called with different {differing[0]}.",
-            evidence=fold_values(request_of_rank),
-            do="pass the same on every rank, or give calls that do not belong together different names",
-        )
+    """Return the error of ranks that passed different arguments under one name, or ``None``."""
+    requests = request_of_rank.values()
+    for what, values in (
+        ("numbers of tensors", {len(request.shapes) for request in requests}),
+        ("data types", {request.dtypes for request in requests}),
+        ("operations", {request.kind for request in requests}),
+        ("shapes", {request.shapes for request in requests}),
+        ("prescale or postscale factors", {(request.prescale, request.postscale) for request in requests}),
+        ("reduction ops", {request.op for request in requests}),
+        ("root ranks", {request.root for request in requests}),
+        ("devices, CPU and GPU", {request.device for request in requests}),
+    ):
+        if len(values) > 1:
+            return HorovodInternalError(
+                f"{next(iter(requests)).name!r} was called with different {what}.",
+                evidence=fold_values(request_of_rank),
+                do="pass the same on every rank, or give calls that do not belong together different names",
+            )
     return None
 
 
@@ -106,13 +88,9 @@ def stalled(
     stuck: Collection[int],
     others: Collection[int] = (),
 ) -> HorovodInternalError:
-    """Return the error of ranks that all wait, each for an operation that another of them would have to call.
+    """Return the error of the ``stuck`` ranks, each of which waits for an operation that another one has not called.
 
-    Args:
-        states: of every rank, by its number.
-        ranks_of_set: the members of each process set, by its number.
-        stuck: the ranks that cannot continue.
-        others: ranks to be named besides: those that have come to their end.
+    It also names the ranks of ``others``, which have reached the end of the script.
     """
     missing: list[str] = []
     seen: set[Key] = set()
@@ -138,11 +116,7 @@ def stalled(
     )
 
 
-def _field(request: OperationRequest, name: str) -> object:
-    return len(request.shapes) if name == "num_tensors" else getattr(request, name)
-
-
-def _lost_in_join(request: OperationRequest, missing: Collection[int]) -> HorovodInternalError | None:
+def _refused_in_join(request: OperationRequest, missing: Collection[int]) -> HorovodInternalError | None:
     if request.kind not in NEED_EVERY_RANK:
         return None
     return HorovodInternalError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that this rank has asked for and that have not been carried out, matched between ranks by name.
+"""The pending operations of this rank, matched between ranks by name.
 
-There is no thread in the background. Whenever a rank waits, the ranks report what each has pending, and what is
-pending on every member is carried out, in an order that all derive alike: in rounds of the whole world, or, while there
+There is no background thread. Whenever a rank waits, the ranks report their pending operations, and those that are
+pending on every member are carried out, in the same order on all ranks: in rounds of the whole world, or, while there
 are process sets of some of the ranks, by a log that all ranks read.
 """
 
@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current_or_none
 from rankwise.compat.horovod.errors import HorovodInternalError, Refused, not_initialized
-from rankwise.compat.horovod.negotiation import world_round
-from rankwise.compat.horovod.negotiation.executor import ReadyOperation, carry_out, stand_ins
-from rankwise.compat.horovod.negotiation.matching import Decision, RankState
+from rankwise.compat.horovod.negotiation.executor import carry_out, zeros_for
+from rankwise.compat.horovod.negotiation.matching import Decision, RankState, decide, stalled, state_from_json
 from rankwise.compat.horovod.negotiation.request import (
     ANNOUNCED,
     HAS_JOINED,
@@ -29,8 +28,9 @@ from rankwise.compat.horovod.negotiation.request import (
     Key,
     OperationRequest,
     PendingOperation,
-    broken_off,
+    SetMembers,
     called,
+    digest_of,
     waits_for,
 )
 from rankwise.compat.horovod.negotiation.set_decisions import EventOutcome, WaitEvent
@@ -38,29 +38,21 @@ from rankwise.compat.horovod.negotiation.set_log import SetLog
 from rankwise.errors import PeerMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from rankwise.comm.collectives import Group
     from rankwise.comm.session import Session
 
 
 _numbers = itertools.count(1)
-"""Of handles: one of a world that has been left must not be one of the next."""
+"""Of handles: those of a world that has been left must not be valid in the next."""
 _log_numbers = itertools.count(1)
+# Different texts: after an interrupt, ranks must not take one exchange for the other.
+_AT_A_GLANCE = "rankwise.compat.horovod, at a glance: what each rank has pending"
+_IN_FULL = "rankwise.compat.horovod: what each rank has pending"
 
 
-@dataclass(kw_only=True)
-class SetMembers:
-    """Who a process set is."""
-
-    ranks: tuple[int, ...]
-    group: Group | None
-    """``None`` for the world."""
-
-
-@dataclass(kw_only=True)
-class MachinePosition:
-    """Where this rank sits among the machines."""
+class MachinePosition(NamedTuple):
+    """The position of this rank among the machines."""
 
     cross_rank: int
     cross_size: int
@@ -69,11 +61,11 @@ class MachinePosition:
 
 @dataclass(kw_only=True)
 class OperationQueue:
-    """What ``hvd.init()`` opens: the pending operations of this rank, and what they are matched by."""
+    """What ``hvd.init()`` opens: the pending operations of this rank, and how they are matched."""
 
     session: Session
     has_opened_world: bool
-    """Else the world is somebody else's to leave."""
+    """Otherwise ``hvd.shutdown()`` does not leave the world."""
     seat: MachinePosition
     members: dict[int, SetMembers]
     """Of each process set, by its number."""
@@ -85,9 +77,9 @@ class OperationQueue:
     has_joined: bool = False
     last_joined: int = -1
     as_joined: dict[str, Callable[[], None]] = field(default_factory=dict)
-    """What a joined rank does when the others announce a step, by its name."""
+    """The actions of a joined rank when the others announce a step, by the step's name."""
     log: SetLog | None = None
-    """How operations are matched, while there are process sets of some of the ranks."""
+    """Matches operations while there are process sets of some of the ranks."""
 
     def add_members(self, members: SetMembers) -> int:
         """Return the number of a new process set. Called by: every rank, in the same order."""
@@ -97,7 +89,7 @@ class OperationQueue:
         return number
 
     def name(self, prefix: str, name: str | None, set_id: int) -> str:
-        """Return what an operation is matched by; without a name, how many of its kind came before it."""
+        """Return the name by which an operation is matched; unnamed ones are numbered by prefix and process set."""
         if name:
             return f"{prefix}.{name}"
         number = self.num_unnamed.get((prefix, set_id), 0) + 1
@@ -105,18 +97,14 @@ class OperationQueue:
         return f"{prefix}.noname.{number}"
 
     def submit(self, operation: PendingOperation) -> int:
-        """Note an operation; return its handle.
-
-        Raises:
-            Refused: one of its name is pending.
-        """
+        """Add an operation; return its handle."""
         self.hold(operation)
         handle = next(_numbers)
         self.handles[handle] = operation
         return handle
 
     def hold(self, operation: PendingOperation) -> None:
-        """Note an operation that needs no handle. Raises as :meth:`submit` does."""
+        """Add an operation that needs no handle; raise if one of its name is pending."""
         key = operation.request.key
         if key in self.pending:
             raise Refused(
@@ -127,26 +115,19 @@ class OperationQueue:
         self.pending[key] = operation
 
     def wait(self, operation: PendingOperation) -> None:
-        """Go round until an operation is done.
-
-        Called by: every rank, at any of the calls that wait.
-
-        Raises:
-            HorovodInternalError: ranks gave different things, or wait for each other.
-            PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
-        """
+        """Run rounds until an operation is done. Called by: every rank, at any of the calls that wait."""
         try:
             while not operation.is_done:
                 self.run_round(WAITS, operation)
         finally:
-            # An error or an interrupt of the wait itself: nobody is left to take the result.
+            # An error or an interrupt of the wait itself: nothing will use the result.
             if not operation.is_done:
                 self.withdraw(operation)
         if operation.error is not None:
             raise operation.error
 
     def withdraw(self, operation: PendingOperation) -> None:
-        """Forget an operation that nobody waits for any more."""
+        """Remove an operation that this rank no longer waits for."""
         key = operation.request.key
         if self.pending.get(key) is operation:
             del self.pending[key]
@@ -154,7 +135,7 @@ class OperationQueue:
                 self.log.withdrawn[key] = operation
 
     def join(self) -> int:
-        """Take part with zeros in what the others do until all have joined; return who joined last."""
+        """Take part with zeros in the others' operations until all have joined; return the rank that joined last."""
         self.has_joined = True
         try:
             while self.has_joined:
@@ -164,7 +145,7 @@ class OperationQueue:
         return self.last_joined
 
     def flush(self) -> None:
-        """Carry out what is pending and what other ranks have asked for too. Called when the world is left."""
+        """Carry out pending operations that all their ranks have called. Called when the world is left."""
         detector = self.session.detector
         try:
             while (
@@ -174,21 +155,14 @@ class OperationQueue:
             ):
                 pass
         except PeerMissing:
-            # A rank has left that never asked for it. Nobody waits for the result: that is no error.
+            # A rank has left that never called it. This is not an error: nothing waits for the result.
             self.pending.clear()
 
     def run_round(self, mode: int, waited_for: PendingOperation | None = None) -> bool:
-        """Tell all ranks what is pending here, and carry out what is pending everywhere.
+        """Report to all ranks what is pending here, and carry out what is pending on all members.
 
-        Called by: every rank, at any of the calls that wait.
-
-        Returns:
-            Whether another round may come to more.
-
-        Raises:
-            HorovodInternalError: all ranks wait, and for what another would have to ask for. Where an operation is
-                waited for, it gets the error instead.
-            PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+        Called by: every rank, at any of the calls that wait. Returns whether another round may do more. If every rank
+        waits for an operation that another one has not called, the operation that this rank waits for gets the error.
         """
         if self.has_joined:
             mode = HAS_JOINED
@@ -199,9 +173,9 @@ class OperationQueue:
             return self._run_round(mode, waited_for)
 
     def follow_sets(self) -> None:
-        """Match operations by a log while there is a process set of several ranks and not all.
+        """Match operations by a log while there is a process set of several ranks but not all.
 
-        Called by: every rank, when process sets have come or gone.
+        Called by: every rank, when process sets have been added or removed.
         """
         world_size = self.session.world.world_size
         is_needed = any(1 < len(members.ranks) < world_size for members in self.members.values())
@@ -220,23 +194,46 @@ class OperationQueue:
         if self.log is not None:
             return self._follow_log(self.log, mode, waited_for)
         requests = tuple(operation.request for operation in self.pending.values())
-        own = RankState(requests=requests, mode=mode, waits=waits_for(mode, waited_for))
-        outcome = world_round.meet(self.session.exchange, own, self._ranks_of_set())
-        self._note_joined(outcome.modes)
-        self._carry_out(outcome.decisions)
-        if set(outcome.modes) == {HAS_JOINED}:
+        modes, is_same = self._glance(requests, mode)
+        error = None
+        if is_same:
+            decisions = [Decision(request) for request in requests]
+        else:
+            own = RankState(requests, mode, waits_for(mode, waited_for))
+            states = [state_from_json(one) for one in gather_json(own, what=_IN_FULL)]
+            decisions = decide(states, self._ranks_of_set())
+            if not decisions and POLLS not in modes:
+                error = stalled(dict(enumerate(states)), self._ranks_of_set(), range(len(states)))
+        self._note_joined(modes)
+        self._carry_out(decisions)
+        if set(modes) == {HAS_JOINED}:
             self._end_join()
             return False
-        if outcome.error is not None:
-            self._end_wait(outcome.error, mode, waited_for)
-        return bool(outcome.decisions) or POLLS in outcome.modes
+        if error is not None:
+            self._end_wait(error, mode, waited_for)
+        return bool(decisions) or POLLS in modes
+
+    def _glance(self, requests: tuple[OperationRequest, ...], mode: int) -> tuple[list[int], bool]:
+        """Return every rank's mode, and whether all have the same requests in the same order.
+
+        Called by: every rank of the world. One small all-gather is enough where all ranks call the same operations.
+        """
+        exchange = self.session.exchange
+        if exchange is None:
+            return [mode], bool(requests) or mode != WAITS
+        exchange.agree(_AT_A_GLANCE)
+        rows = exchange.all_gather(torch.tensor([digest_of(requests), mode]), what=_AT_A_GLANCE).tolist()
+        modes: list[int] = [mode for _, mode in rows]
+        # If no rank has anything pending and their modes differ, decide() must find out whether any can continue.
+        has_reason = bool(requests) or POLLS in modes or len(set(modes)) == 1
+        return modes, has_reason and len({digest for digest, _ in rows}) == 1
 
     def _carry_out_alone(self) -> None:
-        """Carry out what is of process sets of this rank alone: nobody else has to come to it."""
+        """Carry out the operations of process sets that only this rank is in: they need no other rank."""
         is_alone = {number: number != 0 and len(members.ranks) == 1 for number, members in self.members.items()}
         requests = [operation.request for operation in self.pending.values() if is_alone[operation.request.set_id]]
         if requests:
-            self._carry_out([Decision(request=request) for request in requests])
+            self._carry_out(map(Decision, requests))
 
     def _follow_log(self, log: SetLog, mode: int, waited_for: PendingOperation | None) -> bool:
         """Wait by the log of process sets until this wait is over; see :meth:`run_round`."""
@@ -283,18 +280,20 @@ class OperationQueue:
     def _ranks_of_set(self) -> dict[int, tuple[int, ...]]:
         return {number: members.ranks for number, members in self.members.items()}
 
-    def _carry_out(self, decisions: Sequence[Decision]) -> None:
+    def _carry_out(self, decisions: Iterable[Decision]) -> None:
         taken = [(decision, self._pop_pending(decision.request.key)) for decision in decisions]
         try:
             self._carry_out_popped(taken)
         except BaseException as error:
-            for _, operation in taken:
+            evidence = f"{type(error).__name__}: {error}"
+            for (request, _), operation in taken:
                 if operation is not None and not operation.is_done:
-                    operation.end(broken_off(operation.request, error))
+                    what = f"{request.name!r} was aborted."
+                    operation.end(HorovodInternalError(what, evidence=evidence, do="fix that error first"))
             raise
 
     def _pop_pending(self, key: Key) -> PendingOperation | None:
-        """Return what this rank has pending under a name that has been decided on, and forget it."""
+        """Remove and return this rank's operation under a name that has been decided on."""
         if self.log is not None:
             if key in self.log.withdrawn:
                 return self.log.withdrawn.pop(key)
@@ -302,41 +301,29 @@ class OperationQueue:
         return self.pending.pop(key, None)
 
     def _carry_out_popped(self, taken: Sequence[tuple[Decision, PendingOperation | None]]) -> None:
-        sent: list[tuple[PendingOperation | None, ReadyOperation]] = []
+        sent: list[PendingOperation] = []
         steps: list[tuple[PendingOperation | None, str]] = []
-        for decision, operation in taken:
-            request = decision.request
-            if decision.error is not None:
+        for (request, error), operation in taken:
+            if error is not None:
                 if operation is not None:
-                    operation.end(decision.error)
+                    operation.end(error)
             elif self.session.world.rank not in self.members[request.set_id].ranks:
                 continue
             elif request.kind == ANNOUNCED:
                 steps.append((operation, request.name))
             else:
-                sent.append((operation, self._work(request, operation)))
-        for (operation, _), tensors in zip(sent, carry_out([work for _, work in sent]), strict=True):
-            if operation is not None:
-                operation.finish(tensors)
-        # Last: a step may go round itself, and everything of this round has to be done by then.
+                sent.append(operation or self._as_joined(request))
+        for operation, tensors in zip(sent, carry_out(sent), strict=True):
+            operation.finish(tensors)
+        # Last: a step may run rounds itself, and all operations of this round must be done by then.
         for operation, name in steps:
             self._step(name, operation)
 
-    def _work(self, request: OperationRequest, operation: PendingOperation | None) -> ReadyOperation:
-        members = self.members[request.set_id]
-        if operation is None:
-            device = torch.device(self.session.world.device if request.device != "cpu" else "cpu")
-            tensors: Sequence[torch.Tensor] = stand_ins(request, device)
-        else:
-            tensors = operation.tensors
-        return ReadyOperation(
-            request=request,
-            group=members.group,
-            size=len(members.ranks),
-            tensors=tensors,
-            is_in_place=operation is not None and operation.is_in_place,
-            splits=operation.splits if operation is not None else (),
-        )
+    def _as_joined(self, request: OperationRequest) -> PendingOperation:
+        """Return the operation of a rank that has joined."""
+        device = torch.device(self.session.world.device if request.device != "cpu" else "cpu")
+        tensors = zeros_for(request, device)
+        return PendingOperation(request=request, members=self.members[request.set_id], tensors=tensors)
 
     def _step(self, name: str, operation: PendingOperation | None) -> None:
         if operation is None:
@@ -352,7 +339,7 @@ class OperationQueue:
         operation.end()
 
     def _end_wait(self, error: HorovodInternalError, mode: int, waited_for: PendingOperation | None) -> None:
-        """End the wait of this rank with an error, and leave everything else as it is."""
+        """End the wait of this rank with an error; other operations remain pending."""
         if waited_for is not None:
             self._pop_pending(waited_for.request.key)
             waited_for.end(error)
@@ -362,7 +349,7 @@ class OperationQueue:
 
 
 class _Process:
-    """What ``hvd.init()`` has opened in this process."""
+    """The queue that ``hvd.init()`` has opened in this process."""
 
     queue: OperationQueue | None = None
 
@@ -371,11 +358,7 @@ _process = _Process()
 
 
 def current_queue() -> OperationQueue:
-    """Return what ``hvd.init()`` has opened.
-
-    Raises:
-        ConfigurationError: it has not been called, or the world has been left.
-    """
+    """Return the queue that ``hvd.init()`` has opened; raise if there is none, or the world has been left."""
     queue = current_queue_or_none()
     if queue is None:
         raise not_initialized()
@@ -383,7 +366,7 @@ def current_queue() -> OperationQueue:
 
 
 def current_queue_or_none() -> OperationQueue | None:
-    """Return what ``hvd.init()`` has opened, or ``None``."""
+    """Return the queue that ``hvd.init()`` has opened, or ``None``."""
     if _process.queue is not None and _process.queue.session is not current_or_none():
         _process.queue = None
     return _process.queue
@@ -395,26 +378,18 @@ def set_current_queue(queue: OperationQueue | None) -> None:
 
 
 def register(name: str, as_joined: Callable[[], None]) -> None:
-    """Say what a rank that has called ``join()`` does when the others announce ``name``."""
+    """Register the action of a rank that has called ``join()`` when the others announce ``name``."""
     current_queue().as_joined[name] = as_joined
 
 
 def announce(name: str, take_part: Callable[[], None], set_id: int = 0) -> None:
-    """Do a step whose tensors travel elsewhere, once every rank is about to do it.
+    """Run a step that does its own communication, once every rank has announced it.
 
-    Called by: every rank that has not joined, in any order towards other operations.
-
-    Args:
-        name: what ranks are matched by. Where it has been registered, joined ranks do their part of it.
-        take_part: the step. It may wait for the same step of other ranks.
-        set_id: the process set whose ranks do it.
-
-    Raises:
-        HorovodInternalError: all ranks wait, and for what another would have to ask for.
-        PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+    Called by: every rank of the process set that has not joined; other operations may come in any order. Joined ranks
+    take part if ``name`` has been registered. The step may wait for the same step of other ranks.
     """
     queue = current_queue()
     request = OperationRequest(kind=ANNOUNCED, name=name, set_id=set_id, allows_joined=name in queue.as_joined)
-    operation = PendingOperation(request=request, take_part=take_part)
+    operation = PendingOperation(request=request, members=queue.members[set_id], take_part=take_part)
     queue.hold(operation)
     queue.wait(operation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One operation: as other ranks know it, as this rank holds it until its result is taken, and as errors name it."""
+"""One operation: as other ranks know it, as this rank holds it until its result is returned, and in error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankwise.compat.horovod.errors import HorovodInternalError
 from rankwise.compat.horovod.reduce_ops import ReduceOp
 
 if TYPE_CHECKING:
@@ -15,20 +14,22 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rankwise.comm.collectives import Group
+
 
 ANNOUNCED = "step"
-"""The kind of what sends nothing itself, and is done where it is announced."""
+"""The kind of a step that sends nothing itself, and runs on the ranks that announce it."""
 ROWS_MAY_DIFFER = ("allgather", "alltoall")
 """The kinds whose tensors need not have the same first dimension on all ranks."""
 
 POLLS, WAITS, LEAVES, HAS_JOINED = range(4)
-"""Why a rank waits: only ``POLLS`` ends by itself when nothing has happened."""
+"""Why a rank waits: only ``POLLS`` ends when nothing has happened."""
 
 Key = tuple[int, str]
 
 
 class OperationRequest(NamedTuple):
-    """One operation as other ranks have to know it."""
+    """One operation, as it is sent to the other ranks."""
 
     kind: str
     name: str
@@ -45,7 +46,7 @@ class OperationRequest(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What requests of different ranks are matched by."""
+        """The key by which requests of different ranks are matched."""
         return self.set_id, self.name
 
     def __str__(self) -> str:
@@ -72,30 +73,41 @@ def digest_of(requests: Sequence[OperationRequest]) -> int:
 
 
 def request_from_json(value: list[Any]) -> OperationRequest:
-    """Return the request that JSON made a list of."""
+    """Return the request that JSON turned into a list."""
     request = OperationRequest(*value)
     return request._replace(dtypes=tuple(request.dtypes), shapes=tuple(map(tuple, request.shapes)))
 
 
+class SetMembers(NamedTuple):
+    """The ranks of a process set."""
+
+    ranks: tuple[int, ...]
+    group: Group | None
+    """``None`` for the world."""
+
+
 @dataclass(kw_only=True, eq=False)
 class PendingOperation:
-    """One operation of this rank, from the call that asks for it to the call that takes its result."""
+    """One operation of this rank, from the call that starts it to the call that returns its result."""
 
     request: OperationRequest
+    members: SetMembers
     tensors: Sequence[torch.Tensor] = ()
+    """This rank's input, none with a gradient; zeros if it has joined."""
     is_in_place: bool = False
-    """Whether what arrives is written into ``tensors``."""
+    """Whether the results are written into ``tensors``."""
     splits: Sequence[int] = ()
+    """Of an alltoall, the number of rows for each member."""
     take: Callable[[list[torch.Tensor]], Any] = list
-    """Makes the call's result of the tensors that arrived."""
+    """Makes the call's result from the tensors that arrived."""
     take_part: Callable[[], None] | None = None
-    """What an announced step does in place of sending tensors."""
+    """Of an announced step: runs it, in place of sending tensors."""
     is_done: bool = False
     result: Any = None
     error: Exception | None = None
 
     def finish(self, tensors: list[torch.Tensor]) -> None:
-        """Make the result of what has arrived."""
+        """Make the result from the tensors that arrived."""
         try:
             self.result = self.take(tensors)
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits for this request
@@ -103,29 +115,22 @@ class PendingOperation:
         self.end()
 
     def end(self, error: Exception | None = None) -> None:
-        """Let go of what was to be sent."""
+        """Mark it as done, and release its tensors."""
         self.error = self.error or error
         self.tensors = ()
         self.is_done = True
 
 
 def called(mode: int, waited_for: PendingOperation | None) -> str:
-    """Return what the user has called, as ``hvd.allreduce 'x'``."""
+    """Return the call that waits, as ``hvd.allreduce 'x'``."""
     if waited_for is None or mode == POLLS:
         return {HAS_JOINED: "hvd.join()", LEAVES: "hvd.shutdown()"}.get(mode, "hvd.poll()")
     prefix, dot, name = waited_for.request.name.partition(".")
     return f"hvd.{prefix} {name!r}" if dot else f"hvd.{prefix}"
 
 
-def broken_off(request: OperationRequest, error: BaseException) -> HorovodInternalError:
-    """Return the error of an operation during which another one failed."""
-    return HorovodInternalError(
-        f"{request.name!r} was aborted.", evidence=f"{type(error).__name__}: {error}", do="fix that error first"
-    )
-
-
 def waits_for(mode: int, waited_for: PendingOperation | None) -> str:
-    """Return what a rank waits for, for the other ranks to read."""
+    """Return why a rank waits, in words, for error messages on other ranks."""
     if waited_for is not None and mode != POLLS:
         request = waited_for.request
         return f"waits for {request.name!r}" + (f", {request}" if request.dtypes else "")

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which operations of process sets can be carried out, from events that every rank reads in one order.
 
-Values in, values out: every rank applies the same events, and derives the same decisions at the same events.
+Pure: every rank applies the same events, and makes the same decisions at the same events.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankwise.compat.horovod.negotiation.matching import Decision, RankState, decide, stalled
 from rankwise.compat.horovod.negotiation.request import (
@@ -21,18 +20,17 @@ from rankwise.compat.horovod.negotiation.request import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from rankwise.compat.horovod.errors import HorovodInternalError
 
 RUNS, HAS_LEFT = 4, 5
-"""Modes of ranks that do not wait: one that will call again, and one that will not."""
+"""Modes of ranks that do not wait: one that may call again, and one that will not."""
 _ENDED = (RUNS, HAS_LEFT)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WaitEvent:
-    """What a rank reports when it begins to wait, or stops waiting because of an error."""
+class WaitEvent(NamedTuple):
+    """The report of a rank that begins to wait, or stops waiting because of an error."""
 
     rank: int
     mode: int
@@ -41,38 +39,32 @@ class WaitEvent:
     waits_text: str = ""
     """What it waits for, in words."""
     requests: tuple[OperationRequest, ...] = ()
-    """What it has asked for since its last event."""
+    """Its requests since its last event."""
     dropped: tuple[Key, ...] = ()
-    """What it has given up since its last event."""
+    """The requests that it has withdrawn since its last event."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EventOutcome:
-    """What an event has led to."""
+class EventOutcome(NamedTuple):
+    """The consequences of an event."""
 
-    decisions: list[Decision] = field(default_factory=list)
-    """What the members carry out now, in this order."""
+    decisions: Sequence[Decision] = ()
+    """The operations that their members carry out now, in this order."""
     stuck: frozenset[int] = frozenset()
     """Ranks whose wait ends with :attr:`error`."""
     error: HorovodInternalError | None = None
     has_all_joined: bool = False
 
 
-def event_to_json(event: WaitEvent) -> list[Any]:
-    """Return an event as JSON takes it."""
-    return [event.rank, event.mode, event.awaited, event.waits_text, event.requests, event.dropped]
-
-
 def event_from_json(value: list[Any]) -> WaitEvent:
-    """Return the event that :func:`event_to_json` wrote."""
+    """Return the event that JSON turned into a list."""
     rank, mode, awaited, waits_text, requests, dropped = value
     return WaitEvent(
         rank=rank,
         mode=mode,
         awaited=None if awaited is None else _key(awaited),
         waits_text=waits_text,
-        requests=tuple(request_from_json(one) for one in requests),
-        dropped=tuple(_key(one) for one in dropped),
+        requests=tuple(map(request_from_json, requests)),
+        dropped=tuple(map(_key, dropped)),
     )
 
 
@@ -80,7 +72,7 @@ class Negotiation:
     """What every rank waits for and has pending, as of the last event that was applied.
 
     A rank takes part in an operation only while it waits. That keeps ranks from waiting for one that computes, and
-    makes the order of events a safe order for operations that block: a rank that takes part in one is on its way to it.
+    makes the order of events a safe order for blocking operations: each rank that takes part is about to call it.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -98,12 +90,7 @@ class Negotiation:
         return {rank for rank, mode in enumerate(self._modes) if mode == HAS_JOINED}
 
     def apply(self, event: WaitEvent, ranks_of_set: Mapping[int, Collection[int]]) -> EventOutcome:
-        """Note an event, and return what it leads to.
-
-        Args:
-            event: the next one.
-            ranks_of_set: the members of each process set, by its number.
-        """
+        """Apply the next event, and return its consequences."""
         own = event.rank
         self._modes[own], self._awaited[own], self._waits_texts[own] = event.mode, event.awaited, event.waits_text
         for key in event.dropped:
@@ -145,7 +132,7 @@ class Negotiation:
         }
 
     def _decide(self, own: int, ranks_of_set: Mapping[int, Collection[int]]) -> list[Decision]:
-        """Return what has become ready: operations of sets of which every rank waits."""
+        """Return the operations that have become ready: those of sets of which every rank waits."""
         waiting = {
             set_id for set_id, ranks in ranks_of_set.items() if own in ranks and all(self.waits(rank) for rank in ranks)
         }
@@ -169,7 +156,7 @@ class Negotiation:
                 self._modes[rank] = HAS_LEFT
 
     def _release_polls(self, ranks_of_set: Mapping[int, Collection[int]]) -> bool:
-        """End the calls of ``poll`` that would not come to more: every rank of the set waits or has left."""
+        """End the calls of ``poll`` for which nothing more can happen: every rank of the set waits or has left."""
         released = [
             rank
             for rank, (mode, awaited) in enumerate(zip(self._modes, self._awaited, strict=True))
@@ -181,7 +168,7 @@ class Negotiation:
         return bool(released)
 
     def _stuck_outcome(self, ranks_of_set: Mapping[int, Collection[int]], own: int) -> EventOutcome:
-        """End the waits that cannot end otherwise: of ranks that wait for each other, or for one that has left."""
+        """End the waits that nothing else can end: of ranks that wait for each other, or for one that has left."""
         if self._modes[own] == WAITS and all(
             self._modes[rank] in {RUNS, POLLS} for rank in self.blockers(own, ranks_of_set)
         ):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log in the job's store by which ranks match operations while there are process sets of some of the ranks.
 
-A rank that begins to wait appends what it waits for and what it has asked for, and reads until its wait is over. All
-ranks read the same events in the same order, so nobody answers, and a rank that computes is waited for by its own
-sets only.
+A rank that begins to wait appends its requests and the one it waits for, and reads until its wait is over. All ranks
+read the same events in the same order, so no replies are needed, and only the ranks of its own sets wait for a rank
+that computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from rankwise.compat.horovod.negotiation.set_decisions import (
     Negotiation,
     WaitEvent,
     event_from_json,
-    event_to_json,
 )
 from rankwise.errors import PeerMissing, fold_ranks
 from rankwise.health import diagnosis
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 BATCH = 64
-"""How many events are read, or keys deleted, at a time."""
+"""The number of events that are read, or keys that are deleted, at a time."""
 _MANY_BEHIND = 4
-"""After how many events of others a rank that appends looks whether it is a whole batch behind."""
+"""After this many events of others, a rank that appends checks whether it is a whole batch behind."""
 
 
 class SetLog:
@@ -52,21 +51,11 @@ class SetLog:
         number: int,
         ranks_of_set: Callable[[], Mapping[int, tuple[int, ...]]],
     ) -> None:
-        """Begin to follow a log that is empty.
-
-        Called by: every rank, with the same number.
-
-        Args:
-            world: of this rank.
-            store: of the job.
-            detector: of this rank.
-            number: of the log, among those of the world.
-            ranks_of_set: returns the members of each process set, by its number.
-        """
+        """Begin to follow an empty log. Called by: every rank, with the same number."""
         self.sent: set[Key] = set()
-        """Operations that are pending here, and that the other ranks have been told of."""
+        """Operations that are pending here and have been reported to the other ranks."""
         self.withdrawn: dict[Key, PendingOperation] = {}
-        """Operations that were given up here: they may have been decided on before the others hear of it."""
+        """Operations that were withdrawn here: they may have been decided on before the others are notified."""
         self._world, self._detector, self._store = world, detector, store
         self._ranks_of_set = ranks_of_set
         self._prefix = f"rankwise/horovod/{number}"
@@ -77,29 +66,18 @@ class SetLog:
         self._latest = [0] * world.world_size
         """The number of each rank's latest event: it has read everything before."""
         self._own: deque[int] = deque()
-        # A channel that nobody compares: how often a rank waits is its own affair.
+        # A channel that is not compared between ranks: each rank may wait any number of times.
         self._exchange_id = detector.recorder.new_exchange_id(())
-
-    def is_over(self, rank: int) -> bool:
-        """Return whether the latest wait of a rank has ended."""
-        return not self._negotiation.waits(rank)
 
     def joined(self) -> set[int]:
         """Return the ranks that have called ``join()``."""
         return self._negotiation.joined()
 
     def wait(self, event: WaitEvent, take: Callable[[WaitEvent, EventOutcome], bool], called: str) -> None:
-        """Report an event of this rank, and carry out what is decided until its wait is over.
+        """Report an event of this rank, and carry out decided operations until its wait is over.
 
-        Called by: any rank; members of an operation that is decided are all in this call.
-
-        Args:
-            event: says what this rank waits for.
-            take: carries out what is decided; returns whether the wait is over for another reason.
-            called: what the user has called, for errors.
-
-        Raises:
-            PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+        Called by: any rank; all members of an operation that is decided are in this call. ``take`` carries out decided
+        operations, and returns whether the wait is over for another reason. ``called`` names the call that waits.
         """
         ticket = self._detector.recorder.begin(called, self._exchange_id)
         try:
@@ -115,7 +93,7 @@ class SetLog:
     def _follow(self, event: WaitEvent, take: Callable[[WaitEvent, EventOutcome], bool], called: str) -> None:
         start, notice = time.monotonic(), NOTICE_SECONDS
         departed: list[int] = []
-        while not self.is_over(self._rank):
+        while self._negotiation.waits(self._rank):
             text = self._next()
             if text is not None:
                 if self._apply(text, take):
@@ -123,7 +101,7 @@ class SetLog:
                 continue
             waited = time.monotonic() - start
             missing = sorted(self._negotiation.blockers(self._rank, self._ranks_of_set()))
-            # A rank that failed has departed a moment before its error is there: look twice.
+            # A failed rank departs a moment before its error is posted: check twice.
             before, departed = departed, [rank for rank in missing if self._detector.departed(rank)]
             self._check([rank for rank in departed if rank in before], missing, waited, called, event)
             if waited > notice:
@@ -149,9 +127,9 @@ class SetLog:
         return take(event, self._negotiation.apply(event, self._ranks_of_set()))
 
     def _report(self, event: WaitEvent, take: Callable[[WaitEvent, EventOutcome], bool]) -> bool:
-        """Append an event, and apply everything up to it. Returns what ``take`` returned of it."""
+        """Append an event, and apply all events up to it. Returns what ``take`` returned for it."""
         self._num_written += 1
-        text = json.dumps([event_to_json(event), self._num_written])
+        text = json.dumps([event, self._num_written])
         is_over = False
         for held in self._append(text):
             if held == text.encode():
@@ -163,7 +141,7 @@ class SetLog:
         return is_over
 
     def _append(self, text: str) -> Iterator[bytes]:
-        """Give what other ranks have appended before, and the text itself last."""
+        """Yield the events that other ranks have appended before, and the text itself last."""
         num_others = 0
         try:
             while True:
@@ -194,8 +172,8 @@ class SetLog:
             raise self._detector.error or diagnosis.store_lost(self._world) from None
 
     def _stop_waiting(self, take: Callable[[WaitEvent, EventOutcome], bool]) -> None:
-        """Report that an error has ended this rank's wait: the others must not count on it."""
-        if self.is_over(self._rank) or self._detector.error is not None:
+        """Report that an error has ended this rank's wait: the others must not expect it to take part."""
+        if not self._negotiation.waits(self._rank) or self._detector.error is not None:
             return
         try:
             self._report(WaitEvent(rank=self._rank, mode=RUNS), take)
@@ -221,7 +199,7 @@ class SetLog:
             )
 
     def _missing_text(self, missing: list[int], event: WaitEvent) -> str:
-        """Return who has not called it, and who has and computes since."""
+        """Return which ranks have not called it, and which have but do not wait for it."""
         key = event.awaited
         called_here = [rank for rank in missing if key is not None and self._negotiation.holds(rank, key)]
         absent = [rank for rank in missing if rank not in called_here]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations begin and end here: arguments are checked, requests are queued, and ranks wait for results."""
+"""The start and the end of every operation: arguments are checked, requests are queued, ranks wait for results."""
 
 from __future__ import annotations
 
@@ -19,37 +19,29 @@ if TYPE_CHECKING:
     from rankwise.compat.horovod.process_sets import ProcessSet
 
 
-ADDED_UP = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What can be reduced; bfloat16 is more than Horovod takes."""
-MOVED = (*ADDED_UP, torch.uint8, torch.int8, torch.int16, torch.bool)
-"""What can be sent as it is; bfloat16 and bool are more than Horovod takes."""
-_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in MOVED}
+_REDUCED = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that can be reduced; Horovod does not take bfloat16."""
+_MOVED = (*_REDUCED, torch.uint8, torch.int8, torch.int16, torch.bool)
+"""Dtypes that can be sent unchanged; Horovod takes neither bfloat16 nor bool."""
+_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _MOVED}
 
 
 def submit(
     kind: str,
     tensors: Sequence[torch.Tensor],
+    prefix: str,
     name: str | None,
     process_set: ProcessSet,
-    take: Callable[[list[torch.Tensor]], Any],
     *,
-    prefix: str,
+    take: Callable[[list[torch.Tensor]], Any] = tuple,
     is_in_place: bool = False,
     splits: Sequence[int] = (),
-    **fields: Any,  # noqa: ANN401 - fields of Request
+    **fields: Any,  # noqa: ANN401 - fields of OperationRequest
 ) -> int:
-    """Note an operation of checked tensors; return its handle.
+    """Queue an operation on checked tensors; return its handle.
 
-    Args:
-        kind: what is to be done.
-        tensors: what this rank gives.
-        name: the user's.
-        process_set: who takes part.
-        take: makes the call's result of what arrives.
-        prefix: of the names that this operation is matched among.
-        is_in_place: whether what arrives is written into ``tensors``.
-        splits: how many rows go to each member, of an alltoall.
-        fields: what else the ranks have to agree on.
+    It is matched by ``name`` among the operations with the same ``prefix``. ``take`` makes the result of the call from
+    the tensors that arrive; ``fields`` are other fields of the request.
     """
     queue = current_queue()
     set_id = member_of(process_set, kind, queue)
@@ -63,18 +55,48 @@ def submit(
         device=tensors[0].device.type if tensors else "cpu",
         **fields,
     )
-    sent = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
-    return queue.submit(
-        PendingOperation(request=request, tensors=sent, take=take, is_in_place=is_in_place, splits=splits)
+    operation = PendingOperation(
+        request=request,
+        members=queue.members[set_id],
+        tensors=[tensor.detach() if tensor.requires_grad else tensor for tensor in tensors],
+        take=take,
+        is_in_place=is_in_place,
+        splits=splits,
     )
+    return queue.submit(operation)
+
+
+def with_gradients(
+    tensors: Sequence[torch.Tensor],
+    *,
+    there: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    back: Callable[[list[torch.Tensor], list[torch.Size]], Sequence[torch.Tensor]],
+) -> Sequence[torch.Tensor]:
+    """Return ``there(tensors)``; ``back`` makes their gradients from those of the results and their shapes.
+
+    ``back`` must not refer to ``tensors``, whose memory would be kept until backward.
+    """
+    if not any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+        # torch's machinery for gradients would take a tenth of the time of a small operation.
+        return there(tensors)
+    return _WithGradients.apply(there, back, *tensors)  # pyright: ignore[reportReturnType]
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - torch's
+        there, ctx.back, *tensors = arguments
+        results = tuple(there(tensors))
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ANN401 - torch's
+        return None, None, *ctx.back([gradient.contiguous() for gradient in grad_outputs], ctx.shapes)
 
 
 def member_of(process_set: ProcessSet, kind: str, queue: OperationQueue) -> int:
-    """Return the number of a process set that this rank is in.
-
-    Raises:
-        Refused: it is not in it, or the set is not in use.
-    """
+    """Return the number of a process set; raise if it is not in use, or if this rank is not in it."""
     set_id = members_of(process_set)
     own = queue.session.world.rank
     if own not in queue.members[set_id].ranks:
@@ -86,44 +108,39 @@ def member_of(process_set: ProcessSet, kind: str, queue: OperationQueue) -> int:
     return set_id
 
 
-def check(tensor: torch.Tensor, kind: str, dtypes: Sequence[torch.dtype], *, needs_rows: bool = False) -> None:
-    """Hold a tensor to be one that an operation takes.
-
-    Raises:
-        ConfigurationError: it is none, is sparse, of another dtype, not contiguous, or has no first dimension.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise ConfigurationError(
-            f"{kind} takes tensors, not {type(tensor).__name__}.", do="use torch.as_tensor(), or rankwise.all_reduce()"
-        )
-    if tensor.layout != torch.strided:
-        raise ConfigurationError(
-            f"{kind} does not take {tensor.layout} tensors.", do="use hvd.sparse_allreduce_async(), or to_dense()"
-        )
-    if tensor.dtype not in dtypes:
-        raise ConfigurationError(
-            f"{kind} does not take {tensor.dtype}.",
-            evidence="it takes " + ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
-            do="convert the tensor",
-        )
-    if not tensor.is_contiguous():
-        raise ConfigurationError(
-            f"{kind} takes contiguous tensors only.",
-            evidence=f"shape {list(tensor.shape)}, strides {list(tensor.stride())}",
-            do="pass tensor.contiguous()",
-        )
-    if needs_rows and tensor.dim() == 0:
-        raise Refused(
-            f"{kind} takes tensors of at least one dimension.", do="pass tensor.reshape(1) for a single number"
-        )
+def check(tensors: Sequence[torch.Tensor], kind: str, called: str) -> None:
+    """Raise unless an operation takes these tensors: dense, contiguous, of certain dtypes. ``called`` is its name."""
+    dtypes = _REDUCED if kind in {"allreduce", "adasum", "reducescatter"} else _MOVED
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigurationError(
+                f"{called} takes tensors, not {type(tensor).__name__}.",
+                do="use torch.as_tensor(), or rankwise.all_reduce()",
+            )
+        if tensor.layout != torch.strided:
+            raise ConfigurationError(
+                f"{called} does not take {tensor.layout} tensors.", do="use hvd.sparse_allreduce_async(), or to_dense()"
+            )
+        if tensor.dtype not in dtypes:
+            raise ConfigurationError(
+                f"{called} does not take {tensor.dtype}.",
+                evidence="it takes " + ", ".join(_DTYPE_NAMES[dtype] for dtype in dtypes),
+                do="convert the tensor",
+            )
+        if not tensor.is_contiguous():
+            raise ConfigurationError(
+                f"{called} takes contiguous tensors only.",
+                evidence=f"shape {list(tensor.shape)}, strides {list(tensor.stride())}",
+                do="pass tensor.contiguous()",
+            )
+        if kind in {"allgather", "alltoall", "reducescatter"} and tensor.dim() == 0:
+            raise Refused(
+                f"{called} takes tensors of at least one dimension.", do="pass tensor.reshape(1) for a single number"
+            )
 
 
 def check_group(tensors: Iterable[torch.Tensor], kind: str) -> list[torch.Tensor]:
-    """Return the tensors of a grouped operation, held to be some, of one device.
-
-    Raises:
-        ConfigurationError: they are not.
-    """
+    """Return the tensors of a grouped operation; raise if there are none, or if they are on several devices."""
     given = list(tensors)
     if not given:
         raise ConfigurationError(f"{kind} was given no tensors.", do="pass a list of at least one")
@@ -146,11 +163,11 @@ def only(tensors: list[torch.Tensor]) -> torch.Tensor:
 def poll(handle: int) -> bool:
     """Return whether an operation is done.
 
-    Called by: every rank, at any of the calls that wait. There is no thread in the background: what is pending
-    travels when ranks wait, and this call may wait until the other ranks come to a call of their own.
+    Called by: every rank, at any of the calls that wait. There is no background thread: pending operations are carried
+    out when ranks wait, and this call may wait until the other ranks make such a call.
 
     Raises:
-        ConfigurationError: there is no such handle, or its result has been taken.
+        ConfigurationError: the handle does not exist, or its result has already been returned.
     """
     queue = current_queue()
     operation = queue.handles.get(handle)
@@ -164,17 +181,17 @@ def poll(handle: int) -> bool:
     return operation.is_done
 
 
-def synchronize(handle: int) -> Any:  # noqa: ANN401 - whatever the operation comes to
-    """Return what an operation comes to, once all its ranks have asked for it.
+def synchronize(handle: int) -> Any:  # noqa: ANN401 - whatever the operation returns
+    """Return the result of an operation, once all its ranks have called it.
 
     Called by: every rank, at any of the calls that wait.
 
     Returns:
-        A tensor; of a grouped operation a tuple of tensors; of an alltoall the tensor and the rows received from each
-        member. ``None`` for a handle whose result has been taken.
+        A tensor; for a grouped operation a tuple of tensors; for an alltoall the tensor and the number of rows received
+        from each member. ``None`` for a handle whose result has already been returned.
 
     Raises:
-        HorovodInternalError: the ranks asked for different things under its name, or all wait for each other.
+        HorovodInternalError: the ranks passed different arguments under its name, or all wait for each other.
         PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
     """
     queue = current_queue()
@@ -188,17 +205,17 @@ def synchronize(handle: int) -> Any:  # noqa: ANN401 - whatever the operation co
     return operation.result
 
 
-def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
-    """Say that this rank has no more data: it takes part with zeros until every rank has joined.
+def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are created where the others' tensors are
+    """Report that this rank has no more data: it takes part with zeros until every rank has joined.
 
-    Called by: every rank, each when it is through.
+    Called by: every rank, each when it has finished its data.
 
     Zeros count: in an average as one of the ranks, in a minimum, maximum or product as the number zero. Operations that
-    zeros cannot stand in for, allgather, broadcast, alltoall and reducescatter, raise ``HorovodInternalError`` on the
-    ranks that call them while another rank has joined; the ranks that have joined stay so.
+    zeros cannot stand in for (allgather, broadcast, alltoall and reducescatter) raise ``HorovodInternalError`` on the
+    ranks that call them while another rank has joined; ranks that have joined remain joined.
 
     Args:
-        device: not needed; the zeros are made where the others' tensors are.
+        device: not used; zeros are created where the others' tensors are.
 
     Returns:
         The rank that joined last.
@@ -220,6 +237,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """
     queue = current_queue()
     set_id = member_of(process_set, "barrier", queue)
-    operation = PendingOperation(request=OperationRequest(kind="barrier", name="barrier", set_id=set_id))
+    request = OperationRequest(kind="barrier", name="barrier", set_id=set_id)
+    operation = PendingOperation(request=request, members=queue.members[set_id])
     queue.hold(operation)
     queue.wait(operation)

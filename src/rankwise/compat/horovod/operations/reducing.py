@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``allreduce`` and its kin: the sum, average, minimum, maximum, product or Adasum over ranks."""
+"""``allreduce`` in all its forms: the sum, average, minimum, maximum, product or Adasum over ranks."""
 
 # ruff: noqa: PLR0917 - the order of the arguments is Horovod's, and scripts pass them by it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from rankwise.compat.horovod.compression import Compression, Compressor
-from rankwise.compat.horovod.errors import NotOffered
+from rankwise.compat.horovod.compression import Compression, Compressor, compressed_all
+from rankwise.compat.horovod.errors import HorovodInternalError, NotOffered
 from rankwise.compat.horovod.negotiation.queue import current_queue
-from rankwise.compat.horovod.operations.api import ADDED_UP, check, check_group, only, submit, synchronize
+from rankwise.compat.horovod.operations.api import check, check_group, only, submit, synchronize, with_gradients
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
-from rankwise.compat.horovod.reduce_ops import Adasum, ReduceOp, chosen_op
+from rankwise.compat.horovod.reduce_ops import Adasum, Average, Sum, chosen_op, known_op
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
+
+
+class Reduction(NamedTuple):
+    """How the tensors of a process set are combined."""
+
+    op: int
+    prescale_factor: float
+    postscale_factor: float
+    process_set: ProcessSet
 
 
 def allreduce(
@@ -33,19 +42,19 @@ def allreduce(
 ) -> torch.Tensor:
     """Combine the tensors of all ranks, with gradients.
 
-    Called by: every rank of the process set, with the same name, shape and dtype; in any order towards other names.
+    Called by: every rank of the process set, with the same name, shape and dtype; other names may come in any order.
 
     The gradient of a rank's tensor is the same combination of the gradients of all ranks' results.
 
     Args:
         tensor: any shape; int32, int64 or a float. It is not changed.
         average: deprecated; use ``op``.
-        name: what the ranks' calls are matched by; without one, by how many came before.
-        compression: what the tensor becomes on its way.
-        op: ``Average`` (also when left out), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``. Averages of
-            integers are cut towards zero.
-        prescale_factor: each rank's tensor is multiplied with it before.
-        postscale_factor: the result is multiplied with it.
+        name: matches the calls of the ranks; unnamed calls are matched by their number.
+        compression: converts the tensor before it is sent, and the result back.
+        op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``. Averages of integers are
+            truncated towards zero.
+        prescale_factor: each rank's tensor is multiplied by it first.
+        postscale_factor: the result is multiplied by it.
         process_set: the ranks that take part.
 
     Returns:
@@ -53,17 +62,13 @@ def allreduce(
 
     Raises:
         ConfigurationError: a bad argument; or an operation of this name is pending.
-        NotOffered: Adasum of a process set, or of a number of ranks that is no power of two.
-        HorovodInternalError: the ranks asked for different things under its name, or all wait for each other.
+        NotOffered: Adasum of a process set, or of a number of ranks that is not a power of two.
+        HorovodInternalError: the ranks passed different arguments under this name, or all wait for each other.
         PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
     """
     compressed, context = compression.compress(tensor)
-    arguments = (name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
-    if not (isinstance(compressed, torch.Tensor) and compressed.requires_grad):
-        # torch's machinery for gradients would take a tenth of the time of a small one.
-        return compression.decompress(synchronize(allreduce_async(compressed, None, *arguments)), context)
-    reduced: torch.Tensor = _Allreduce.apply(compressed, *arguments)  # pyright: ignore[reportAssignmentType]
-    return compression.decompress(reduced, context)
+    reduction = Reduction(chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    return compression.decompress(_reduced([compressed], "allreduce", name, reduction)[0], context)
 
 
 def allreduce_async(
@@ -75,9 +80,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin what :func:`allreduce` does, without gradients; return a handle for ``poll`` and ``synchronize``."""
-    reduction = (chosen_op(op, average), prescale_factor, postscale_factor)
-    return _begin([tensor], name, *reduction, process_set, only, prefix="allreduce")
+    """Start :func:`allreduce`, without gradients; return a handle for ``poll`` and ``synchronize``."""
+    reduction = Reduction(chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    return begin_reduction([tensor], "allreduce", name, reduction, only)
 
 
 def allreduce_(
@@ -89,8 +94,8 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Do what :func:`allreduce` does, in place and without gradients; return the tensor."""
-    reduction = (chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    """Do :func:`allreduce` in place, without gradients; return the tensor."""
+    reduction = Reduction(chosen_op(op, average), prescale_factor, postscale_factor, process_set)
     return synchronize(allreduce_async_(tensor, None, name, *reduction))  # type: ignore[no-any-return]
 
 
@@ -103,9 +108,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin what :func:`allreduce_` does; return a handle for ``poll`` and ``synchronize``."""
-    reduction = (chosen_op(op, average), prescale_factor, postscale_factor)
-    return _begin([tensor], name, *reduction, process_set, lambda _: tensor, prefix="allreduce", is_in_place=True)
+    """Start :func:`allreduce_`; return a handle for ``poll`` and ``synchronize``."""
+    reduction = Reduction(chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    return begin_reduction([tensor], "allreduce", name, reduction, lambda _: tensor, is_in_place=True)
 
 
 def grouped_allreduce(
@@ -118,11 +123,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Do what :func:`allreduce` does with several tensors, all or none, under one name; with gradients."""
-    tensors = check_group(tensors, "grouped_allreduce")
-    compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
-    arguments = (name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
-    reduced: tuple[torch.Tensor, ...] = _GroupedAllreduce.apply(*arguments, *compressed)  # pyright: ignore[reportAssignmentType]
+    """Do :func:`allreduce` with several tensors, all or none, under one name; with gradients."""
+    compressed, contexts = compressed_all(check_group(tensors, "grouped_allreduce"), compression)
+    reduction = Reduction(chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    reduced = _reduced(compressed, "grouped_allreduce", name, reduction)
     return [compression.decompress(one, context) for one, context in zip(reduced, contexts, strict=True)]
 
 
@@ -135,10 +139,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin what :func:`grouped_allreduce` does, without gradients; return one handle for all."""
-    tensors = check_group(tensors, "grouped_allreduce")
-    reduction = (chosen_op(op, average), prescale_factor, postscale_factor)
-    return _begin(tensors, name, *reduction, process_set, tuple, prefix="grouped_allreduce")
+    """Start :func:`grouped_allreduce`, without gradients; return one handle for all."""
+    given = check_group(tensors, "grouped_allreduce")
+    reduction = Reduction(chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    return begin_reduction(given, "grouped_allreduce", name, reduction)
 
 
 def grouped_allreduce_(
@@ -150,8 +154,8 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
-    """Do what :func:`grouped_allreduce` does, in place and without gradients; return the tensors."""
-    reduction = (chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    """Do :func:`grouped_allreduce` in place, without gradients; return the tensors."""
+    reduction = Reduction(chosen_op(op, average), prescale_factor, postscale_factor, process_set)
     return synchronize(grouped_allreduce_async_(tensors, None, name, *reduction))  # type: ignore[no-any-return]
 
 
@@ -164,41 +168,42 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin what :func:`grouped_allreduce_` does; return one handle for all."""
-    tensors = check_group(tensors, "grouped_allreduce_")
-    reduction = (chosen_op(op, average), prescale_factor, postscale_factor)
-    given = tuple(tensors)
-    return _begin(given, name, *reduction, process_set, lambda _: given, prefix="grouped_allreduce", is_in_place=True)
+    """Start :func:`grouped_allreduce_`; return one handle for all."""
+    given = tuple(check_group(tensors, "grouped_allreduce_"))
+    reduction = Reduction(chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    return begin_reduction(given, "grouped_allreduce", name, reduction, lambda _: given, is_in_place=True)
 
 
-def _begin(
-    tensors: Sequence[torch.Tensor],
-    name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-    take: Callable[[list[torch.Tensor]], Any],
-    *,
-    prefix: str,
-    is_in_place: bool = False,
-) -> int:
-    for tensor in tensors:
-        check(tensor, prefix, ADDED_UP)
-    if op == Adasum:
-        _check_adasum(tensors, process_set)
-    return submit(
-        "adasum" if op == Adasum else "allreduce",
+def _reduced(
+    tensors: Sequence[torch.Tensor], prefix: str, name: str | None, reduction: Reduction
+) -> Sequence[torch.Tensor]:
+    return with_gradients(
         tensors,
-        name,
-        process_set,
-        take,
-        prefix=prefix,
-        is_in_place=is_in_place,
-        op=int(op),
-        prescale=float(prescale_factor),
-        postscale=float(postscale_factor),
+        there=lambda given: synchronize(begin_reduction(given, prefix, name, reduction)),
+        back=lambda gradients, _: _reduced(gradients, prefix, None, reduction),
     )
+
+
+def begin_reduction(
+    tensors: Sequence[torch.Tensor],
+    prefix: str,
+    name: str | None,
+    reduction: Reduction,
+    take: Callable[[list[torch.Tensor]], Any] = tuple,
+    *,
+    is_in_place: bool = False,
+    is_scattered: bool = False,
+) -> int:
+    """Start an allreduce or, if ``is_scattered``, a reducescatter; return its handle. Arguments as for ``submit``."""
+    op, prescale, postscale, process_set = reduction
+    kind = "reducescatter" if is_scattered else "adasum" if op == Adasum else "allreduce"
+    check(tensors, kind, prefix)
+    if is_scattered and known_op(op) not in (Average, Sum):
+        raise HorovodInternalError(f"{prefix} knows no {known_op(op).name.title()}.", do="use hvd.Average or hvd.Sum")
+    if kind == "adasum":
+        _check_adasum(tensors, process_set)
+    fields: dict[str, Any] = {"op": int(op), "prescale": float(prescale), "postscale": float(postscale)}
+    return submit(kind, tensors, prefix, name, process_set, take=take, is_in_place=is_in_place, **fields)
 
 
 def _check_adasum(tensors: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
@@ -214,37 +219,3 @@ def _check_adasum(tensors: Sequence[torch.Tensor], process_set: ProcessSet) -> N
     for tensor in tensors:
         if not tensor.dtype.is_floating_point:
             raise ConfigurationError(f"Adasum does not take {tensor.dtype}.", do="convert the tensor to a float")
-
-
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:  # noqa: ANN401 - torch's
-        ctx.arguments = arguments[1:]
-        name, op, prescale, postscale, process_set = arguments
-        return synchronize(allreduce_async(tensor, None, name, op, prescale, postscale, process_set))  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ANN401 - torch's
-        op, prescale, postscale, process_set = ctx.arguments
-        gradient = grad_outputs[0].contiguous()
-        reduced = allreduce(
-            gradient, op=op, prescale_factor=prescale, postscale_factor=postscale, process_set=process_set
-        )
-        return reduced, None, None, None, None, None
-
-
-class _GroupedAllreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - torch's
-        name, op, prescale, postscale, process_set, *tensors = arguments
-        ctx.arguments = (op, prescale, postscale, process_set)
-        return synchronize(grouped_allreduce_async(tensors, None, name, op, prescale, postscale, process_set))  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ANN401 - torch's
-        op, prescale, postscale, process_set = ctx.arguments
-        gradients = [gradient.contiguous() for gradient in grad_outputs]
-        reduced = grouped_allreduce(
-            gradients, op=op, prescale_factor=prescale, postscale_factor=postscale, process_set=process_set
-        )
-        return (None, None, None, None, None, *reduced)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``DistributedOptimizer``: an optimizer whose ``step`` combines the gradients of all ranks first."""
+"""``DistributedOptimizer``: an optimizer whose ``step`` combines the gradients of all ranks first, or their steps."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,16 +13,21 @@ import torch
 from rankwise.compat.horovod.compression import Compression
 from rankwise.compat.horovod.errors import NotOffered
 from rankwise.compat.horovod.initialization import size
-from rankwise.compat.horovod.optimizer.adasum_optimizer import AdasumOptimizer
-from rankwise.compat.horovod.optimizer.averaging_optimizer import AveragingOptimizer
-from rankwise.compat.horovod.optimizer.gradients import GradientReduction
-from rankwise.compat.horovod.optimizer.wrapped_optimizer import WrappedOptimizer, wrapped
+from rankwise.compat.horovod.operations.api import synchronize
+from rankwise.compat.horovod.operations.reducing import allreduce_async_
+from rankwise.compat.horovod.optimizer.gradients import GradientReduction, Gradients
+from rankwise.compat.horovod.optimizer.wrapped_optimizer import (
+    GradientOrderError,
+    PassCounter,
+    WrappedOptimizer,
+    wrapped,
+)
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
 from rankwise.compat.horovod.reduce_ops import Adasum, Average, known_op
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from torch import nn
 
@@ -43,19 +49,19 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - as people write and call it
     Called by: every rank, in the same order.
 
     The mean is over ranks, whatever the size of their batches; gradients of several backward passes are added up and
-    not divided by their number. A parameter without a gradient counts as zero, and has one afterwards. Gradients travel
-    while backward runs, in its last pass.
+    not divided by their number. A parameter without a gradient counts as zero, and has one afterwards. Gradients are
+    sent while the last backward pass runs.
 
     Args:
-        optimizer: is not to be used itself afterwards; its state and options are taken over.
+        optimizer: must not be used itself afterwards; its state and options are taken over.
         named_parameters: ``model.named_parameters()``, or pairs of name and parameter.
         compression: ``Compression.none``, ``Compression.fp16``, or a class with ``compress`` and ``decompress``.
-        backward_passes_per_step: how many backward passes there are at most before a step.
-        op: ``Average``, ``Sum``, ``Adasum`` (then it is the steps that are combined), ``Min``, ``Max``, ``Product``.
+        backward_passes_per_step: the largest number of backward passes before a step.
+        op: ``Average``, ``Sum``, ``Adasum`` (which combines the steps instead), ``Min``, ``Max``, ``Product``.
         gradient_predivide_factor: gradients are divided by it before they are averaged, and multiplied afterwards.
         num_groups: as an integer in ``groups``.
-        groups: which gradients were to travel together. Checked; here all that can do.
-        sparse_as_dense: make sparse gradients dense on their way.
+        groups: which gradients Horovod would send together. Checked only: here they are sent in buckets.
+        sparse_as_dense: make sparse gradients dense before they are sent.
         process_set: the ranks to combine over.
 
     Returns:
@@ -66,7 +72,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - as people write and call it
         NotOffered: Adasum within a process set; it is a ``NotImplementedError``.
     """
     _check(optimizer, backward_passes_per_step, gradient_predivide_factor, op)
-    _check_ways(op, compression, process_set)
+    _check_reduction(op, compression, process_set)
     if num_groups != 0:
         # Begins as Horovod's, which people filter on.
         message = "Parameter `num_groups` has been replaced by `groups`. Pass groups=."
@@ -79,12 +85,12 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - as people write and call it
             raise NotOffered(
                 "Adasum combines the steps of all ranks, not of a process set.", do="leave out process_set=, or op="
             )
-        stepping: AdasumOptimizer = wrapped(AdasumOptimizer, optimizer, names, backward_passes_per_step)
+        stepping = wrapped(AdasumOptimizer, optimizer, names, backward_passes_per_step)
         stepping.begin(compression)
         return stepping
-    result: AveragingOptimizer = wrapped(AveragingOptimizer, optimizer, names, backward_passes_per_step)
-    result.begin(GradientReduction(op, compression, gradient_predivide_factor, sparse_as_dense, process_set))
-    return result
+    averaging = wrapped(AveragingOptimizer, optimizer, names, backward_passes_per_step)
+    averaging.begin(GradientReduction(op, compression, gradient_predivide_factor, sparse_as_dense, process_set))
+    return averaging
 
 
 def _names(
@@ -150,7 +156,7 @@ def _check(optimizer: object, passes: int, predivide_factor: float, op: object) 
         )
 
 
-def _check_ways(op: int, compression: object, process_set: object) -> None:
+def _check_reduction(op: int, compression: object, process_set: object) -> None:
     known_op(op)
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ConfigurationError(
@@ -164,15 +170,13 @@ def _check_ways(op: int, compression: object, process_set: object) -> None:
 
 
 def _check_groups(groups: object) -> None:
-    if groups is None:
+    if groups is None or (isinstance(groups, int) and groups > 0):
         return
     if not isinstance(groups, list):
-        if not isinstance(groups, int) or groups <= 0:
-            raise ConfigurationError(
-                f"groups must be a number of groups, or a list of lists of parameters, not {groups!r}.",
-                do="leave it out: gradients travel in buckets anyway",
-            )
-        return
+        raise ConfigurationError(
+            f"groups must be a number of groups, or a list of lists of parameters, not {groups!r}.",
+            do="leave it out: gradients travel in buckets anyway",
+        )
     seen: set[int] = set()
     for parameter in (one for group in groups for one in group):  # pyright: ignore[reportUnknownVariableType]
         if not isinstance(parameter, torch.Tensor):
@@ -180,3 +184,142 @@ def _check_groups(groups: object) -> None:
         if id(parameter) in seen:
             raise ConfigurationError("A parameter can be in one of groups only.", do="name it once")
         seen.add(id(parameter))
+
+
+class AveragingOptimizer(WrappedOptimizer):
+    """The class for every op but Adasum: combines gradients, then every rank takes the same step."""
+
+    process_set: ProcessSet
+    _gradients: Gradients | None
+
+    def begin(self, reduction: GradientReduction) -> None:
+        """Combine gradients from now on, if other ranks are in the process set."""
+        process_set = self.process_set = reduction.process_set
+        self._gradients = None
+        if process_set.included() and (process_set.size() or 1) > 1:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            names = [self._parameter_names[parameter] for parameter in trained]
+            self._gradients = Gradients(names, trained, reduction, self.backward_passes_per_step)
+            self._passes = self._gradients.passes
+            self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+
+    def synchronize(self) -> None:
+        """Combine all gradients over the ranks, so that they can be changed before ``step``, for example clipped.
+
+        Called by: every rank of the process set.
+        """
+        if self._gradients is not None:
+            self._follow_unfrozen()
+            self._gradients.reduce()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Generator[None]:
+        """Return a context in which ``step`` uses the gradients as :meth:`synchronize` has left them."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Combine all gradients over the ranks, and step.
+
+        Called by: every rank of the process set.
+
+        Args:
+            closure: computes the loss, and gradients if there are none yet; they are combined after it.
+        """
+        gradients = self._gradients
+        is_late = self._should_synchronize and closure is not None and gradients is not None and not self.is_pending
+        if self._should_synchronize and not is_late:
+            if self._synchronized:
+                # Begins as Horovod's, which people filter on.
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). "
+                    "Gradients that were already reduced are reduced again: write `with optimizer.skip_synchronize(): "
+                    "optimizer.step()`.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        if closure is None:
+            super().step()
+            return None
+
+        def combining() -> float:
+            loss = closure()
+            # Late gradients come from the closure of some rank, perhaps not of this one.
+            if gradients is not None and (is_late or self.is_pending):
+                gradients.reduce()
+            return loss
+
+        return super().step(combining)
+
+    def forget_gradients(self) -> None:
+        """Discard gradients that were computed but not combined, or are being sent."""
+        if self._gradients is not None:
+            self._gradients.forget()
+
+
+class AdasumOptimizer(WrappedOptimizer):
+    """The class for Adasum: every rank steps by itself, then the changes of the parameters are combined.
+
+    Source: Maleki et al. (arXiv:2006.02924), extended from gradients to the steps of any optimizer.
+    """
+
+    _compression: Any
+
+    def begin(self, compression: Any) -> None:  # noqa: ANN401 - a user's own class too
+        """Count backward passes from now on."""
+        self._compression = compression
+        self._passes = PassCounter(self.backward_passes_per_step, lambda _: None)
+        for group in self.param_groups:
+            self._follow(group["params"])
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients are not combined."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Generator[None]:
+        """Raise: steps that are not combined would leave the ranks with different parameters.
+
+        Raises:
+            GradientOrderError: always; it is an ``AssertionError``.
+        """
+        raise GradientOrderError(
+            "op=Adasum combines the optimizer steps, so synchronization cannot be skipped.", do="call step()"
+        )
+        yield  # makes this function a context manager
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step, and replace the change of each parameter by the Adasum of all ranks' changes.
+
+        Called by: every rank.
+
+        Args:
+            closure: computes gradients, and the loss that is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._follow_unfrozen()
+        moved = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        for parameter in moved:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        starts = [parameter.detach().clone() for parameter in moved]
+        super().step()
+        under_way: list[tuple[Any, Any]] = []
+        for parameter, start in zip(moved, starts, strict=True):
+            compressed, context = self._compression.compress(parameter.detach() - start)
+            under_way.append((allreduce_async_(compressed, name=self._parameter_names[parameter], op=Adasum), context))
+        for parameter, start, (handle, context) in zip(moved, starts, under_way, strict=True):
+            parameter.copy_(start + self._compression.decompress(synchronize(handle), context))
+        if self._passes is not None:
+            self._passes.start_over()
+        return loss

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of one wrapped optimizer: counted while backward runs, combined over ranks in ``reduce``.
 
-Means and sums of dense gradients are reduced in buckets, everything else by name, as operations of its own.
+Means and sums of dense gradients are reduced in buckets, all others as operations of their own, by name.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,8 @@ from rankwise.comm.collectives import exchange_of, gather_json
 from rankwise.compat.horovod.compression import Compression
 from rankwise.compat.horovod.negotiation import queue
 from rankwise.compat.horovod.operations.api import synchronize
+from rankwise.compat.horovod.operations.collectives import sparse_allreduce_async
 from rankwise.compat.horovod.operations.reducing import allreduce_async_
-from rankwise.compat.horovod.operations.sparse import sparse_allreduce_async
 from rankwise.compat.horovod.optimizer.wrapped_optimizer import PassCounter
 from rankwise.compat.horovod.reduce_ops import Average, Sum
 from rankwise.errors import ConfigurationError
@@ -35,13 +34,12 @@ if TYPE_CHECKING:
     from rankwise.compat.horovod.process_sets import ProcessSet
 
 _numbers: Counter[int] = Counter()
-"""How many optimizers there were of each process set: ranks wrap theirs in one order, so it is the same on each."""
+"""The number of optimizers of each process set so far; equal on all ranks, which wrap them in the same order."""
 _collected: set[str] = set()
-"""Names of the optimizers that this rank has let go of, and whose channels are still there for when it joins."""
+"""Names of deleted optimizers whose channels are kept, since this rank uses them after it has joined."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradientReduction:
+class GradientReduction(NamedTuple):
     """How gradients are combined."""
 
     op: Any
@@ -56,13 +54,13 @@ class GradientReduction:
         return self.op in {Average, Sum} and self.compression in {Compression.none, Compression.fp16}
 
     def weights(self, num_ranks: int) -> Weights:
-        """Return what every rank's gradients count: a sum is a mean whose weights sum to one."""
+        """Return the weight of every rank's gradients: a sum is a mean whose weights add up to one."""
         share = 1.0 / self.predivide_factor
         return Weights(share, share if self.op == Average else 1.0 / num_ranks)
 
 
 class Gradients:
-    """What becomes of the gradients of one optimizer, from its wrapping until it is gone."""
+    """Combines the gradients of one wrapped optimizer, as long as it exists."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[nn.Parameter], reduction: GradientReduction, num_passes: int
@@ -71,7 +69,7 @@ class Gradients:
         self.passes.follow(names, parameters)
         self._reduction = reduction
         self._num_in_buckets = len(parameters)
-        """Parameters that are added later are reduced by name: the buckets are laid out for these."""
+        """The buckets hold these parameters; those that are added later are reduced by name."""
         self._arrived: list[int] = []
         self._was_sparse: set[int] = set()
         self._sparse: set[int] = set()
@@ -88,9 +86,9 @@ class Gradients:
         weakref.finalize(self, _collected.add, self._what)
 
     def forget(self) -> None:
-        """Forget what was computed, and what of it is on its way."""
+        """Discard gradients that were computed or are being sent."""
         self._start_over()
-        # Other ranks may not have sent what this one has: nothing more can be sent on these channels.
+        # This rank may have sent more than others: nothing more can be sent on these channels.
         self._buckets = None
         self._is_open = not self._reduction.takes_buckets
 
@@ -101,7 +99,7 @@ class Gradients:
         self._under_way.clear()
 
     def _complete(self, number: int) -> None:
-        """Let a gradient go on its way, while backward runs."""
+        """Send a complete gradient, while backward runs."""
         if not self._is_open and number < self._num_in_buckets:
             self._arrived.append(number)
         elif self._buckets is not None and self._buckets.carries(number):
@@ -112,7 +110,7 @@ class Gradients:
     # -- before a step -----------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Combine all gradients over the ranks of the process set. Who has none of a parameter counts as zero.
+        """Combine all gradients over the ranks of the process set. A missing gradient counts as zero.
 
         Called by: every rank of the process set, once per step.
         """
@@ -133,7 +131,7 @@ class Gradients:
         self._start_over()
 
     def _open(self) -> None:
-        """Lay out the buckets, when every rank has seen which gradients there are.
+        """Lay out the buckets, once every rank knows which gradients there are.
 
         Called by: every rank of the process set.
         """
@@ -161,7 +159,7 @@ class Gradients:
             self.passes.parameters, order, exchange.dup(), what, compress, names=self.passes.names
         )
         self._weights = reduction.weights(exchange.world_size)
-        # The queue keeps the channels: a rank may have joined and be done with its optimizer while others step.
+        # The queue keeps the channels: a rank may have joined and deleted its optimizer while others step.
         queue.register(self._what, partial(_stand_in, self._buckets.channels, self._weights.weight))
 
     def _carry(self) -> None:
@@ -171,7 +169,9 @@ class Gradients:
         for number in range(self._num_in_buckets):
             if buckets.carries(number):
                 self._make_dense(number)
-                _fill(self.passes.parameters[number])
+                parameter = self.passes.parameters[number]
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         buckets.send_rest(self._weights)
         buckets.take_back()
         for number in self._was_sparse:
@@ -233,20 +233,14 @@ class Gradients:
 
 
 def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as an embedding's, of no rows."""
+    """Return a gradient like an embedding's, with no rows."""
     indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
     values = parameter.detach().new_zeros(0, *parameter.shape[1:])
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
 
 
-def _fill(parameter: nn.Parameter) -> None:
-    """Give a parameter that has no gradient a gradient of zeros."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-
-
 def _stand_in(channels: Sequence[BucketChannel], weight: float) -> None:
-    """Take part in a step of the other ranks, with nothing."""
+    """Take part in a step of the other ranks, with weight zero."""
     for channel in channels:
         channel.claim()
         channel.start(0.0, weight, ())
@@ -255,7 +249,7 @@ def _stand_in(channels: Sequence[BucketChannel], weight: float) -> None:
 
 
 def _withdraw(handles: Iterable[Any]) -> None:
-    """Forget operations that no other rank has come to: the next step has some of the same names."""
+    """Withdraw operations that other ranks may not have called: the next step has some of the same names."""
     known = queue.current_queue()
     for handle in handles:
         operation = None if callable(handle) else known.handles.pop(handle, None)
@@ -264,7 +258,7 @@ def _withdraw(handles: Iterable[Any]) -> None:
 
 
 def _free_channels(names: set[str]) -> None:
-    """Let go of the channels of optimizers that no rank has any more."""
+    """Drop the channels of optimizers that every rank has deleted."""
     _collected.difference_update(names)
     as_joined = queue.current_queue().as_joined
     for name in names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``DistributedOptimizer`` adds to an optimizer of any class: it counts backward passes and guards the order."""
+"""The base of ``DistributedOptimizer``s of any class: it counts backward passes and checks the order of calls."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ W = TypeVar("W", bound="WrappedOptimizer")
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """What wrapping adds to an optimizer: the first base of a class that is otherwise the optimizer's own."""
+    """The first base of a class that is otherwise the wrapped optimizer's own."""
 
     backward_passes_per_step: int
     _parameter_names: dict[nn.Parameter, str]
-    """Called as in Horovod's optimizers, whose subclasses and scripts read it."""
+    """Named as in Horovod's optimizers, since subclasses and scripts read it."""
     _passes: PassCounter | None
-    """``None`` where there is nobody to combine with."""
+    """``None`` if there are no other ranks to combine with."""
     _frozen: list[nn.Parameter]
     _synchronized: bool
     _should_synchronize: bool
@@ -37,7 +37,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self._passes is not None and self._passes.is_pending
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise: a copy would not be one of the optimizers that the ranks made alike."""
+        """Raise: a copy would not correspond to an optimizer on the other ranks."""
         raise ConfigurationError(
             "A DistributedOptimizer cannot be pickled or copied.",
             do="save optimizer.state_dict(), and load it into a newly wrapped optimizer",
@@ -54,25 +54,25 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._follow(self.param_groups[index]["params"])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Expect so many backward passes before each step, from now on.
+        """Expect this number of backward passes before each step, from now on.
 
-        Gradients of the step under way that are complete stay complete, since they may be on their way already: the
-        next backward that adds to one before ``step()`` raises a GradientOrderError. The others get ``passes`` more.
+        Complete gradients of the current step remain complete, since they may be being sent already: the next backward
+        that adds to one before ``step()`` raises a GradientOrderError. The others get ``passes`` more.
         """
         self.backward_passes_per_step = passes
         if self._passes is not None:
             self._passes.expect(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state; gradients that were not combined yet are forgotten."""
+        """Load the optimizer's state; gradients that were not combined yet are discarded."""
         self._synchronized = False
         self._should_synchronize = True
-        # One rank alone may load: where nothing is on its way, nothing may change towards the others.
+        # A single rank may load: if nothing is being sent, its channels must remain as on the others.
         if self.is_pending:
             self.forget_gradients()
         groups = self.param_groups
         super().load_state_dict(state_dict)
-        # The same dicts: a scheduler that was made of the optimizer before it was wrapped looks at them.
+        # Keep the same dicts: a scheduler that was created before the optimizer was wrapped refers to them.
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.clear()
             group.update(loaded)
@@ -82,7 +82,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Clear the gradients.
 
         Raises:
-            GradientOrderError: there are some that no step has used. It is an ``AssertionError`` too.
+            GradientOrderError: no step has used them yet. It is an ``AssertionError`` too.
         """
         if self.is_pending:
             raise GradientOrderError(
@@ -93,7 +93,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Count the gradients of parameters; of a frozen one, when it is no more."""
+        """Count the gradients of parameters; of frozen ones, once they are no longer frozen."""
         if self._passes is not None:
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             self._passes.follow([self._parameter_names[parameter] for parameter in trained], trained)
@@ -105,19 +105,19 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._follow(were_frozen)
 
     def forget_gradients(self) -> None:
-        """Forget gradients that were computed and not combined."""
+        """Discard gradients that were computed but not combined."""
         if self._passes is not None:
             self._passes.start_over()
 
 
 def wrapped(kind: type[W], optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], passes: int) -> W:
-    """Return an optimizer that is all ``optimizer`` is, and a ``kind`` too."""
+    """Return an optimizer with the class and the state of ``optimizer``, which is a ``kind`` too."""
     own = type(optimizer)
     result: Any = object.__new__(
         type(own.__name__, (kind, own), {"__doc__": own.__doc__, "__module__": own.__module__})
     )
     vars(result).update(vars(optimizer))
-    # A scheduler may have put a step of the optimizer itself here.
+    # A scheduler may have stored the optimizer's own step here.
     vars(result).pop("step", None)
     result.backward_passes_per_step = passes
     result._parameter_names = names  # noqa: SLF001 - of this module
@@ -133,28 +133,18 @@ class GradientOrderError(ConfigurationError, AssertionError):
 
 
 class PassCounter:
-    """Counts the gradients of some parameters, and says when one is complete."""
+    """Counts the gradients of some parameters; calls ``complete(number)`` after ``num_passes``, while backward runs."""
 
     def __init__(self, num_passes: int, complete: Callable[[int], None]) -> None:
-        """Count for nobody yet.
-
-        Args:
-            num_passes: after how many a gradient is complete.
-            complete: is then called with the parameter's number, while backward runs.
-        """
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         self._num_passes = num_passes
         self._expected: list[int] = []
-        """Passes of this step after which each gradient is complete."""
+        """For each gradient, the number of passes of this step after which it is complete."""
         self._left: list[int] = []
         self._complete = complete
-        self._touched = False
-
-    @property
-    def is_pending(self) -> bool:
+        self.is_pending = False
         """Whether there are gradients that no step has used."""
-        return self._touched
 
     def follow(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         """Count the gradients of more parameters."""
@@ -166,7 +156,7 @@ class PassCounter:
             self._left.append(self._num_passes)
 
     def expect(self, num_passes: int) -> None:
-        """Expect ``num_passes`` before each step, from now on; what is complete in this step stays complete."""
+        """Expect ``num_passes`` before each step, from now on; complete gradients of this step remain complete."""
         self._num_passes = num_passes
         for number, left in enumerate(self._left):
             if left > 0:
@@ -177,7 +167,7 @@ class PassCounter:
         """Begin a step."""
         self._expected = [self._num_passes] * len(self.parameters)
         self._left = self._expected.copy()
-        self._touched = False
+        self.is_pending = False
 
     def _count(self, number: int) -> None:
         left = self._left[number]
@@ -196,7 +186,7 @@ class PassCounter:
                 "differentiated again.",
                 do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
             )
-        self._touched = True
+        self.is_pending = True
         self._left[number] = left - 1
         if left == 1:
             self._complete(number)

@@ -3,15 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rankwise.compat.megengine.autodiff.grad_manager import GradManager, NotRecording
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 
 __all__ = ["GradManager", "NotRecording"]
 
-_NOT_OFFERED = {"Function": "torch.autograd.Function"}
-
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    raise refused("megengine.autodiff", name, _NOT_OFFERED, __all__)
+__getattr__ = refusing("megengine.autodiff", __all__, {"Function": "torch.autograd.Function"}.get)

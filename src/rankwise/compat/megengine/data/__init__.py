@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.data``: the loader, and the samplers that shard by themselves."""
+"""``megengine.data``: the loader, and samplers that shard datasets."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from rankwise.compat.megengine.data import dataset, transform
 from rankwise.compat.megengine.data.collator import Collator
@@ -17,7 +15,7 @@ from rankwise.compat.megengine.data.sampler import (
     SequentialSampler,
     StreamSampler,
 )
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 
 __all__ = [
     "Collator",
@@ -33,8 +31,4 @@ __all__ = [
     "transform",
 ]
 
-_NOT_OFFERED = {"get_worker_info": "torch.utils.data.get_worker_info"}
-
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    raise refused("megengine.data", name, _NOT_OFFERED, __all__)
+__getattr__ = refusing("megengine.data", __all__, {"get_worker_info": "torch.utils.data.get_worker_info"}.get)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.data.dataloader``: MegEngine's loader, whose worker processes are those of torch's."""
+"""``megengine.data.dataloader``: MegEngine's loader, on the workers of torch's."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -21,22 +22,22 @@ from rankwise.errors import ConfigurationError
 
 
 class DataLoader:
-    """Batches of a dataset as NumPy arrays: read, transformed, and put together, in worker processes or here.
+    """Batches of a dataset as NumPy arrays: read, transformed and collated, in worker processes or in this one.
 
-    Which samples a rank gets is the sampler's affair: those of a dataset with a length shard by themselves.
+    The sampler decides which samples a rank gets: those for datasets with a length shard them.
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``, or a ``StreamDataset``.
-        sampler: of this dataset; default: one sample after another, each a batch. A ``StreamSampler`` for a stream.
+        sampler: of this dataset; default: all samples in order, each a batch. A ``StreamSampler`` for a stream.
         transform: has ``apply_batch(samples)``; for a stream, ``apply(sample)``.
         collator: has ``apply(samples)``, which returns the batch.
-        num_workers: processes that read ahead; 0: this one reads.
+        num_workers: processes that read ahead; 0: this process reads.
         timeout: seconds to wait for a batch of the workers; 0: no limit.
-        preload: whether arrays become tensors on this rank's device.
+        preload: whether to convert arrays to tensors on this rank's device.
         parallel_stream: must be false: with workers, each reads the whole stream and keeps its share of the batches.
 
     Raises:
-        ConfigurationError: the sampler is not of the dataset's kind, or a number is negative.
+        ConfigurationError: the sampler does not match the kind of dataset, or a number is negative.
     """
 
     def __init__(  # noqa: PLR0917 - as MegEngine has it
@@ -72,18 +73,15 @@ class DataLoader:
         self.preload = preload
         options: dict[str, Any] = {"num_workers": num_workers}
         if num_workers:
-            # As rankwise.DataLoader starts them: a dataset need not be one that can be pickled.
+            # As in rankwise.DataLoader: a forked worker does not need a dataset that can be pickled.
             start = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
             options |= {"timeout": timeout, "multiprocessing_context": start}
+        options["collate_fn"] = partial(_batch, self.transform, self.collator, is_stream=is_stream)
         if is_stream:
             batches = _SampleStream(dataset, cast("StreamSampler", sampler).batch_size)
-            join = _Batch(self.transform, self.collator, is_stream=True)
-            self._loader = torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=join, **options)
+            self._loader = torch.utils.data.DataLoader(batches, batch_size=None, **options)
         else:
-            join = _Batch(self.transform, self.collator, is_stream=False)
-            self._loader = torch.utils.data.DataLoader(
-                dataset, batch_sampler=cast("Any", sampler), collate_fn=join, **options
-            )
+            self._loader = torch.utils.data.DataLoader(dataset, batch_sampler=cast("Any", sampler), **options)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
@@ -93,22 +91,15 @@ class DataLoader:
         return len(cast("MapSampler", self.sampler))
 
 
-class _Batch:
-    """Makes a batch of samples, where they were read."""
-
-    def __init__(self, transform: Transform, collator: Collator, *, is_stream: bool) -> None:
-        self._transform = transform
-        self._collator = collator
-        self._is_stream = is_stream
-
-    def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 - what the collator makes
-        if self._is_stream:
-            return self._collator.apply([self._transform.apply(one) for one in samples])
-        return self._collator.apply(self._transform.apply_batch(samples))
+def _batch(transform: Transform, collator: Collator, samples: list[Any], *, is_stream: bool) -> Any:  # noqa: ANN401 - what the collator returns
+    """Make a batch from samples, in the process that read them."""
+    if is_stream:
+        return collator.apply([transform.apply(one) for one in samples])
+    return collator.apply(transform.apply_batch(samples))
 
 
 class _SampleStream(torch.utils.data.IterableDataset[list[Any]]):
-    """The samples of a stream, as many together as a batch has. The last may be fewer."""
+    """The samples of a stream in lists of the size of a batch. The last may be shorter."""
 
     def __init__(self, dataset: StreamDataset, batch_size: int) -> None:
         self._dataset = dataset
@@ -120,7 +111,7 @@ class _SampleStream(torch.utils.data.IterableDataset[list[Any]]):
         samples = iter(self._dataset)
         number = 0
         while batch := [*islice(samples, self._batch_size)]:
-            # torch takes batches of its workers in turn, so that they are in the order of the stream.
+            # torch takes batches from its workers in turn, so that they are in the order of the stream.
             if number % num == own:
                 yield batch
             number += 1

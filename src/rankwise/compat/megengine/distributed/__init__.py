@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rankwise.compat.megengine import device as helper
 from rankwise.compat.megengine.distributed import functional
-from rankwise.compat.megengine.distributed.backends import override_backend
 from rankwise.compat.megengine.distributed.client import Client, get_client
 from rankwise.compat.megengine.distributed.gradients import AllreduceCallback, bcast_list_, make_allreduce_cb
 from rankwise.compat.megengine.distributed.groups import (
@@ -19,10 +16,11 @@ from rankwise.compat.megengine.distributed.groups import (
     group_barrier,
     is_distributed,
     new_group,
+    override_backend,
     synchronized,
 )
 from rankwise.compat.megengine.distributed.starting import Server, init_process_group, launcher
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 
 __all__ = [
     "WORLD",
@@ -56,6 +54,4 @@ _NOT_OFFERED = {
     "group_end": "one collective after another, or a list of tensors in rankwise.all_reduce()",
 }
 
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    raise refused("megengine.distributed", name, _NOT_OFFERED, __all__)
+__getattr__ = refusing("megengine.distributed", __all__, _NOT_OFFERED.get)

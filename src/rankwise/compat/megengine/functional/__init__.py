@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rankwise.compat.megengine.functional import distributed, loss, nn
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 
 __all__ = ["distributed", "flatten", "loss", "matmul", "nn"]
 
@@ -30,6 +28,4 @@ def matmul(
     return first @ second
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    instead = {} if name.startswith("__") else {name: "torch.nn.functional, or torch itself"}
-    raise refused("megengine.functional", name, instead, __all__)
+__getattr__ = refusing("megengine.functional", __all__, "torch.nn.functional, or torch itself")

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 from rankwise.errors import ConfigurationError
 
 __all__ = ["cross_entropy"]
@@ -44,6 +42,4 @@ def cross_entropy(  # noqa: PLR0917 - as MegEngine has it
     )
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    instead = {} if name.startswith("__") else {name: "torch.nn.functional"}
-    raise refused("megengine.functional.loss", name, instead, __all__)
+__getattr__ = refusing("megengine.functional.loss", __all__, "torch.nn.functional")

@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rankwise.compat.megengine.functional.loss import cross_entropy
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 
 __all__ = ["cross_entropy"]
 
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    instead = {} if name.startswith("__") else {name: "torch.nn.functional"}
-    raise refused("megengine.functional.nn", name, instead, __all__)
+__getattr__ = refusing("megengine.functional.nn", __all__, "torch.nn.functional")

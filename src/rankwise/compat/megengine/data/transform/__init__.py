@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.data.transform``: what a loader does to each sample. Those of images are torchvision's."""
+"""``megengine.data.transform``: base classes of transforms. Transforms of images are torchvision's."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.not_offered import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ __all__ = ["PseudoTransform", "Transform"]
 
 
 class Transform(ABC):
-    """What is done to the samples of a batch, one after another. A subclass says what, in :meth:`apply`."""
+    """Transforms the samples of a batch, one after another, by the subclass's :meth:`apply`."""
 
     def apply_batch(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Return the samples of a batch, transformed."""
@@ -30,13 +30,12 @@ class Transform(ABC):
 
 
 class PseudoTransform(Transform):
-    """Leaves samples as they are: what a loader without ``transform=`` has."""
+    """Does not change samples; the default of ``DataLoader(transform=)``."""
 
     def apply(self, input: Any) -> Any:  # noqa: A002, ANN401 - as MegEngine has it; a sample
         """Return the sample."""
         return input
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - nothing is returned
-    instead = "torchvision.transforms.v2, in the apply() of a subclass of megengine.data.transform.Transform"
-    raise refused("megengine.data.transform", name, {} if name.startswith("__") else {name: instead}, __all__)
+IMAGE_TRANSFORMS = "torchvision.transforms.v2, in the apply() of a subclass of megengine.data.transform.Transform"
+__getattr__ = refusing("megengine.data.transform", __all__, IMAGE_TRANSFORMS)
