@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rankwise.parallel.loss.hooks import mark_output
-from rankwise.parallel.loss.terms import ForwardCall, LossReader
+from rankwise.parallel.loss.terms import ForwardCall, LossReader, mark_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable

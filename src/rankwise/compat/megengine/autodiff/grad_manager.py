@@ -16,9 +16,8 @@ from rankwise.comm.optimizer_steps import account_for_part
 from rankwise.compat.megengine.distributed.gradients import AllreduceCallback
 from rankwise.compat.megengine.recording import Recording, recordings
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.core.earlier_gradients import add_back, restore, set_aside
-from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights
-from rankwise.parallel.core.gradient_hooks import call_when_accumulated
+from rankwise.parallel.core.accumulation import add_back, restore, set_aside
+from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights, call_when_accumulated
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
