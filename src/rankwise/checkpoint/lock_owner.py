@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.health import process_probe
-from rankwise.world import environments
+from rankwise.world.environments.process import job_of_process
 
 if TYPE_CHECKING:
     from typing import Self
@@ -50,7 +50,7 @@ class LockOwner:
     @classmethod
     def this_process(cls) -> Self:
         """Return this process as the owner of a new lock."""
-        job, attempt = environments.job_of_process()
+        job, attempt = job_of_process()
         return cls(
             hostname=socket.gethostname(),
             machine=process_probe.this_process().host,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of a measured step: a row per rank, a box per forward and backward, blank where a rank waited.
+"""A picture of a measured step: a row per rank, a box per forward and backward, gaps where a rank waited.
 
 Spans in, SVG text or a PNG file out. Used by pipeline.
 """
@@ -35,7 +35,7 @@ class Picture:
 
     @property
     def seconds(self) -> float:
-        """From when the ranks met to when the last one was done."""
+        """From the meeting of the ranks to the end of the last one."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property

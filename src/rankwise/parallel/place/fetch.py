@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running parts of a model whose weights wait elsewhere: fetched when needed, the next part ahead of time.
+"""Running parts of a model whose weights are elsewhere: fetched when needed, the next part ahead of time.
 
-While a part runs, its modules see fetched weights in place of their parameters; what autograd keeps for backward is a
-note where to fetch them again. Gradients arrive at the parameters themselves. Holds at most two parts in memory, and
-knows nothing of plans and files. Imported by place.
+While a part runs, its modules see fetched weights in place of their parameters; autograd keeps a note for backward of
+where to fetch them again. Gradients arrive at the parameters themselves. At most two parts are in memory. Imported by
+place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Backward:
-    """What is kept while backward goes through one part."""
+    """The part that backward is in, and its weights."""
 
     task: int = NO_GRAPH
     away: OffloadedPart | None = None
@@ -71,7 +71,7 @@ class Fetching:
         self._is_running = True
         if in_backward():
             return
-        # What an interrupt has left: torch calls no hooks then.
+        # Left by an interrupt, after which torch calls no hooks.
         for away in self._open[::-1]:
             away.abandon()
             self._close(away)
@@ -87,10 +87,8 @@ class Fetching:
     def enter(self, away: OffloadedPart, *, with_notes: bool = True) -> None:
         """Have a part see its weights on its device. Calls may be nested; each needs its :meth:`leave`.
 
-        Args:
-            away: the part.
-            with_notes: keep notes for backward in place of weights. torch.utils.checkpoint wants to see as many
-                tensors kept when it calls layers again as when they were called within their part.
+        ``with_notes`` keeps notes for backward in place of weights. torch.utils.checkpoint requires as many tensors to
+        be kept when it calls layers again as when they were called within their part.
         """
         is_within = away.is_running
         away.enter()
@@ -101,7 +99,7 @@ class Fetching:
             if away.is_as_placed:
                 self._show(away, with_notes=with_notes)
             else:
-                # What was put in its place is no part of the plan: backward keeps it as it keeps any tensor.
+                # Replaced parameters are not in the plan: backward keeps them like any tensor.
                 away.show_replaced()
         except BaseException:
             self.leave(away)
@@ -187,7 +185,7 @@ class Fetching:
         if self._is_ahead and following is not None and following is not running and not following.is_running:
             device = following.device
             if device not in self._streams:
-                # One for good: torch keeps freed memory apart for every stream.
+                # Created once: torch keeps freed memory separate for every stream.
                 self._streams[device] = new_stream(device)
             self._ahead = _Ahead(following, self._streams.get(device))
 
@@ -199,7 +197,7 @@ class Fetching:
 
 
 class _Ahead:
-    """A part that a thread fetches."""
+    """A part that is fetched by a thread."""
 
     def __init__(self, away: OffloadedPart, stream: torch.Stream | None) -> None:
         self.away = away
@@ -227,7 +225,7 @@ class _Ahead:
             raise self._error
         if self._stream is not None:
             for tensor in self._data:
-                # Memory of another stream must not be used again while this one still reads it.
+                # Memory of another stream must not be reused while this one still reads it.
                 tensor.record_stream(current_stream(self.away.device))
         data, self._data = self._data, []
         return data
@@ -248,7 +246,7 @@ class _Fetched(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A fetched weight, or a view of one, that backward will need."""
+    """A fetched weight, or a view of one, that backward needs."""
 
     away: OffloadedPart
     number: int
@@ -260,7 +258,7 @@ class _Note:
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """Something else that backward will need: as the hooks around ours keep it, or as it is."""
+    """Another tensor that backward needs: packed by the hooks around ours, or as it is."""
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor] | None
@@ -268,14 +266,14 @@ class _Passed:
 
 
 class _Keeping:
-    """What is kept for backward while one part runs: notes for its weights, the rest as ever."""
+    """The saved-tensor hooks while one part runs: notes for its weights, other tensors as usual."""
 
     def __init__(self, fetching: Fetching, away: OffloadedPart, data: Iterable[torch.Tensor]) -> None:
         self._fetching = fetching
         self._away = away
         self._numbers = {address: number for number, tensor in enumerate(data) if (address := _address(tensor))}
         self._dtypes = [parameter.dtype for parameter in away.parameters]
-        # Only the innermost hooks are called: what they do not want they hand on (to torch.utils.checkpoint's, say).
+        # torch calls only the innermost hooks: these pass other tensors on, for example to torch.utils.checkpoint's.
         self._outer: Hooks | None = innermost_saved_tensors_hooks()
 
     def hooks(self) -> Hooks:
@@ -303,7 +301,7 @@ class _Keeping:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's memory begins; 0 for what has none of its own, as a weight in parts, or no bytes."""
+    """Return where a tensor's memory begins; 0 if it has none of its own, as a quantised weight, or no bytes."""
     if type(tensor) not in {torch.Tensor, nn.Parameter} or tensor.layout is not torch.strided:
         return 0
     if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part whose weights are elsewhere than it runs: what its modules see in their place while it does.
+"""A part that runs on another device than its weights are on: the tensors its modules see while it runs.
 
-Parameters stay registered as they are. Fetches nothing itself. Imported by place.
+Parameters stay registered. Fetches nothing itself. Imported by place.
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ if TYPE_CHECKING:
 
 
 class OffloadedPart:
-    """A part of a model that runs on another device than its weights are on.
+    """A part of a model, and the device it runs on. Only parameters are fetched.
 
-    Knows its modules weakly: their hooks know it.
-
-    Args:
-        unit: the part; only parameters are fetched.
-        device: where it runs.
+    Refers to its modules weakly, since their hooks refer to it.
     """
 
     def __init__(self, unit: Unit, device: torch.device) -> None:
@@ -43,23 +39,23 @@ class OffloadedPart:
         ]
         self._shown: list[tuple[_ParameterSlot, torch.Tensor | None]] = []
         self._depth = 0
-        """How many calls of it are running inside one another."""
+        """The number of nested calls that are running."""
 
     @property
     def is_running(self) -> bool:
-        """Whether a call of it is running."""
+        """Whether a call of the part is running."""
         return self._depth > 0
 
     def enter(self) -> None:
-        """Note that a call of it begins, perhaps within another one."""
+        """Note that a call begins, perhaps within another one."""
         self._depth += 1
 
     def leave(self) -> None:
-        """Note that a call of it has ended."""
+        """Note that a call has ended."""
         self._depth -= 1
 
     def abandon(self) -> None:
-        """Note that no call of it is running any more: what an interrupt has left."""
+        """Note that all calls have ended, after an interrupt."""
         self._depth = 0
 
     @property
@@ -69,7 +65,7 @@ class OffloadedPart:
 
     @property
     def is_as_placed(self) -> bool:
-        """Whether its modules hold the parameters that they held when they were placed."""
+        """Whether the modules still hold the parameters they were placed with."""
         return all(place.parameter is self.parameters[place.number] for place in self._places)
 
     def show(self, tensors: list[torch.Tensor]) -> None:
@@ -78,7 +74,7 @@ class OffloadedPart:
             self._show(place, tensors[place.number])
 
     def show_replaced(self) -> None:
-        """Have the modules see what they hold now in place of the parameters, on the device of the part."""
+        """Have the modules see the tensors they hold now, moved to the device of the part."""
         copies: dict[int, torch.Tensor] = {}
         for place in self._places:
             parameter = place.parameter
@@ -91,7 +87,7 @@ class OffloadedPart:
         module = place.module()
         if module is not None:
             self._shown.append((place, place.parameter))
-            # An attribute of the object comes before what nn.Module.__getattr__ finds.
+            # An attribute of the object hides what nn.Module.__getattr__ finds.
             module.__dict__[place.attribute] = tensor
 
     def hide(self) -> None:
@@ -102,15 +98,11 @@ class OffloadedPart:
             if module is not None:
                 module.__dict__.pop(place.attribute, None)
         for module in {module for place, _ in shown if isinstance(module := place.module(), nn.RNNBase)}:
-            # torch keeps a list of the weights that it ran with, which would keep the fetched ones alive.
+            # torch keeps a list of the weights it ran with, which would keep the fetched ones alive.
             update_flat_weights(module)
 
     def check_shown(self, module: nn.Module) -> None:
-        """Raise if a parameter of ``module`` was replaced while the part runs, which goes on to see the old one.
-
-        Raises:
-            ConfigurationError: says which.
-        """
+        """Raise a ConfigurationError if a parameter of ``module`` was replaced while the part runs with the old one."""
         for place, parameter in self._shown:
             if place.module() is module and place.parameter is not parameter and place.attribute in vars(module):
                 raise ConfigurationError(
@@ -123,15 +115,15 @@ class OffloadedPart:
 
 @dataclass(frozen=True, slots=True)
 class _ParameterSlot:
-    """Where a module of a part holds a parameter."""
+    """A place where a module of a part holds a parameter."""
 
     module: ref[nn.Module]
     attribute: str
     number: int
-    """Of the parameter that was there when the part was placed."""
+    """Of the parameter that the module was placed with."""
 
     @property
     def parameter(self) -> torch.Tensor | None:
-        """What is there now. functional_call puts there what it was given."""
+        """The tensor that is there now, perhaps put there by functional_call."""
         module = self.module()
         return None if module is None else own_parameters(module).get(self.attribute)
