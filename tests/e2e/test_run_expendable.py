@@ -28,7 +28,7 @@ BEGINNING = """
 """
 
 
-def test_the_others_go_on_without_ranks_that_die_raise_or_are_stopped(command: Command) -> None:
+def test_the_others_continue_without_ranks_that_die_raise_or_are_stopped(command: Command) -> None:
     command.write(
         "train.py",
         BEGINNING

@@ -161,7 +161,7 @@ def _confirm_twice(session: Session) -> None:
     ranks.confirm("renaming", lambda: None)
 
 
-def test_who_waits_for_one_that_failed_is_told_its_error() -> None:
+def test_waiting_for_a_failed_rank_raises_its_error() -> None:
     of_two = "2: ValueError: the batch is bad"
     for result in testing.run_ranks(_wait_for_who_failed, 4)[:2]:
         assert result.get() == [of_two, of_two, "3: no word from host3"]

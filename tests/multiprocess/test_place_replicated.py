@@ -70,6 +70,6 @@ def _refused_alone(world: World) -> str:
     return "placed"
 
 
-def test_place_communicates_with_nobody() -> None:
+def test_place_does_no_communication() -> None:
     values = [result.get() for result in testing.run_ranks(_refused_alone, 2)]
     assert values == ["placed", "The plan names '2', but Sequential has no such module."]

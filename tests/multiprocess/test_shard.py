@@ -173,7 +173,7 @@ def _break_off(_: torch.Tensor) -> None:
     raise ZeroDivisionError
 
 
-def test_ranks_may_use_different_parts_of_a_block_count_nothing_and_go_on_after_an_error() -> None:
+def test_ranks_may_use_different_parts_of_a_block_and_continue_after_an_error() -> None:
     (x, y), _ = batches((4, 4))
 
     def plain(rows: list[slice], seldom: list[bool]) -> dict[str, torch.Tensor | None]:

@@ -194,7 +194,7 @@ def _asks_by_itself(world: World, folder: str) -> int:
     return state["step"]
 
 
-def test_a_loop_without_a_loader_asks_by_itself(tmp_path: Path) -> None:
+def test_a_loop_without_a_loader_calls_stop_if_asked(tmp_path: Path) -> None:
     results = run_ranks(_asks_by_itself, 2, str(tmp_path))
     assert [getattr(result.error, "code", None) for result in results] == [STOPPED_EXIT_CODE] * 2
     saved = {"step": 0}
@@ -215,7 +215,7 @@ def _told_with_nothing_to_save(world: World) -> list[str]:
     return [said.get(timeout=20).message] if world.rank == 0 else []
 
 
-def test_with_nothing_to_save_the_job_goes_on_and_one_rank_says_what_to_do() -> None:
+def test_with_nothing_to_save_the_job_continues_and_one_rank_says_what_to_do() -> None:
     (said,), others = (result.get() for result in run_ranks(_told_with_nothing_to_save, 2))
     assert "Pass Checkpointer.restore() or save() the rankwise.DataLoader" in said
     assert others == []

@@ -21,7 +21,7 @@ from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.launch.agent.signals import HANDLED, end_quietly
 from rankwise.launch.fork_server import descendants
 from rankwise.launch.fork_server.entrypoint import find_target
-from rankwise.launch.hosts.message_stream import line, mark
+from rankwise.launch.hosts.ssh_sessions import line, mark
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, Message, Ready, SignalHost, decode, refusal
 from rankwise.launch.rendezvous import LOOPBACK, JobAddress, listen_towards
 from rankwise.launch.report.exit_code import shell_code

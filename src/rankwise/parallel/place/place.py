@@ -157,7 +157,7 @@ def place(
         on_error.pop_all()
     hooks.install(model, runs_on, away, is_ahead=chosen.has_room_ahead)
     if to_int8:
-        model.register_forward_pre_hook(hooks.RefuseTraining(), prepend=True)
+        hooks.refuse_training(model)
         model.requires_grad_(requires_grad=False)
     _placed[model] = _Placed(Placement(tuple(parts), chosen.has_room_ahead), files)
     register_placed(model)
