@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rankwise.launch.agent.output import Output
-from rankwise.launch.agent.ranks import STOPPED_SECONDS, JobSettings, LocalRanks
+from rankwise.launch.agent.ranks import STOPPED_SECONDS, LocalRanks
 from rankwise.launch.fork_server.fork_server import ForkServer
 from rankwise.launch.messages import StartAttempt
+from rankwise.launch.options import LaunchOptions
+from rankwise.launch.rendezvous import JobAddress
 from rankwise.launch.report import failure
 
 if TYPE_CHECKING:
@@ -37,9 +39,11 @@ class Scene:
         for descriptor in (reader, writer):
             opened.callback(os.close, descriptor)
         self.folder = folder
-        settings = JobSettings(folder=str(folder), store=("localhost", 1), secret="s", interface=None, check=False)  # noqa: S106 - of nothing
+        job = JobAddress(address=("localhost", 1), secret="s")  # noqa: S106 - of nothing
         self._server = ForkServer(ours, os.getpid())
-        self.ranks = LocalRanks(2, settings, server=self._server, output=output, notify_pipe=reader)
+        self.ranks = LocalRanks(
+            2, job, LaunchOptions(), folder=str(folder), server=self._server, output=output, notify_pipe=reader
+        )
 
     def start(self, attempt: int, pid: int | None = None) -> None:
         for rank in range(2):
