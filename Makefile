@@ -19,7 +19,7 @@ VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
 .PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers docs docs-browser docs-links chart lock release-check clean
 
-help:  ## say what can be made
+help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(READY)  ## an environment of its own in .venv, from requirements/dev.lock
@@ -48,9 +48,9 @@ lint: setup  ## style, format, spelling
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/codespell $(CODE) *.md
-	@$(BIN)/python docs/messages.py --avoid docs/avoided.txt README.md CONTRIBUTING.md CHANGELOG.md docs/*.md
+	@$(BIN)/python docs/messages.py --avoid docs/avoided.txt README.md CONTRIBUTING.md CHANGELOG.md docs/*.md docs/decisions/*.md
 
-format: setup  ## mend what a tool can mend
+format: setup  ## fix what tools can fix
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 

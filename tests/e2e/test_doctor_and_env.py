@@ -92,7 +92,7 @@ def test_the_ranks_of_any_launcher_are_examined_together(command: Command, launc
 
 
 @pytest.mark.parametrize("launcher", sorted(LAUNCHERS))
-def test_env_tells_each_rank_who_started_it(command: Command, launcher: str) -> None:
+def test_env_shows_each_rank_its_launcher(command: Command, launcher: str) -> None:
     ended = run(command, *LAUNCHERS[launcher], "env", "--json")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     told = sorted((json.loads(line) for line in ended.stdout.splitlines()), key=lambda one: one["decided"]["rank"])

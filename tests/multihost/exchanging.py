@@ -52,7 +52,7 @@ def _gradients(world: rw.World) -> list[torch.Tensor]:
 
 
 def _means(world: rw.World) -> list[torch.Tensor]:
-    """What travels on channels without flags."""
+    """Values that are sent on channels without flags."""
     exchange = current().exchange
     assert exchange is not None
     (channel,) = exchange.dup().channels([ChannelSize(NUM_ELEMENTS, 0, torch.float64, torch.device("cpu"))])

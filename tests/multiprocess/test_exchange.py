@@ -238,7 +238,7 @@ def _models_come_and_go(_: World) -> list[tuple[int, int]]:
     return held
 
 
-def test_memory_and_descriptors_of_models_that_are_gone_are_free() -> None:
+def test_memory_and_descriptors_of_deleted_models_are_freed() -> None:
     for result in run_ranks_auto(_models_come_and_go, 2, exchange="shared_memory"):
         held = result.get()
         assert held[1:] == [held[0]] * 3
@@ -252,7 +252,7 @@ def _ours_against_theirs(world: World) -> str:
     return str(caught.value)
 
 
-def test_what_rankwise_sends_itself_is_told_from_what_the_user_sends() -> None:
+def test_rankwises_own_messages_are_distinguished_from_the_users() -> None:
     for result in run_ranks_auto(_ours_against_theirs, 2, exchange="shared_memory"):
         assert "rank 0: buffers of rank 0" in result.get()
         assert "rank 1: barrier()" in result.get()

@@ -195,7 +195,7 @@ def _coupled(world: World, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_what_couples_samples_is_named_once_with_its_line(run_ranks: RunRanks, name: str) -> None:
+def test_a_loss_that_couples_samples_is_named_once_with_its_line(run_ranks: RunRanks, name: str) -> None:
     lines = [result.get() for result in run_ranks(_coupled, 2, name)]
     assert len(lines[0]) == 1
     assert f"because of {COUPLED[name][1]}" in lines[0][0]
@@ -243,9 +243,7 @@ def _in_two_units(world: World) -> None:
         (_of_other_terms, "does not have the same terms on all ranks"),
     ],
 )
-def test_what_can_be_read_in_two_ways_is_an_error(
-    run_ranks: RunRanks, trains: Callable[[World], None], message: str
-) -> None:
+def test_an_ambiguous_loss_is_an_error(run_ranks: RunRanks, trains: Callable[[World], None], message: str) -> None:
     for result in run_ranks(trains, 2):
         with pytest.raises((ConfigurationError, PeerFailed)) as caught:
             result.get()
@@ -265,7 +263,7 @@ def _given(world: World, how: str) -> Parameters:
 
 
 @pytest.mark.parametrize("how", ["weight=", "weight()"])
-def test_a_given_weight_has_the_last_word(run_ranks: RunRanks, how: str) -> None:
+def test_a_given_weight_overrides_the_reading_of_the_loss(run_ranks: RunRanks, how: str) -> None:
     x, y = data()[0]
     model = plain_model()
     (functional.mse_loss(model(x), y, reduction="sum") / len(x)).backward()

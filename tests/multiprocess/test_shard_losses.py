@@ -128,7 +128,7 @@ def _coupled(world: World, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["rmse", "contrastive"])
-def test_what_couples_samples_is_named_once_with_its_line(name: str) -> None:
+def test_a_loss_that_couples_samples_is_named_once_with_its_line(name: str) -> None:
     lines = [result.get() for result in testing.run_ranks(_coupled, 2, name)]
     assert [len(one) for one in lines] == [1, 0]
     assert f"because of {COUPLED[name][1]}" in lines[0][0]
@@ -166,7 +166,7 @@ def _some_inputs(world: World) -> None:
         (_some_inputs, "backward(inputs=...) was given parameters of a sharded model"),
     ],
 )
-def test_what_cannot_be_exact_is_an_error(trains: Callable[[World], None], message: str) -> None:
+def test_a_result_that_cannot_be_exact_is_an_error(trains: Callable[[World], None], message: str) -> None:
     for result in testing.run_ranks(trains, 2):
         with pytest.raises((ConfigurationError, PeerFailed)) as caught:
             result.get()

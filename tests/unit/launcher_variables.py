@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankwise.world import environments
+from rankwise.world.environments.rankwise import variables_for
 
 if TYPE_CHECKING:
     from rankwise.world.environments.reading import Reading
@@ -58,7 +58,7 @@ SLURM = {
 }
 
 
-OWN = environments.variables_for(
+OWN = variables_for(
     rank=1,
     world_size=4,
     local_rank=1,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rankwise.errors import ConfigurationError
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.start import num_ranks_here
-from rankwise.world.device import accelerator, choice, kinds, streams, versions
+from rankwise.world.device import accelerator, choice, kinds, streams
 
 SOURCE = Path(__file__).parents[2] / "src" / "rankwise"
 EXCEPTIONS = {
@@ -114,7 +114,9 @@ def test_the_device_of_a_rank(
         ("other", "Local rank 2 has no device: this machine has 2."),
     ],
 )
-def test_a_rank_without_a_device_is_told_the_numbers(monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
+def test_a_rank_without_a_device_gets_an_error_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
     Here(monkeypatch, name, 2)
     with pytest.raises(ConfigurationError, match=words):
         choice.choose_device(None, None, 2)
@@ -194,5 +196,5 @@ def test_the_cpu_has_no_stream_and_its_batches_are_not_pinned() -> None:
 
 def test_versions_are_those_torch_was_built_with() -> None:
     expected = {"cuda": torch.version.cuda, "hip": torch.version.hip}
-    assert {name: versions.toolkits().get(name) for name in expected} == expected
-    assert (versions.nccl_version() is None) == (not dist.is_nccl_available())
+    assert {name: accelerator.toolkits().get(name) for name in expected} == expected
+    assert (accelerator.nccl_version() is None) == (not dist.is_nccl_available())

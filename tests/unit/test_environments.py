@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from launcher_variables import ALONE, GOLDEN, HYDRA, OPENMPI, OWN, PLAIN, SLURM, TORCHRUN, facts, golden
 
 from rankwise.errors import ConfigurationError, EnvironmentConflict
-from rankwise.world import environments
+from rankwise.world.environments.process import explicit, read_process
+from rankwise.world.environments.rankwise import variables_for
 from rankwise.world.environments.table import TABLE, read
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def test_a_job_without_a_step_is_one_rank_and_says_so(name: str) -> None:
     assert "start it with srun to get 4 ranks" in reading.reason
 
 
-def test_nobody_is_a_world_of_one_without_a_warning() -> None:
+def test_no_launcher_is_a_world_of_one_without_a_warning() -> None:
     reading = read({"HOME": "/root", "MASTER_ADDR": "n1"}, ["train.py", "--local_rank=1"])
     assert facts(reading) == ALONE[0]
     assert not reading.warns
@@ -142,7 +143,7 @@ def test_own_variables_round_trip_for_every_world(
     node_rank = place.draw(st.integers(0, num_nodes - 1))
     local_rank = place.draw(st.integers(0, local_world_size - 1))
     rank, world_size = node_rank * local_world_size + local_rank, num_nodes * local_world_size
-    variables = environments.variables_for(
+    variables = variables_for(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
@@ -211,14 +212,14 @@ def test_the_local_rank_given_twice_must_agree() -> None:
 def test_this_process_is_read_from_its_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {name for row in TABLE for name in (*row.names, row.sign)}:
         monkeypatch.delenv(name, raising=False)
-    assert environments.read_process().source == "nobody"
+    assert read_process().source == "nobody"
     for name, value in PLAIN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", ["train.py", "--local_rank=2"])
-    assert environments.read_process().local_rank == 2
-    assert environments.explicit("env://", None, None).address == ("job-master-0", 23456)
+    assert read_process().local_rank == 2
+    assert explicit("env://", None, None).address == ("job-master-0", 23456)
     with pytest.raises(ConfigurationError, match="Slurm did not start"):
-        environments.read_process("slurm")
+        read_process("slurm")
 
 
 def test_hydra_s_proxy_is_looked_for_among_the_processes_above(
@@ -229,7 +230,7 @@ def test_hydra_s_proxy_is_looked_for_among_the_processes_above(
     own_parent = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1]
     name = Path(f"/proc/{own_parent}/comm").read_text().strip()
     monkeypatch.setattr("rankwise.world.environments.process.HYDRA_PROXY", name)
-    assert (environments.read_process().job_key or "").startswith(f"mpich-{own_parent}-")
+    assert (read_process().job_key or "").startswith(f"mpich-{own_parent}-")
     monkeypatch.setattr("rankwise.world.environments.process.HYDRA_PROXY", "no such process")
     with pytest.raises(ConfigurationError, match="cannot be found"):
-        environments.read_process()
+        read_process()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rankwise.cli import _parser
-from rankwise.world.environments import read, read_process
+from rankwise.world.environments.process import read_process
+from rankwise.world.environments.table import read
 
 if TYPE_CHECKING:
     import pytest

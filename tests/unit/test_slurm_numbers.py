@@ -7,9 +7,9 @@ import pytest
 from launcher_variables import SLURM
 
 from rankwise.errors import ConfigurationError
-from rankwise.world import environments
 from rankwise.world.environments import slurm
 from rankwise.world.environments.reading import parse_counts
+from rankwise.world.environments.slurm import hosts
 from rankwise.world.environments.table import read
 
 
@@ -49,17 +49,17 @@ def test_the_port_of_a_step_is_in_the_documented_range(step: int) -> None:
     ],
 )
 def test_host_lists(text: str, expected: list[str]) -> None:
-    assert list(environments.hosts(text)) == expected
+    assert list(hosts(text)) == expected
 
 
 @pytest.mark.parametrize("text", ["", "n[1-3", "n1-3]", "n[]", "n[3-1]", "n[a-b]", "a,,b", ",a", "n[[1]]"])
 def test_a_bad_host_list_is_an_error(text: str) -> None:
     with pytest.raises(ConfigurationError, match="not a Slurm list"):
-        list(environments.hosts(text))
+        list(hosts(text))
 
 
 def test_a_long_host_list_costs_nothing_until_it_is_read() -> None:
-    assert next(environments.hosts("n[1-999999999999]")) == "n1"
+    assert next(hosts("n[1-999999999999]")) == "n1"
 
 
 def test_tasks_per_node() -> None:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Checkpointer: a folder of numbered checkpoints, of which the newest good one is restored.
 
-Decides on numbers, on what is kept, and on when a save runs in the background; ``save`` and
-``load`` write and read one checkpoint. Public.
+Decides on numbers, on which checkpoints are kept, and on when a save runs in the background; ``save`` and ``load``
+write and read one checkpoint.
 """
 
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -19,7 +20,7 @@ from rankwise.checkpoint import files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
 from rankwise.checkpoint.load import load_into, looks_complete, verify
 from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
-from rankwise.checkpoint.save import PendingSave, make_job, propose, write
+from rankwise.checkpoint.save import PendingSave, SaveJob, propose, write
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health.preemption import StepSource
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from rankwise.checkpoint.content import Content
     from rankwise.checkpoint.phases import CheckpointRanks
     from rankwise.comm.session import Session
 
@@ -225,10 +225,7 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an error other ranks may not reach this; the save continues by itself.
         if error is None:
@@ -245,13 +242,12 @@ class Checkpointer:
             session.at_end(self._unlock)
             self._locked_in = session
         path, token = folder_lock.acquire_for_job(ranks, self._lock, lambda: propose(ranks, lambda: self._choose(step)))
-        target = Path(path)
+        job = SaveJob(world=session.world, content=content, target=Path(path), token=token, retire=self._retire)
         if asynchronous:
-            self._save_in_background(session, content, target, token)
+            self._save_in_background(session, job)
         else:
-            job = make_job(ranks, content, target, token, sweep=None, retire=lambda: self._retire(target))
             write(ranks, job)
-        return target
+        return job.target
 
     def _unlock(self) -> None:
         # After an error a save may still be running in the background: the lock is then released when the process ends.
@@ -272,22 +268,11 @@ class Checkpointer:
 
     # -- saving in the background ------------------------------------------------------------
 
-    def _save_in_background(self, session: Session, content: Content, target: Path, token: str) -> None:
+    def _save_in_background(self, session: Session, job: SaveJob) -> None:
         data: list[Callable[[], list[memoryview]]] = []
-        own = content.own
         # Confirmed, so that a rank that has no memory for the copy does not keep the others waiting.
-        CollectiveRanks(session).confirm("copying the state", lambda: data.append(self._copy(own)))
-        ranks = self._background_ranks(session, token)
-        job = make_job(
-            ranks,
-            content,
-            target,
-            token,
-            sweep=None,
-            data=data[0],
-            retire=lambda: self._retire(target),
-        )
-        self._pending = PendingSave(ranks, job)
+        CollectiveRanks(session).confirm("copying the state", lambda: data.append(self._copy(job.content.own)))
+        self._pending = PendingSave(self._background_ranks(session, job.token), replace(job, data=data[0]))
         if self._leaves is not session:
             session.on_leave(self._finish_at_leave)
             self._leaves = session
@@ -350,15 +335,12 @@ class Checkpointer:
         num_good = 0
         for path in folder.list_numbered(self.directory).values():
             if num_good >= self.keep and path != newest:
-                self._remove(path)
+                try:
+                    folder.remove(path, secrets.token_hex(8))
+                except OSError as error:
+                    warn(f"the old checkpoint {path} could not be removed: {error}")
             elif path not in self._damaged and looks_complete(path):
                 num_good += 1
-
-    def _remove(self, path: Path) -> None:
-        try:
-            folder.remove(path, secrets.token_hex(8))
-        except OSError as error:
-            warn(f"the old checkpoint {path} could not be removed: {error}")
 
 
 def _refuse_immutable(objects: dict[str, object]) -> None:

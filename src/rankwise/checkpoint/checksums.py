@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files with checksums: written on disk piece by piece, and compared with the manifest.
 
-Knows no tensors and no other rank. Imported by the saving and the loading of this room.
+Knows no tensors and no other rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry
 from rankwise.tensors.synced_folders import sync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     Bytes = bytes | memoryview
@@ -65,13 +65,7 @@ def plain(path: Path) -> Path:
 
 
 def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
-    """Return how a file is damaged, or ``None``.
-
-    Args:
-        path: the file.
-        entry: what the manifest says about it.
-        pieces: numbers of the pieces whose checksums are compared; the size is always compared.
-    """
+    """Return how a file is damaged, or ``None``: its size, and the checksums of some pieces by number."""
     try:
         found = plain(path).stat().st_size
         if found < entry.size_bytes:
@@ -79,11 +73,12 @@ def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | No
         if found > entry.size_bytes:
             return f"{path.name} is too long: {entry.size_bytes} bytes expected, {found} found"
         buffer = memoryview(bytearray(min(PIECE_BYTES, entry.size_bytes)))
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             for number in pieces:
                 length = min(PIECE_BYTES, entry.size_bytes - number * PIECE_BYTES)
                 file.seek(number * PIECE_BYTES)
-                _fill(file.readinto, buffer[:length])
+                if file.readinto(buffer[:length]) < length:
+                    raise EOFError("the file ended early")  # noqa: TRY301 - reported below
                 if f"{zlib.crc32(buffer[:length]):08x}" != entry.checksums[number]:
                     first = number * PIECE_BYTES
                     where = f"bytes {first}-{first + length - 1}"
@@ -93,12 +88,3 @@ def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | No
     except (OSError, EOFError) as error:
         return f"{path.name} cannot be read: {error}"
     return None
-
-
-def _fill(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> None:
-    while len(buffer):
-        count = readinto(buffer)
-        if not count:
-            message = "the file ended early"
-            raise EOFError(message)
-        buffer = buffer[count:]

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check whether saved state fits an object, before anything is changed.
 
-Reads objects and state trees, changes neither; no files, no other ranks. Imported by the loading of
-this room.
+Reads objects and state trees, changes neither; no files, no other ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -21,16 +19,13 @@ from rankwise.torch_private.modules import EXTRA_STATE
 _ABSENT = "nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class StateDifference:
-    """The first place where saved state does not fit an object."""
+class StateDifference(NamedTuple):
+    """The first place where saved state does not fit an object, and the texts of both."""
 
     path: str
     """The key, as ``model.fc.weight``."""
     saved: str
-    """What the checkpoint has there."""
     here: str
-    """What the object has there."""
 
 
 def first_difference(name: str, item: object, saved: object, saved_kind: str) -> StateDifference | None:
@@ -40,12 +35,6 @@ def first_difference(name: str, item: object, saved: object, saved_kind: str) ->
     of the same class, with as many parameters in each group; the parameters of a torch optimizer must have the
     shapes of its saved state. A scheduler must be of the same class. For any other object only the
     tensors that both sides have are compared: rankwise does not know the meaning of other keys.
-
-    Args:
-        name: of the object.
-        item: what is to be loaded into.
-        saved: its saved state tree.
-        saved_kind: class of the object that was saved.
     """
     inner = unwrapped(item)
     if isinstance(inner, torch.nn.Module):
@@ -74,12 +63,8 @@ def _compare(path: str, saved: object, here: object, *, strict: bool) -> StateDi
         lazy = torch.nn.parameter.is_lazy(here)
         return None if lazy or _text(saved) == _text(here) else StateDifference(path, _text(saved), _text(here))
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
-        return _compare_entries(
-            path,
-            cast("Mapping[Any, object]", saved),
-            cast("Mapping[Any, object]", here),
-            strict=strict,
-        )
+        entries = cast("Mapping[Any, object]", saved), cast("Mapping[Any, object]", here)
+        return _compare_entries(path, *entries, strict=strict)
     if isinstance(saved, list | tuple) and isinstance(here, list | tuple):
         pairs = zip(cast("Sequence[object]", saved), cast("Sequence[object]", here), strict=False)
         for index, (theirs, ours) in enumerate(pairs):

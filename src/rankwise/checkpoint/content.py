@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint will hold: the state of the user's objects, read and agreed on by the ranks.
+"""The content of a checkpoint: the state of the user's objects, read and agreed on by the ranks.
 
-Writes nothing and copies no tensor. Imported by the saving and the loading of this room.
+Writes nothing and copies no tensor.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _Reported = tuple[str, list[Any] | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """What a checkpoint will hold; the same on every rank, except for what each of them writes."""
+    """The content of a checkpoint; the same on every rank, except for ``own``."""
 
     objects: dict[str, ObjectEntry]
     """Skeleton of each object, by name."""
     entries: dict[str, TensorEntry]
-    """What the manifest says about each tensor."""
+    """The manifest's entry of each tensor."""
     own: dict[str, torch.Tensor]
-    """What this rank writes, by name in its file and in the order of its file. The objects' own memory."""
+    """The tensors that this rank writes, by name in its file and in the order of its file, in the objects' memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +60,12 @@ class Gathered:
     layouts: dict[str, TensorLayout]
     """Of each tensor, by name."""
     held: dict[str, torch.Tensor]
-    """What lies on this rank of each tensor, by name. The objects' own memory."""
+    """This rank's part of each tensor, by name, in the objects' memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OwnState:
-    """What only this rank knows about the state."""
+    """The state on this rank."""
 
     objects: dict[str, ObjectEntry]
     tensors: dict[str, torch.Tensor]
@@ -230,6 +230,18 @@ def unwrapped(item: object) -> object:
         inner = module_within(item)
         return item if inner is None else inner
     return item
+
+
+def refuse_lazy(name: str, tensor: torch.Tensor) -> None:
+    """Raise if a weight has no shape yet.
+
+    Raises:
+        ConfigurationError: see above.
+    """
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ConfigurationError(
+            f"{name} has no shape yet: it belongs to a lazy module.", do="run one batch through the model first"
+        )
 
 
 def state_of(item: object) -> object:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a tensor lies on this rank: whole, a region of it, or on other ranks only.
 
-Knows torch's DTensor and meta tensors, no file and no other rank. Imported by the other files of this room.
+Knows torch's DTensor and meta tensors, no file and no other rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rankwise.checkpoint.manifest import Region, whole
 from rankwise.errors import CheckpointError
-from rankwise.torch_private.dtensor import own_part, placed_as_shaped, shard_orders, split_factor
+from rankwise.torch_private.dtensor import own_part, shard_orders, split_factor
 from rankwise.torch_private.tensors import memory_key
 
 if TYPE_CHECKING:
@@ -44,13 +44,9 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
 def region_of(tensor: torch.Tensor, path: str) -> Region | None:
     """Return which region of a tensor lies on this rank; ``None`` if it holds none of it.
 
-    Args:
-        tensor: any.
-        path: its path in the state, for errors.
-
     Raises:
-        CheckpointError: it is a DTensor of a kind that has no region: partial sums that are not reduced yet, or
-            strided shards.
+        CheckpointError: it is a DTensor without regions: partial sums that are not reduced yet, or strided shards.
+            ``path``, its place in the state, names it.
     """
     if is_elsewhere(tensor):
         return None
@@ -74,13 +70,7 @@ def region_of(tensor: torch.Tensor, path: str) -> Region | None:
 def _region(
     shape: tuple[int, ...], mesh_shape: Sequence[int], coordinate: Sequence[int], orders: Sequence[Sequence[int]]
 ) -> Region:
-    """Return the region at a coordinate of a mesh.
-
-    Args:
-        shape: of the whole tensor.
-        mesh_shape: sizes of the mesh.
-        coordinate: within it.
-        orders: for each dimension of the tensor the mesh dimensions it is split over, in this order.
+    """Return the region at a coordinate of a mesh; ``orders`` is as :func:`_shard_orders` returns it.
 
     Source: torch.chunk: pieces of ceil(size / count), the last ones shorter or empty.
     """
@@ -128,17 +118,6 @@ def _unknown(dtensor: DTensor, path: str, why: str) -> CheckpointError:
         evidence=f"{list(dtensor.shape)} placed as {dtensor.placements} on {dtensor.device_mesh}",
         do="redistribute() it to Shard or Replicate placements first",
     )
-
-
-def like(template: torch.Tensor, memory: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
-    """Return a DTensor placed as another one is.
-
-    Args:
-        template: a DTensor.
-        memory: this rank's region; on any device.
-        shape: whole; that of the template, or another one, which is then replicated.
-    """
-    return placed_as_shaped(template, memory, shape)
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights as one plain safetensors file, however a model is distributed over the ranks.
 
-The file uses the names that the model has on one device, and nothing specific to rankwise. Public.
+The file uses the names that the model has on one device, and nothing specific to rankwise.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rankwise.checkpoint import files, folder
-from rankwise.checkpoint.content import gather, unwrapped
+from rankwise.checkpoint.content import gather, refuse_lazy, unwrapped
 from rankwise.checkpoint.manifest import whole
-from rankwise.checkpoint.phases import CollectiveRanks, SingleRank
+from rankwise.checkpoint.phases import joined_ranks
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
@@ -73,9 +73,8 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
 
     Source: the safetensors format; safetensors.torch.save_model for tied weights.
     """
-    session = current_or_none()
-    ranks = SingleRank() if session is None else CollectiveRanks(session)
-    if session is not None:
+    ranks = joined_ranks()
+    if (session := current_or_none()) is not None:
         session.prepare_save()
     weights = unwrapped(model)
 
@@ -129,10 +128,7 @@ def _refuse_other_entries(weights: object) -> None:
                 f"save_weights writes only tensors; {name!r} is a {type(value).__name__}.",
                 do="leave it out: save_weights(path, {name: value ...}); rankwise.save() saves other state too",
             )
-        if torch.nn.parameter.is_lazy(value):
-            raise ConfigurationError(
-                f"{name} has no shape yet: it belongs to a lazy module.", do="run one batch through the model first"
-            )
+        refuse_lazy(name, value)
         if name == "__metadata__":
             raise ConfigurationError(
                 "A tensor in a safetensors file cannot be named '__metadata__': the format reserves that name.",
@@ -165,8 +161,7 @@ def _num_bytes(layout: TensorLayout) -> int:
 def _gather_to_writer(ranks: CheckpointRanks, gathered: Gathered, name: str) -> torch.Tensor | None:
     """Return a whole tensor on rank zero, ``None`` on the others.
 
-    Called by: every rank. Every rank receives what only some ranks hold, a piece at a time: a broadcast is what all
-    backends offer.
+    Called by: every rank. Every rank receives the pieces that rank zero lacks: all backends offer a broadcast.
     """
     layout = gathered.layouts[name]
     everything = whole(layout.shape)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of tensors: their header and bytes, reading regions of them, and the staging memory of a save.
 
-Knows the safetensors layout and no other rank. Imported by the saving and the loading of this room.
+Knows the safetensors layout and no other rank.
 """
 
 from __future__ import annotations
@@ -64,10 +64,6 @@ def header_of(tensors: Mapping[str, torch.Tensor]) -> bytes:
 def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the first bytes of a file that holds tensors of these dtypes and shapes, in this order.
 
-    Args:
-        tensors: dtype, as the manifest names it, and shape, by name.
-        metadata: texts for readers of the file.
-
     Source: the safetensors format: the header's length as 8 bytes, little end first, then the header in JSON padded
         with spaces to a multiple of 8 bytes, then the bytes of the tensors without gaps.
     """
@@ -104,24 +100,19 @@ class StagingMemory:
     def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
         """Return uint8[size_bytes]; the memory of the last call if that is large enough.
 
-        Args:
-            size_bytes: how much is needed.
-            pinned: page-locked, so that copies from a GPU need not be waited for.
+        ``pinned`` memory is page-locked, so that copies from a GPU run in the background.
         """
         memory = self._memory
         if memory is None or memory.numel() < size_bytes or memory.is_pinned() != pinned:
             # Freed before the new one is allocated: both at once might not fit.
             self._memory = memory = None
-            self._memory = memory = _pinned(size_bytes) if pinned else _shared(size_bytes)
+            pages = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) if pinned else _shared(size_bytes)
+            self._memory = memory = pages
         return memory[:size_bytes]
 
     def release(self) -> None:
         """Free the memory."""
         self._memory = None
-
-
-def _pinned(size_bytes: int) -> torch.Tensor:
-    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _shared(size_bytes: int) -> torch.Tensor:
@@ -144,10 +135,6 @@ def copy_into(memory: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None
 
 def read_regions(folder: Path, wanted: Sequence[tuple[TensorEntry, Region]]) -> list[torch.Tensor]:
     """Return regions of tensors, on the CPU, in memory of their own. Nothing else of the files is read.
-
-    Args:
-        folder: the checkpoint's directory.
-        wanted: the manifest's entry of each tensor, and the region.
 
     Raises:
         CheckpointError: a file does not match the manifest.

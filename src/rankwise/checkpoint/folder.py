@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directories of a folder of checkpoints: their names, and how one is created, replaced and removed.
 
-Every change a reader can see is one rename. Knows nothing of tensors and ranks; rank zero alone
-changes a folder. Imported by the other files of this room.
+Every change a reader can see is one rename. Knows nothing of tensors and ranks; rank zero alone changes a folder.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ def checkpoint_name(number: int) -> str:
 
 
 def staging_path(target: Path, token: str) -> Path:
-    """Return where a checkpoint is written before it is complete: beside ``target``.
-
-    Args:
-        target: its path once it is complete.
-        token: sixteen hexadecimal digits, of this save only.
-    """
+    """Return where a checkpoint is written before it is complete: beside ``target``, with the token of the save."""
     return target.with_name(f".{target.name}.staging-{token}")
 
 
@@ -52,10 +46,7 @@ def path_of(path: object, *, call: str) -> Path:
 
 
 def find(target: Path) -> Path:
-    """Return where the complete checkpoint ``target`` lies.
-
-    That is ``target``, unless the process died in the instant of replacing it by a newer one.
-    """
+    """Return the path of the complete checkpoint ``target``: another one if the process died while replacing it."""
     if not target.exists():
         for path in _hidden(target.parent, "replaced"):
             if _name_of(path) == target.name:
@@ -72,20 +63,19 @@ def list_numbered(folder: Path) -> dict[int, Path]:
     return {number: find(folder / numbers[number]) for number in sorted(numbers, reverse=True)}
 
 
-def list_unfinished(folder: Path, name: str | None = None) -> list[Path]:
-    """Return the directories that interrupted saves have left.
+def list_unfinished(folder: Path) -> list[Path]:
+    """Return the directories that interrupted saves of numbered checkpoints have left."""
+    return [path for path in _hidden(folder, "staging") if _counts(path, None)]
+
+
+def remove_leftovers(folder: Path, name: str | None) -> None:
+    """Remove what interrupted saves have left; bring back a checkpoint whose replacement was interrupted.
+
+    No save may be running there.
 
     Args:
         folder: where to look.
-        name: of one checkpoint; by default those of all numbered checkpoints are returned.
-    """
-    return [path for path in _hidden(folder, "staging") if _counts(path, name)]
-
-
-def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what interrupted saves have left; bring back a checkpoint whose replacement was interrupted.
-
-    Arguments as for :func:`list_unfinished`. No save may be running there.
+        name: of one checkpoint; ``None`` for all numbered checkpoints.
     """
     for path in _hidden(folder, "staging") + _hidden(folder, "removed"):
         if _counts(path, name):

@@ -2,8 +2,7 @@
 """The lock on a folder of checkpoints: one job saves there at a time, and a dead job's lock blocks no other job.
 
 Works where ``flock`` does not, by what every file system offers: a file is created by one process only. Rank zero
-holds the lock for its job, and every rank learns the result. ``docs/decisions`` explains the design. Imported by
-the Checkpointer.
+holds the lock for its job, and every rank learns the result. ``docs/decisions`` explains the design.
 """
 
 from __future__ import annotations
@@ -278,17 +277,9 @@ REPORTED_BY_THE_SAVE = {
 
 
 def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock, then: Callable[[], T]) -> T:
-    """Return once only this job saves into the folder.
+    """Return once only this job saves into the folder, with rank zero's result of ``then``, which is JSON-able.
 
-    Called by: every rank.
-
-    Args:
-        ranks: those that save.
-        lock: of the folder.
-        then: called on every rank, on rank zero once it has the lock; returns something JSON-able.
-
-    Returns:
-        What ``then`` returns on rank zero.
+    Called by: every rank. Each calls ``then``, rank zero once it has the lock.
 
     Raises:
         CheckpointError: another job saves there; on every rank.
@@ -306,19 +297,12 @@ def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock, then: Callable[[],
 
 
 def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable[object], then: Callable[[], T]) -> T:
-    """Check whether another job saves where this one resumes from. Only reads.
+    """Check whether another job saves where this one resumes from. Only reads; returns as :func:`acquire_for_job`.
 
     Called by: every rank.
 
-    Args:
-        ranks: those that resume.
-        lock: of the folder.
-        objects: that are restored. With a loader among them this job saves there at the latest when it is stopped;
-            with an optimizer it likely will; with neither it may only read.
-        then: called on every rank, on rank zero after the check; returns something JSON-able.
-
-    Returns:
-        What ``then`` returns on rank zero.
+    With a loader among the restored objects this job saves there at the latest when it is stopped; with an optimizer
+    it likely will; with neither it may only read.
 
     Raises:
         CheckpointError: another job saves there, and a loader is among the objects; on every rank.

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from rankwise.checkpoint import dtensor_layout, folder
-from rankwise.checkpoint.content import unwrapped
+from rankwise.checkpoint.content import refuse_lazy, unwrapped
 from rankwise.checkpoint.files import dtype_name
 from rankwise.checkpoint.manifest import whole
-from rankwise.checkpoint.phases import CollectiveRanks, SingleRank
-from rankwise.comm.session import current_or_none
+from rankwise.checkpoint.phases import joined_ranks
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
 from rankwise.tensors.files import open_tensor_files
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rankwise.checkpoint.phases import CheckpointRanks
-    from rankwise.tensors.files import TensorFiles, TensorInfo
+    from rankwise.tensors.files import TensorFiles
 
 M = TypeVar("M", bound="torch.nn.Module")
 
@@ -41,16 +39,12 @@ _MOST_NAMES = 6
 """How many names an error lists."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorRead:
-    """One tensor to be read, and its destination."""
+class _TensorRead(NamedTuple):
+    """One tensor to be read: its name in the files, its key in the model, and the model's tensor."""
 
     name: str
-    """In the files."""
     key: str
-    """In the model."""
     here: torch.Tensor
-    """The model's own."""
 
 
 def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
@@ -78,8 +72,7 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
             their own on any rank.
         PeerFailed: that happened on another rank.
     """
-    session = current_or_none()
-    ranks = SingleRank() if session is None else CollectiveRanks(session)
+    ranks = joined_ranks()
     opened: list[TensorFiles] = []
     copies: list[_TensorRead] = []
 
@@ -93,11 +86,8 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
             )
         opened.append(open_tensor_files(place))
         copies.extend(_copies(opened[0], module, ranks))
-        return (
-            str(place),
-            _fingerprint(opened[0]),
-            [copy.key for copy in copies if dtensor_layout.is_elsewhere(copy.here)],
-        )
+        elsewhere = [copy.key for copy in copies if dtensor_layout.is_elsewhere(copy.here)]
+        return str(place), _fingerprint(opened[0]), elsewhere
 
     try:
         reported = ranks.confirm(f"comparing {path} with the model", compare)
@@ -158,10 +148,11 @@ def _copies(files: TensorFiles, model: torch.nn.Module, ranks: CheckpointRanks) 
             do="build the model that the files were written from, or pass other files; nothing has changed",
         )
     for key, tensor in here.items():
-        if key in files.entries and (difference := _difference(files.entries[key], tensor)) is not None:
+        if key in files.entries and not (entry := files.entries[key]).fits(tensor):
             raise CheckpointError(
                 f"{key} in {files.path} does not fit the model.",
-                evidence=difference,
+                evidence=f"file: {dtype_name(entry.dtype)}{list(entry.shape)}\n"
+                f"model: {dtype_name(tensor.dtype)}{list(tensor.shape)}",
                 do="build the model that the files were written from, or pass other files; nothing has changed",
             )
     for number, keys in enumerate(groups):
@@ -190,11 +181,8 @@ def _refuse_unequal(files: TensorFiles, names: list[str], dtype: torch.dtype) ->
 
 def _refuse_copies(model: torch.nn.Module, here: Mapping[str, torch.Tensor]) -> None:
     """Raise if ``state_dict()`` returns copies: writing into them would have no effect."""
-    lazy = next((key for key, tensor in here.items() if torch.nn.parameter.is_lazy(tensor)), None)
-    if lazy is not None:
-        raise ConfigurationError(
-            f"{lazy} has no shape yet: it belongs to a lazy module.", do="run one batch through the model first"
-        )
+    for key, tensor in here.items():
+        refuse_lazy(key, tensor)
     own = {dtensor_layout.identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for key, tensor in here.items():
         memory = dtensor_layout.local(tensor)
@@ -208,13 +196,6 @@ def _refuse_copies(model: torch.nn.Module, here: Mapping[str, torch.Tensor]) -> 
                 f"{key} cannot be loaded in place: state_dict() returns a copy of it.",
                 do="use model.load_state_dict() with the tensors of the files",
             )
-
-
-def _difference(entry: TensorInfo, here: torch.Tensor) -> str | None:
-    both_float = entry.dtype.is_floating_point and here.dtype.is_floating_point
-    if entry.shape == tuple(here.shape) and (both_float or entry.dtype == here.dtype):
-        return None
-    return f"file: {dtype_name(entry.dtype)}{list(entry.shape)}\nmodel: {dtype_name(here.dtype)}{list(here.shape)}"
 
 
 def _names_text(missing: list[str], unexpected: list[str]) -> str:

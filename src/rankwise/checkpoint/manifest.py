@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest of a checkpoint: what was saved, into which files, with which sizes and checksums.
 
-Pure: values in, values out, no file, no torch, no process group. Must not know how files are
-written. Imported by the other files of this room.
+Pure: values in, values out, no file, no torch, no process group.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
 K = TypeVar("K", bound="tuple[str, tuple[int, ...]]")
 
@@ -46,8 +45,7 @@ class FileEntry:
     name: str
     """Its name in the checkpoint's directory; never a path."""
     size_bytes: int
-    """Its whole length."""
-    checksums: tuple[str, ...]
+    checksums: Sequence[str]
     """CRC-32 of each piece of ``PIECE_BYTES``, eight hexadecimal digits."""
 
 
@@ -58,7 +56,6 @@ class Region:
     offsets: tuple[int, ...]
     """Where it begins, per dimension."""
     shape: tuple[int, ...]
-    """Its sizes."""
 
     @property
     def num_elements(self) -> int:
@@ -92,11 +89,9 @@ class TensorPart:
     """A region of a tensor, and where it is stored."""
 
     file: str
-    """Name of its file."""
     name: str
-    """Its name there."""
+    """In the file."""
     region: Region
-    """Which region of the tensor it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +101,7 @@ class TensorEntry:
     dtype: str
     """As torch names it, without ``torch.``: ``"float32"``."""
     shape: tuple[int, ...]
-    """Its sizes, whole."""
+    """Of the whole tensor."""
     parts: tuple[TensorPart, ...]
     """Regions that cover it, without overlaps; a single one if it was whole on a rank."""
 
@@ -131,9 +126,7 @@ class Manifest:
     """The description of a checkpoint: its objects, tensors and files."""
 
     rankwise_version: str
-    """Version of rankwise that wrote it."""
     torch_version: str
-    """Version of torch that wrote it."""
     world_size: int
     """How many ranks wrote it; any number may read it."""
     files: Mapping[str, FileEntry]
@@ -145,14 +138,11 @@ class Manifest:
 
 
 def assign(size_bytes_of: Mapping[K, int], holders_of: Mapping[K, Collection[int]]) -> dict[K, int]:
-    """Divide writing among the ranks that hold something, balanced by bytes; the same on every rank.
+    """Return the rank that writes each part, balanced by bytes; the same on every rank.
 
     Args:
         size_bytes_of: bytes of each part, by the tensor's name and the part's offsets.
         holders_of: ranks that hold it.
-
-    Returns:
-        The rank that writes each part.
     """
     load_bytes: dict[int, int] = {}
     rank_of: dict[K, int] = {}
@@ -249,8 +239,7 @@ def decode(data: bytes) -> Manifest:
 
 def _manifest_of(sections: dict[str, Any]) -> Manifest:
     if sections["piece_bytes"] != PIECE_BYTES:
-        message = f"pieces of {sections['piece_bytes']!r} bytes"
-        raise ValueError(message)
+        raise ValueError(f"pieces of {sections['piece_bytes']!r} bytes")
     files = {name: _file_entry(name, entry) for name, entry in sections["files"].items()}
     return Manifest(
         rankwise_version=_text(sections["rankwise_version"]),
@@ -274,8 +263,7 @@ def _file_entry(name: str, entry: dict[str, Any]) -> FileEntry:
     size = _count(entry["size_bytes"])
     checksums = tuple(_text(checksum) for checksum in entry["crc32"])
     if len(checksums) != -(-size // PIECE_BYTES) or not all(map(_CHECKSUM.fullmatch, checksums)):
-        message = f"the checksums of {name} do not match its {size} bytes"
-        raise ValueError(message)
+        raise ValueError(f"the checksums of {name} do not match its {size} bytes")
     return FileEntry(name=name, size_bytes=size, checksums=checksums)
 
 
@@ -290,8 +278,7 @@ def _tensor_entry(name: str, entry: dict[str, Any], files: Mapping[str, FileEntr
         for part in entry["parts"]
     )
     if not tiles([part.region for part in parts], shape):
-        message = f"the parts of {name} do not cover {list(shape)}"
-        raise ValueError(message)
+        raise ValueError(f"the parts of {name} do not cover {list(shape)}")
     return TensorEntry(dtype=dtype, shape=shape, parts=parts)
 
 
@@ -303,24 +290,19 @@ def tiles(regions: Collection[Region], shape: tuple[int, ...]) -> bool:
         and (region == everything or region.common(everything) == region)
         for region in regions
     )
-    if not inside or sum(region.num_elements for region in regions) != everything.num_elements:
+    if not regions or not inside or sum(region.num_elements for region in regions) != everything.num_elements:
         return False
-    # With as many elements as the whole, they cover it unless two of them overlap.
-    return bool(regions) and not _overlap(regions, len(shape))
-
-
-def _overlap(regions: Collection[Region], num_dims: int) -> bool:
-    """Return whether two regions have an element in common."""
-    # Cut along planes that cross no region, until each region is alone: every supported sharding can be cut so.
+    # With as many elements as the whole, they cover it unless two of them overlap. Cut along planes that cross no
+    # region, until each region is alone: every supported sharding can be cut so.
     left = [list(regions)]
     while left:
         group = left.pop()
-        cut = next((found for dim in range(num_dims) if len(found := _cut(group, dim)) > 1), None)
+        cut = next((found for dim in range(len(shape)) if len(found := _cut(group, dim)) > 1), None)
         if cut is not None:
             left += cut
         elif any(one.common(other) for one, other in combinations(group, 2)):
-            return True
-    return False
+            return False
+    return True
 
 
 def _cut(regions: Collection[Region], dim: int) -> list[list[Region]]:
@@ -339,8 +321,7 @@ def _cut(regions: Collection[Region], dim: int) -> list[list[Region]]:
 def _known_file(entry: dict[str, Any], files: Mapping[str, FileEntry]) -> str:
     file = _text(entry["file"])
     if file not in files:
-        message = f"no file {file!r}"
-        raise ValueError(message)
+        raise ValueError(f"no file {file!r}")
     return file
 
 
@@ -350,13 +331,11 @@ def _counts(values: list[Any]) -> tuple[int, ...]:
 
 def _count(value: object) -> int:
     if type(value) is not int or value < 0:
-        message = f"{value!r} is not a count"
-        raise ValueError(message)
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        message = f"{value!r} is not text"
-        raise TypeError(message)
+        raise TypeError(f"{value!r} is not text")
     return value

@@ -2,8 +2,7 @@
 """How the ranks of a save or a load confirm each step to each other.
 
 Three ways with one meaning: alone, through the collectives, and through the store for a thread that
-must not touch the process group. Knows nothing of checkpoints. Imported by the other files of this
-room.
+must not touch the process group. Knows nothing of checkpoints.
 """
 
 from __future__ import annotations
@@ -34,14 +33,10 @@ class CheckpointRanks(Protocol):
     """The participating ranks, and a way to do a step together."""
 
     @property
-    def rank(self) -> int:
-        """Number of this one."""
-        ...
+    def rank(self) -> int: ...  # noqa: D102 - as of the world
 
     @property
-    def world_size(self) -> int:
-        """How many there are."""
-        ...
+    def world_size(self) -> int: ...  # noqa: D102 - as of the world
 
     def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
         """Do ``work`` on every rank; return the results of all, in rank order.
@@ -65,7 +60,7 @@ class SingleRank:
     world_size = 1
 
     def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
-        """Do ``work``. As :meth:`CheckpointRanks.confirm`."""
+        """Do ``work``."""
         del label
         return [work()]
 
@@ -82,6 +77,12 @@ class CollectiveRanks:
         return results_of_all(label, work, call="saving or loading")
 
 
+def joined_ranks() -> CheckpointRanks:
+    """Return all ranks of the session, or this process alone where no world is joined."""
+    session = current_or_none()
+    return SingleRank() if session is None else CollectiveRanks(session)
+
+
 class StoreRanks:
     """All ranks of the session, for a thread of each; never touches the process group."""
 
@@ -90,7 +91,7 @@ class StoreRanks:
 
         Args:
             session: of the ranks; its failure detector reports ranks that fail.
-            store: a connection of the thread's own.
+            store: a connection for this thread alone.
             name: of the save, the same on every rank and never used before in this job.
         """
         self.rank = session.world.rank

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks hold together: the regions of each tensor and their ranks, and all entries of a state tree.
+"""The state on all ranks: the regions of each tensor and their ranks, and the entries of each optimizer.
 
-Pure: takes the reports of all ranks, and returns the same on every rank. Imported by the saving of this room.
+Pure: takes the reports of all ranks, and returns the same on every rank.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class TensorLayout:
     dtype: str
     """As torch names it, without ``torch.``."""
     shape: tuple[int, ...]
-    """Its sizes, whole."""
+    """Of the whole tensor."""
     holders: Mapping[Region, Sequence[int]]
     """Regions that cover it, and the ranks that hold each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateReport:
-    """What one rank reports about its state. Sent between ranks as JSON."""
+    """One rank's report of its state, which is sent to the others as JSON."""
 
     tensors: dict[str, tuple[str, tuple[int, ...], Region | None]]
     """Dtype, whole shape, and the region that lies here, by name."""
@@ -141,12 +141,7 @@ def united_entries(name: str, reports: Sequence[StateReport]) -> list[Any]:
 
 
 def differs(path: str, texts: Mapping[int, str]) -> CheckpointError:
-    """Return the error for state that is not the same on every rank.
-
-    Args:
-        path: its place.
-        texts: what each rank holds there.
-    """
+    """Return the error for state that differs between ranks at ``path``, with the text of each rank there."""
     return CheckpointError(
         f"The state to save differs between ranks: {path}.",
         evidence=f"{fold_values(texts)}\n{_NOTHING_WRITTEN}",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving: a checkpoint is written in stages, each confirmed by every rank; complete or absent.
 
-A process that dies in any stage leaves the folder's checkpoints as they were, or the new one
-complete. ``save`` is public; the Checkpointer goes through the same stages, in a thread of each rank.
+A process that dies in any stage leaves the folder's checkpoints as they were, or the new one complete. The Checkpointer
+runs the same stages, in a thread of each rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.metadata
 import secrets
 import shutil
 import threading
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 
 from rankwise.checkpoint import checksums, files, folder, manifest
 from rankwise.checkpoint import content as contents
-from rankwise.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, TensorEntry
+from rankwise.checkpoint.manifest import FileEntry, Manifest
 from rankwise.checkpoint.phases import SLICE_SECONDS, CollectiveRanks
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
@@ -32,36 +32,38 @@ if TYPE_CHECKING:
 
     from rankwise.checkpoint.content import Content
     from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.world.facts import World
 
 
 @dataclass(kw_only=True)
 class SaveJob:
     """One save, as one rank does it."""
 
+    world: World
+    """The rank that does this part of the save, and how many save together."""
+    content: Content
     target: Path
     """The checkpoint's directory, once it is complete."""
     token: str
     """Of this save only: sixteen hexadecimal digits."""
-    rank: int
-    """The rank that does this part of the save."""
-    world: str
-    """How errors name this rank."""
-    world_size: int
-    """How many ranks save together."""
-    objects: dict[str, ObjectEntry]
-    """Skeletons of all objects."""
-    tensors: dict[str, TensorEntry]
-    """All tensors, whichever rank writes them."""
-    num_bytes: int
-    """How much this rank writes."""
-    parts: Callable[[], Iterable[bytes | memoryview]]
-    """Gives the bytes of this rank's file; ``num_bytes`` of them."""
-    sweep: str | None
+    sweep: str | None = None
     """The checkpoint whose leftovers are removed first; ``None`` for all numbered ones."""
-    retire: Callable[[], None]
-    """Removes old checkpoints, once the new one is complete."""
+    data: Callable[[], Iterable[bytes | memoryview]] | None = None
+    """Gives the bytes of this rank's tensors, in file order; ``None`` reads the objects' own memory."""
+    retire: Callable[[Path], None] | None = None
+    """Removes checkpoints older than the one it is given, once that one is complete."""
     written: list[dict[str, Any] | None] = field(default_factory=list[dict[str, Any] | None])
-    """What each rank has written, by rank; known in the last stage."""
+    """The file entry of each rank, by rank; known in the last stage."""
+
+    def __post_init__(self) -> None:
+        own = self.content.own
+        self.header = files.header_of(own) if own else b""
+        self.num_bytes = len(self.header) + sum(tensor.nbytes for tensor in own.values())
+
+    def parts(self) -> Iterable[bytes | memoryview]:
+        """Yield the bytes of this rank's file, ``num_bytes`` of them."""
+        yield self.header
+        yield from map(files.bytes_of, self.content.own.values()) if self.data is None else self.data()
 
     @property
     def staging(self) -> Path:
@@ -103,7 +105,8 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
         "choosing the checkpoint's directory", lambda: propose(ranks, lambda: Path(directory).absolute())
     )[0]
     target = Path(path)
-    write(ranks, make_job(ranks, content, target, token, sweep=target.name))
+    job = SaveJob(world=current().world, content=content, target=target, token=token, sweep=target.name)
+    write(ranks, job)
     return target
 
 
@@ -112,53 +115,9 @@ def propose(ranks: CheckpointRanks, choose: Callable[[], Path]) -> list[str]:
     return [str(choose()), secrets.token_hex(8)] if ranks.rank == 0 else []
 
 
-def make_job(
-    ranks: CheckpointRanks,
-    content: Content,
-    target: Path,
-    token: str,
-    *,
-    sweep: str | None,
-    data: Callable[[], Iterable[bytes | memoryview]] | None = None,
-    retire: Callable[[], None] = lambda: None,
-) -> SaveJob:
-    """Return the save of ``content`` as this rank does it.
-
-    Args:
-        ranks: those that save.
-        content: what is saved.
-        target: the checkpoint's directory.
-        token: of this save.
-        sweep: as :attr:`SaveJob.sweep`.
-        data: gives the bytes of this rank's tensors, in file order; by default the objects' own
-            memory.
-        retire: as :attr:`SaveJob.retire`.
-    """
-    own = content.own
-    header = files.header_of(own) if own else b""
-
-    def parts() -> Iterable[bytes | memoryview]:
-        yield header
-        yield from map(files.bytes_of, own.values()) if data is None else data()
-
-    return SaveJob(
-        target=target,
-        token=token,
-        rank=ranks.rank,
-        world=str(current().world),
-        world_size=ranks.world_size,
-        objects=content.objects,
-        tensors=content.entries,
-        num_bytes=len(header) + sum(tensor.nbytes for tensor in own.values()),
-        parts=parts,
-        sweep=sweep,
-        retire=retire,
-    )
-
-
 def prepare(job: SaveJob) -> None:
     """Create the staging directory; remove those of interrupted saves."""
-    if job.rank == 0:
+    if job.world.rank == 0:
         make_folder(job.target.parent)
         folder.refuse_foreign(job.target)
         folder.remove_leftovers(job.target.parent, job.sweep)
@@ -169,42 +128,39 @@ def write_tensors(job: SaveJob) -> dict[str, Any] | None:
     """Write this rank's file; return its entry for the manifest."""
     if job.num_bytes == 0:
         return None
-    entry = checksums.write_file(job.staging / contents.part_name(job.rank), job.parts())
-    return {"name": entry.name, "size_bytes": entry.size_bytes, "checksums": list(entry.checksums)}
+    entry = checksums.write_file(job.staging / contents.part_name(job.world.rank), job.parts())
+    return asdict(entry)
 
 
 def write_manifest(job: SaveJob) -> None:
     """Check that every file is complete, then write the manifest. Rank zero only."""
-    entries = [
-        FileEntry(name=part["name"], size_bytes=part["size_bytes"], checksums=tuple(part["checksums"]))
-        for part in job.written
-        if part is not None
-    ]
+    entries = [FileEntry(**part) for part in job.written if part is not None]
     for entry in entries:
         damage = checksums.find_damage(job.staging / entry.name, entry, ())
         if damage is not None:
             raise CheckpointError(
                 f"{job.target} was not saved: rank zero found that {damage}.",
-                where=job.world,
+                where=str(job.world),
                 do="use a folder on a file system that every rank sees",
             )
     saved = Manifest(
         rankwise_version=_rankwise_version(),
         torch_version=str(torch.__version__),
-        world_size=job.world_size,
+        world_size=job.world.world_size,
         files={entry.name: entry for entry in entries},
-        tensors=job.tensors,
-        objects=job.objects,
+        tensors=job.content.entries,
+        objects=job.content.objects,
     )
     checksums.write_file(job.staging / manifest.MANIFEST_NAME, [manifest.encode(saved)])
 
 
 def complete(job: SaveJob) -> None:
     """Rename the checkpoint to its final name; then remove those that are no longer kept."""
-    if job.rank == 0:
+    if job.world.rank == 0:
         write_manifest(job)
         folder.commit(job.staging, job.target, job.token)
-        job.retire()
+        if job.retire is not None:
+            job.retire(job.target)
 
 
 _WRITING = "writing the tensors of"
@@ -228,7 +184,7 @@ def write(ranks: CheckpointRanks, job: SaveJob) -> None:
             if label == _WRITING:
                 job.written = results
     except BaseException:
-        if job.rank == 0:
+        if job.world.rank == 0:
             shutil.rmtree(job.staging, ignore_errors=True)
         raise
 
@@ -242,7 +198,7 @@ def _worded(stage: Callable[[SaveJob], Any], job: SaveJob) -> Callable[[], Any]:
         except OSError as error:
             raise CheckpointError(
                 f"{job.target} could not be saved: {error.strerror or error}.",
-                where=job.world,
+                where=str(job.world),
                 evidence=f"{error}\nthis rank writes {job.num_bytes} bytes; earlier checkpoints are unchanged",
                 do=_what_to_do(error.errno, job),
             ) from error

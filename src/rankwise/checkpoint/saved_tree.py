@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saved state trees, read as the objects here are distributed: whole, in regions, or not at all.
 
-First a tree has stand-ins for its tensors, which take no memory and can be compared; then each rank reads what it
-needs of each. Changes no object. Imported by the loading of this room.
+First a tree has stand-ins for its tensors, which take no memory and can be compared; then each rank reads the regions
+that it needs. Changes no object.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rankwise.checkpoint.content import parameters_elsewhere, unwrapped
 from rankwise.checkpoint.manifest import MANIFEST_NAME, Region, whole
 from rankwise.checkpoint.state import child
 from rankwise.errors import CheckpointError
+from rankwise.torch_private.dtensor import placed_as_shaped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,7 +144,7 @@ class SavedTree:
             if region is None:
                 return place.stand_in if place.template is None else place.template
             memory = memory_of[place.name, region]
-            return memory if place.template is None else dtensor_layout.like(place.template, memory, place.entry.shape)
+            return memory if place.template is None else placed_as_shaped(place.template, memory, place.entry.shape)
 
         self.tree = state.unflatten(self._skeleton, value)
         for number in self._dropped:

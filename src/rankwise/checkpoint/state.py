@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State trees to tensors and a JSON skeleton, and back. Never pickle.
 
-Must not touch files or other ranks. :func:`flatten` lists what a tree may hold; anything
-else is an error that names its path. Imported by the saving and the loading of this room.
+Must not touch files or other ranks. :func:`flatten` lists what a tree may hold; anything else is an error that names
+its path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from rankwise.checkpoint import dtensor_layout
+from rankwise.checkpoint.files import dtype_name
 from rankwise.errors import CheckpointError
+from rankwise.tensors.files import CODES
 from rankwise.torch_private.modules import metadata_of, set_metadata
 
 if TYPE_CHECKING:
@@ -33,29 +35,8 @@ _LISTS = {tuple: "tuple", torch.Size: "size"}
 _LARGEST_DECIMAL_BITS = 8192
 """Python refuses to read or write decimal integers of more than 4300 digits."""
 
-TENSOR_DTYPES = frozenset(
-    [
-        "bool",
-        "uint8",
-        "int8",
-        "uint16",
-        "int16",
-        "uint32",
-        "int32",
-        "uint64",
-        "int64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "complex64",
-        "complex128",
-    ]
-)
+# Those of the format; complex128 is written as float64, and float8_e8m0fnu holds scales only.
+TENSOR_DTYPES = frozenset({dtype_name(dtype) for dtype in CODES} - {"float8_e8m0fnu"} | {"complex128"})
 _NUMPY_DTYPES = frozenset(name for name in TENSOR_DTYPES if name != "bfloat16" and "float8" not in name)
 
 
@@ -67,12 +48,8 @@ def flatten(trees: Mapping[str, object]) -> tuple[dict[str, Json], dict[str, tor
     ``float``, ``complex``, ``str``, ``bool`` and ``None``. A tensor that occurs in several places
     (tied weights) is named once. DTensors, and meta tensors that stand for what other ranks hold, count as tensors.
 
-    Args:
-        trees: state tree of each object, by the object's name.
-
     Returns:
-        The skeleton of each object, and the tensors by name; a name is the path of the tensor's
-        first place.
+        The skeleton of each object, and the tensors by name: the path of the tensor's first place.
 
     Raises:
         CheckpointError: a tree holds something else; its path and type are named.
@@ -180,12 +157,7 @@ def unflatten(skeleton: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any: 
 
 
 def _decode_dict(skeleton: dict[str, Any], tag: str, tensor_of: Callable[[str], torch.Tensor]) -> Any:  # noqa: ANN401
-    make: dict[str, Callable[[], Any]] = {
-        "dict": dict,
-        "ordered_dict": OrderedDict,
-        "counter": Counter,
-    }
-    tree = make[tag]()
+    tree: dict[Any, Any] = next(kind for kind, name in _DICTS.items() if name == tag)()
     for key, item in _pairs(skeleton[tag]):
         tree[unflatten(key, tensor_of)] = unflatten(item, tensor_of)
     if "metadata" in skeleton:
@@ -247,7 +219,7 @@ def _checked_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
         raise _refusal(tensor, path)
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise _refusal(tensor, path, f"a {tensor.layout} tensor on {tensor.device} of type")
-    if str(tensor.dtype).removeprefix("torch.") not in TENSOR_DTYPES:
+    if dtype_name(tensor.dtype) not in TENSOR_DTYPES:
         raise _refusal(tensor, path, f"a {tensor.dtype} tensor of type")
     return tensor.detach().as_subclass(torch.Tensor)
 
@@ -273,13 +245,7 @@ def _refusal(value: object, path: str, what: str = "a") -> CheckpointError:
 
 
 def leaves(skeleton: Json, path: str, tensors: Mapping[str, str]) -> dict[str, str]:
-    """Return each leaf of a skeleton as text by its path, to find where two differ.
-
-    Args:
-        skeleton: as :func:`flatten` made it.
-        path: of its root.
-        tensors: the text for each tensor, by name.
-    """
+    """Return each leaf of a skeleton with root ``path`` as text by its path, with a given text for each tensor."""
     tag: str
     content: Any
     if isinstance(skeleton, dict):

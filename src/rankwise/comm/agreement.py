@@ -70,13 +70,7 @@ def outcome_of(work: Callable[[], object]) -> Outcome:
 
 
 def values_of(label: str, own: Outcome, outcomes: Sequence[list[Any]], world: World) -> list[Any]:
-    """Return the values of all ranks' outcomes, in rank order.
-
-    Args:
-        label: what was done, for the error.
-        own: outcome of this rank, whose error is raised as it is.
-        outcomes: of all ranks, as JSON.
-        world: of this rank.
+    """Return the values of all ranks' outcomes, in rank order; raise this rank's own error as it is.
 
     Raises:
         PeerFailed: another rank's outcome is an error; the lowest failing rank is named.

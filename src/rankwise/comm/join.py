@@ -37,10 +37,17 @@ from rankwise.log import log, speak_as
 from rankwise.store import bootstrap, opening
 from rankwise.store.published import connect_published, forget_published, serve_published
 from rankwise.torch_private.groups import have_groups_leaked, leak_groups
-from rankwise.world import environments
 from rankwise.world.device import accelerator
 from rankwise.world.device.choice import choose_backend, choose_device, torch_backends
-from rankwise.world.environments.process import asked_device, in_kubernetes
+from rankwise.world.environments.process import (
+    asked_device,
+    checks_collectives,
+    explicit,
+    in_kubernetes,
+    note_echo,
+    read_process,
+    stack_file,
+)
 from rankwise.world.facts import World
 
 if TYPE_CHECKING:
@@ -48,7 +55,7 @@ if TYPE_CHECKING:
 
     from rankwise.store.bootstrap import RankAddress
     from rankwise.store.values import Store
-    from rankwise.world.environments import Reading
+    from rankwise.world.environments.reading import Reading
 
 _NOT_FAILED = {None, 0, STOPPED_EXIT_CODE}
 
@@ -142,7 +149,7 @@ def join(
         log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
     if isinstance(session.exchange, TorchGroup):
         try:
-            checks = environments.checks_collectives()
+            checks = checks_collectives()
             chosen, words = open_exchange(exchange, session.exchange, world, checks=checks)
             session.use_exchange(chosen)
         except BaseException as error:
@@ -193,7 +200,7 @@ def fail(error: BaseException) -> RankwiseError | None:
         reason = session.detector.reason_of(error)
         error = reason or error
         if error is session.detector.error:
-            environments.note_echo()
+            note_echo()
             session.detector.leave(wait_for_peers=session.serves_store)
         else:
             annotate(error)
@@ -241,13 +248,13 @@ def _close_groups(session: Session, *, failed: bool) -> None:
 
 def _read(init_method: str | None, rank: int | None, world_size: int | None) -> Reading:
     if init_method is not None:
-        return environments.explicit(init_method, rank, world_size)
+        return explicit(init_method, rank, world_size)
     if rank is not None or world_size is not None:
         raise ConfigurationError(
             "join() was given rank or world_size without init_method.",
             do='pass init_method="tcp://host:port", rank and world_size together, or none of them',
         )
-    return environments.read_process()
+    return read_process()
 
 
 def _join_store(reading: Reading, timeout_seconds: float, number: int) -> tuple[Store, bool, list[RankAddress]]:
@@ -342,7 +349,7 @@ def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *,
         # The failure detector reports first; torch's own timeout ends only what the failure detector could not.
         timeout=timedelta(seconds=timeout_seconds + 10),
     )
-    detector = FailureDetector(job_store, world, timeout_seconds, environments.stack_file())
+    detector = FailureDetector(job_store, world, timeout_seconds, stack_file())
     exchange = TorchGroup(detector, world.rank, world.world_size)
     return Session(
         world=world,

@@ -90,8 +90,9 @@ def follow(store: Store | None, world: World) -> None:
     Called by: join, on every rank. Does nothing in a world of one.
     """
     if store is not None:
-        _following.append(register_optimizer_step_post_hook(_Look(store, world)))
-        _following.append(register_optimizer_step_pre_hook(_BeforeLBFGS()))
+        look = _Look(store, world)
+        _following.append(register_optimizer_step_pre_hook(look.before_step))
+        _following.append(register_optimizer_step_post_hook(look.after_step))
 
 
 def stop() -> None:
@@ -108,9 +109,20 @@ class _Look:
         self._world = world
         self._seen: WeakSet[Optimizer] = WeakSet()
         self._count: Counter[str] = Counter()
+        self._has_warned = False
 
     @uncompiled
-    def __call__(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    def before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        """Warn once about the closure of LBFGS, before its first step: afterwards ranks may have diverged."""
+        if isinstance(optimizer, LBFGS) and not self._has_warned:
+            self._has_warned = True
+            warn(
+                "the loss that the closure returns decides how often LBFGS runs backward: return "
+                "rankwise.mean(loss, len(x)), which is equal on every rank, or the ranks diverge"
+            )
+
+    @uncompiled
+    def after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         """Look at an optimizer after its first step. Called by torch."""
         if optimizer in self._seen:
             return
@@ -156,23 +168,6 @@ class _Look:
             "rankwise.independent(model)",
             all_ranks=True,
         )
-
-
-class _BeforeLBFGS:
-    """Warns once about the closure of LBFGS, before its first step: afterwards ranks may have diverged."""
-
-    def __init__(self) -> None:
-        self._has_warned = False
-
-    @uncompiled
-    def __call__(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        """Look at an optimizer before a step. Called by torch."""
-        if isinstance(optimizer, LBFGS) and not self._has_warned:
-            self._has_warned = True
-            warn(
-                "the loss that the closure returns decides how often LBFGS runs backward: return "
-                "rankwise.mean(loss, len(x)), which is equal on every rank, or the ranks diverge"
-            )
 
 
 def _unaccounted(trained: Sequence[torch.Tensor]) -> list[torch.Tensor]:

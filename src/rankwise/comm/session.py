@@ -63,20 +63,11 @@ class Loop(Protocol):
         ...
 
     def serve_loop(self, loader: int) -> None:
-        """Return when all ranks that take samples have reached the end of another loop over a loader.
-
-        Args:
-            loader: its number.
-        """
+        """Return when all ranks that take samples have ended another loop over the loader of this number."""
         ...
 
     def finish_loop(self, loader: int, *, has_stepped: bool) -> None:
-        """Note that this rank has reached the end of a loop over a loader.
-
-        Args:
-            loader: its number.
-            has_stepped: whether it took steps in it.
-        """
+        """Note that this rank has reached the end of a loop over a loader, and whether it took steps in it."""
         ...
 
     def break_loop(self, loader: int, *, has_stepped: bool) -> None:
@@ -138,8 +129,7 @@ class Session:
     def data_rank(self, divider: str) -> tuple[int, int]:
         """Return which part of each global batch this rank takes, and how many parts there are.
 
-        Args:
-            divider: a description of the caller, for the error when ranks are arranged along axes afterwards.
+        ``divider`` describes the caller, for the error when ranks are arranged along axes afterwards.
         """
         if self.data_ranks is not None:
             # Ranks that take none have a loader of the same length, which yields nothing.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.store.bootstrap import RankAddress
-    from rankwise.world.environments import Reading
+    from rankwise.world.environments.reading import Reading
 
 _variables: list[str] = []
 """The variables set here, which are removed when the world is left."""
@@ -49,16 +49,11 @@ def common_interface(addresses: Sequence[RankAddress], rank: int, store_host: st
     """Return the interface that ranks reach each other through, and whether it is loopback.
 
     On one machine that is loopback; on several it is the one that reaches the store or, if that does not decide (the
-    store is on this machine, under a name that resolves to loopback), the one that reaches a rank elsewhere. The
-    machine's own hostname, which torch would use, is not used.
-
-    Args:
-        addresses: where each rank is, in rank order.
-        rank: number of this process.
-        store_host: where the store is; ``None`` where it is a file.
+    store is on this machine, under a name that resolves to loopback), the one that reaches a rank elsewhere.
+    ``store_host`` is ``None`` where the store is a file.
 
     Returns:
-        ``None`` if no interface is found; torch then uses the machine's own hostname.
+        ``None`` if no interface is found; torch then uses the machine's own hostname, which is not used otherwise.
     """
     own = addresses[rank]
     if all(place == own for place in addresses):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import horovod`` without Horovod: rankwise's modules under another library's name, where a program requests it.
+"""``import horovod`` without Horovod: rankwise's modules under another library's name, if a program requests it.
 
-The names are entries of ``sys.modules`` that lead to rankwise's own modules. A package of the library's name is found
+The names are entries of ``sys.modules`` that refer to rankwise's own modules. A package of the library's name is found
 by ``sys.path``, which ranks and processes of multiprocessing receive, so the alias works there too.
 """
 
@@ -22,32 +22,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportAlias:
-    """What a library's name is to mean."""
+    """A library's name, and the modules that it refers to."""
 
     name: str
-    """As it is imported: ``horovod``."""
+    """The name to import: ``horovod``."""
     library: str
-    """As people write it: ``Horovod``."""
+    """The library's name in texts: ``Horovod``."""
     package: str
-    """The package of rankwise that stands in."""
+    """The package of rankwise that replaces it."""
     usual_import: str
-    """What a script can write where the library itself is installed."""
+    """The import to write if the library itself is installed."""
     on_path: str
-    """The folder that holds the package ``name``; comes after everything else on ``sys.path``, where it can."""
+    """The folder that holds the package ``name``; the last on ``sys.path``, if possible."""
     modules: Mapping[str, str]
-    """What a script may import, by its whole name, and the module of rankwise that it gets."""
+    """The modules that a script may import, by their full names, and the modules of rankwise that it gets."""
     instead: Mapping[str, str]
-    """What is not offered, by its whole name, and what to do in its place."""
+    """Modules that are not offered, by their full names, and what to do instead."""
 
 
 def provide(alias: ImportAlias) -> None:
-    """Have ``import`` of the library's name give rankwise's package, from now on in this process.
-
-    Processes that multiprocessing starts have it too. Calling it again does nothing.
-
-    Raises:
-        ConfigurationError: The library itself is installed here, or has been imported already.
-    """
+    """Make ``import`` of the library's name give rankwise's package: see each library's ``provide``."""
     present = sys.modules.get(alias.name)
     if present is not None:
         origin = present.__spec__ and present.__spec__.origin
@@ -62,11 +56,7 @@ def provide(alias: ImportAlias) -> None:
 
 
 def check_not_installed(alias: ImportAlias) -> None:
-    """Hold that the library itself is nowhere on ``sys.path``, where ``on_path`` may come before it.
-
-    Raises:
-        ConfigurationError: It is installed here.
-    """
+    """Raise a ConfigurationError if the library itself is on ``sys.path``, where ``on_path`` may come before it."""
     found = importlib.machinery.PathFinder.find_spec(alias.name, [one for one in sys.path if one != alias.on_path])
     # A folder of that name without an __init__.py is not the library, and this alias precedes it.
     if found is not None and found.origin is not None:
@@ -74,11 +64,11 @@ def check_not_installed(alias: ImportAlias) -> None:
 
 
 def register(alias: ImportAlias) -> None:
-    """Enter the modules, once the package itself is in ``sys.modules``; an import of any other is an error in words."""
+    """Add the modules to ``sys.modules``, after the package itself; other imports raise."""
     for name, target in alias.modules.items():
         module = importlib.import_module(target)
         sys.modules[name] = module
-        # `import a.b.c` reads c from b: what is taken from sys.modules is not set there by Python.
+        # `import a.b.c` reads c from b; Python does not set it there for a module that sys.modules holds already.
         parent, _, last = name.rpartition(".")
         if not hasattr(sys.modules[parent], last):
             vars(sys.modules[parent])[last] = module
@@ -86,13 +76,13 @@ def register(alias: ImportAlias) -> None:
 
 
 class _Refusing:
-    """Finds no module: says what to use in place of a module that the alias lacks."""
+    """A finder that finds no module, and names a replacement for one that the alias lacks."""
 
     def __init__(self, alias: ImportAlias) -> None:
         self._alias = alias
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Raise for what is below the library, since what is offered has been imported; leave the rest to others."""
+        """Raise for a module of the library, since all offered ones are in ``sys.modules``; ignore others."""
         del path, target
         alias = self._alias
         if not name.startswith(f"{alias.name}."):

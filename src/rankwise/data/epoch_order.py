@@ -1,23 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of an epoch as a function: which sample is at a position, for any position directly.
 
-Holds no list of indices, uses no torch and no process group. The order of a user's sampler is in
-``sampler_order``. Imported by ``sampler`` and ``loader``.
+Holds no list of indices, uses no torch and no process group. The order of a user's sampler is in ``sampler_order``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Indices = npt.NDArray[np.int64]
 
 _ROUNDS = 8
 _ROUNDS_OF_SHORT = 24
@@ -34,32 +27,29 @@ MAX_LENGTH = 2**62
 class Permutation:
     """A random order of ``range(n)``, evaluated on demand.
 
-    The order is a pure function of ``(n, seed, epoch)``, the same on every machine, and takes a few
-    hundred bytes for any ``n``.
+    The order is a pure function of ``(n, seed, epoch)``, the same on every machine, and takes a few hundred bytes for
+    any ``n``.
 
-    A position is split into two digits, ``low`` in ``[0, a)`` and ``high`` in ``[0, b)``, where ``a
-    * b`` is the least product of near-equal factors that holds ``n``. Eight rounds (24 for short
-    sequences) add to one digit, modulo its size, a keyed function of the other, in turn; each round
-    can be undone, so the whole is a bijection of ``[0, a * b)``. A result that is not below ``n``
-    goes through the rounds again until it is ("cycle walking"). As ``a * b - n < a``, few
-    results do: with digits of whole bits every second one would.
+    A position is split into two digits, ``low`` in ``[0, a)`` and ``high`` in ``[0, b)``, where ``a * b`` is the least
+    product of near-equal factors that holds ``n``. Eight rounds (24 for short sequences) add to one digit, modulo its
+    size, a keyed function of the other, in turn; each round can be undone, so the whole is a bijection of
+    ``[0, a * b)``. A result that is not below ``n`` goes through the rounds again until it is ("cycle walking"). As
+    ``a * b - n < a``, few results do: with digits of whole bits every second one would.
 
     Args:
         n: length of the sequence, at least 0.
         seed: any integer.
         epoch: any integer.
 
-    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), the
-    generalised-Feistel
-        cipher and cycle walking; not for secrecy here, the round function is a multiplicative hash.
+    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), the generalised-Feistel cipher
+        and cycle walking; not for secrecy here, the round function is a multiplicative hash.
     """
 
     __slots__ = ("_high_size", "_keys", "_low_size", "_n")
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
         if not 0 <= n <= MAX_LENGTH:
-            message = f"the length must be from 0 to 2**62, got {n}"
-            raise ValueError(message)
+            raise ValueError(f"the length must be from 0 to 2**62, got {n}")
         low_size = max(1, math.isqrt(max(n - 1, 0)) + 1)
         self._n = np.uint64(n)
         self._low_size = np.uint64(low_size)
@@ -85,8 +75,7 @@ class Permutation:
         """
         places = np.ascontiguousarray(positions, dtype=np.int64).view(np.uint64).ravel()
         if places.size and places.max() >= self._n:
-            message = f"positions must be in [0, {self._n})"
-            raise IndexError(message)
+            raise IndexError(f"positions must be in [0, {self._n})")
         samples = self._rounds(places)
         outside = np.flatnonzero(samples >= self._n)
         while outside.size:
@@ -117,8 +106,3 @@ class Permutation:
             np.minimum(changed, shifted, out=changed)
         np.multiply(high, self._low_size, out=high)
         return np.add(high, low, out=high)
-
-
-def order_of_epoch(n: int, *, shuffle: bool, seed: int, epoch: int) -> Callable[[Indices], Indices]:
-    """Return the function from positions of an epoch to indices of the dataset."""
-    return Permutation(n, seed, epoch) if shuffle else (lambda positions: positions)

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loader and a sampler share: the order of each epoch, and a position in it that is saved and loaded.
-
-Imported by ``loader`` and ``sampler``.
-"""
+"""The order of each epoch and a position in it that is saved and loaded: the part common to loader and sampler."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rankwise.data.epoch_order import order_of_epoch
-from rankwise.data.sampler_order import GivenOrder, shared_order
+from rankwise.data.epoch_order import Permutation
+from rankwise.data.same_data import check_same_order
+from rankwise.data.sampler_order import SAME_DRAWS, GivenOrder
 from rankwise.data.shards import EpochCursor, Shards, State, place_in
 
 if TYPE_CHECKING:
@@ -35,6 +33,11 @@ class EpochPosition:
     """A sampler's order, if there is one."""
     _cursor: EpochCursor
 
+    @property
+    def epoch(self) -> int:
+        """The current epoch or, between iterations, the next one; from 0."""
+        return self._cursor.epoch
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the next ``for`` where ``state`` was taken.
 
@@ -49,6 +52,14 @@ class EpochPosition:
             self._given.expect(state)
         self._cursor.move_to(epoch, position)
 
+    def _compared_facts(self, *, compare_samples: bool) -> State:
+        """Return the settings that must be the same on every rank."""
+        return self._facts() | {
+            "global_batch_size": self._shards.global_batch_size,
+            "remainder": self._shards.remainder,
+            "compare_samples": compare_samples,
+        }
+
     def _state_at(self, epoch: int, position: int) -> State:
         order: State = {} if self._given is None else self._given.facts(epoch)
         return self._facts() | order | {"epoch": epoch, "position": position}
@@ -59,7 +70,14 @@ class EpochPosition:
         return facts if self._given is None else facts | {"sampler_length": len(self._given)}
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        """Return the function from positions of an epoch to indices of the dataset."""
-        if self._given is None:
-            return order_of_epoch(self._shards.length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
-        return shared_order(self._given, epoch, self._number or None)
+        """Return the function from positions of an epoch to indices of the dataset.
+
+        Raises:
+            DatasetError: the sampler yielded another order on another rank, or something that is not an order.
+        """
+        if self._given is not None:
+            indices = self._given.of_epoch(epoch)
+            if self._number:
+                check_same_order(f"{self._number}/{epoch}", indices, do=SAME_DRAWS)
+            return indices.__getitem__
+        return Permutation(self._shards.length, self.seed, epoch) if self.shuffle else (lambda positions: positions)

@@ -15,22 +15,11 @@ from rankwise.data.epoch_position import EpochPosition
 from rankwise.data.probes import prober_in_memory
 from rankwise.data.same_data import check_with_peers
 from rankwise.data.sampler_order import GivenOrder
-from rankwise.data.shards import (
-    EpochCursor,
-    State,
-    check_not_empty,
-    local_batches,
-    make_shards,
-)
+from rankwise.data.shards import EpochCursor, State, check_not_empty, local_batches, make_shards
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sized
-
-    import numpy as np
-    import numpy.typing as npt
-
-    Indices = npt.NDArray[np.int64]
 
 
 class ShardedSampler(EpochPosition, Sampler[list[int]]):
@@ -115,32 +104,20 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
         self._cursor = EpochCursor()
         self._began = (0, 0)
         if joined:
-            settings = {
-                "global_batch_size": self._shards.global_batch_size,
-                "remainder": remainder,
-                "compare_samples": compare_samples,
-            }
             prober = None
             if compare_samples and not isinstance(dataset, int):
                 prober = prober_in_memory(dataset, str(current().world))
-            check_with_peers(self._facts() | settings, dataset if compare_samples else None, prober)
+            settings = self._compared_facts(compare_samples=compare_samples)
+            check_with_peers(settings, dataset if compare_samples else None, prober)
         else:
             check_not_empty(self._length)
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch or, between iterations, the next one; from 0."""
-        return self._cursor.epoch
 
     def __len__(self) -> int:
         """Return the number of global batches of a whole epoch, the same on every rank."""
         return self._shards.num_batches()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's indices of each global batch.
-
-        Begins at the loaded position, else at the epoch's first sample.
-        """
+        """Yield this rank's indices of each global batch, from the loaded position, else from 0."""
         iteration = self._cursor.begin()
         self._began = epoch, start = self._cursor.epoch, self._cursor.start
         order = self._order(epoch)
@@ -157,10 +134,7 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
                 Required if the loader has workers: it then requests batches ahead of the loop, and
                 the sampler sees only the requests.
         """
-        epoch, position = self._cursor.place()
-        if num_batches is not None:
-            epoch, position = self._place_after(num_batches)
-        return self._state_at(epoch, position)
+        return self._state_at(*(self._cursor.place() if num_batches is None else self._place_after(num_batches)))
 
     def _place_after(self, num_batches: int) -> tuple[int, int]:
         epoch, start = self._began
@@ -170,6 +144,4 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
                 evidence=f"it began at sample {start} and has {self._shards.num_batches(start)} global batches",
                 do="pass how many batches the loop has taken since this `for` began",
             )
-        end = self._shards.stop(start)
-        position = min(start + num_batches * self._shards.global_batch_size, end)
-        return epoch, position
+        return epoch, min(start + num_batches * self._shards.global_batch_size, self._shards.stop(start))

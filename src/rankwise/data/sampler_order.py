@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of an epoch from the user's sampler: seeded by epoch, so that it is the same on every rank.
-
-Reads no sample. Imported by ``sampler`` and ``loader``.
-"""
+"""The order of an epoch from the user's sampler, seeded by epoch and so the same on every rank. Reads no sample."""
 
 from __future__ import annotations
 
@@ -16,16 +13,13 @@ from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from rankwise.data.fingerprints import digest_of
-from rankwise.data.same_data import check_same_order
 from rankwise.data.seeds import epoch_seed, generators_kept, seed_generators
 from rankwise.errors import ConfigurationError, DatasetError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import numpy.typing as npt
-
-    Indices = npt.NDArray[np.int64]
 
 SAME_DRAWS = (
     "draw in the sampler's __iter__ from torch's, NumPy's or Python's global generator, or from a torch.Generator that "
@@ -87,11 +81,9 @@ class GivenOrder:
 
     def facts(self, epoch: int) -> dict[str, object]:
         """Return this order's entries of a state, JSON-able: its length, and its digest if ``epoch`` is drawn."""
-        is_drawn = self._drawn is not None and self._drawn[0] == epoch
-        return {
-            "sampler_length": self._length,
-            "sampler_digest": _digest(self._drawn[1]) if is_drawn and self._drawn is not None else None,
-        }
+        drawn = self._drawn
+        digest = None if drawn is None or drawn[0] != epoch else _digest(drawn[1])
+        return {"sampler_length": self._length, "sampler_digest": digest}
 
     def expect(self, state: Mapping[str, Any]) -> None:
         """Reject the epoch of ``state`` later unless its order is the saved one."""
@@ -139,23 +131,6 @@ class GivenOrder:
                 do=f"make it yield indices from 0 to {self._num_samples - 1}",
             )
         return indices
-
-
-def shared_order(given: GivenOrder, epoch: int, number: int | None) -> Callable[[Indices], Indices]:
-    """Return the function from positions of an epoch to a sampler's indices, after the ranks have compared them.
-
-    Args:
-        given: the order.
-        epoch: which one.
-        number: of the loader, the same on every rank; ``None`` does not compare ranks.
-
-    Raises:
-        DatasetError: the sampler yielded another order on another rank, or something that is not an order.
-    """
-    indices = given.of_epoch(epoch)
-    if number is not None:
-        check_same_order(f"{number}/{epoch}", indices, do=SAME_DRAWS)
-    return indices.__getitem__
 
 
 def _check_kind(sampler: Any) -> None:  # noqa: ANN401 - any sampler

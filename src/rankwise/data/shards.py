@@ -2,12 +2,12 @@
 """The positions of an epoch: which form a global batch, which of these a rank takes, and where a training loop is.
 
 A position counts samples of an epoch, taken by all ranks together, so it is the same on any number of ranks.
-Holds no order and no dataset; imports no torch. Imported by ``sampler``, ``sources`` and ``loader``.
+Holds no order and no dataset; imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -67,19 +67,9 @@ class Shards:
         """Return how many global batches there are from ``position`` to the end of the epoch."""
         return -(-(self.stop(position) - position) // self.global_batch_size)
 
-    def global_batches(self, position: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield ``(start, stop)`` of each global batch from ``position`` on."""
-        end = self.stop(position)
-        for start in range(position, end, self.global_batch_size):
-            yield start, min(start + self.global_batch_size, end)
-
     def local_part(self, start: int, stop: int) -> tuple[int, int]:
         """Return the part of the global batch ``[start, stop)`` that this rank takes."""
         return rank_slice(start, stop, self.rank, self.world_size)
-
-    def of_length(self, length: int) -> Shards:
-        """Return the same split for another length."""
-        return replace(self, length=length)
 
 
 def resolve_global_batch_size(global_batch_size: int | None, local_batch_size: int | None, world_size: int) -> int:
@@ -130,7 +120,11 @@ def make_shards(
             f"rank={rank} is not valid with world_size={world_size}.",
             do="pass world_size of at least 1 and a rank from 0 to world_size - 1",
         )
-    _check_remainder(remainder)
+    if remainder not in REMAINDERS:
+        raise ConfigurationError(
+            f"remainder={remainder!r} is invalid.",
+            do='use "keep" (the last, short batch is split over the ranks) or "drop" (it is left out)',
+        )
     shards = Shards(
         length=length,
         global_batch_size=resolve_global_batch_size(global_batch_size, local_batch_size, world_size),
@@ -147,14 +141,6 @@ def make_shards(
     return shards
 
 
-def _check_remainder(remainder: str) -> None:
-    if remainder not in REMAINDERS:
-        raise ConfigurationError(
-            f"remainder={remainder!r} is invalid.",
-            do='use "keep" (the last, short batch is split over the ranks) or "drop" (it is left out)',
-        )
-
-
 def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{name} must be a positive integer, got {value!r}.", do=f"pass {name}=1 or more")
@@ -162,13 +148,7 @@ def _positive(name: str, value: object) -> int:
 
 
 def note_on_short_batch(shards: Shards, start: int, stop: int) -> str | None:
-    """Return a note for errors about this rank's last batch; ``None`` if it is a full one.
-
-    Args:
-        shards: how global batches are split.
-        start: position of the epoch at which the global batch begins.
-        stop: position at which it ends.
-    """
+    """Return a note for errors about this rank's batch of ``[start, stop)``; ``None`` if it is a full one."""
     low, high = shards.local_part(start, stop)
     usual_low, usual_high = shards.local_part(0, shards.global_batch_size)
     num_samples = high - low
@@ -214,11 +194,7 @@ def local_batches(
 ) -> Iterator[BatchRequest]:
     """Yield this rank's part of each global batch from ``position`` to the end of the epoch.
 
-    Args:
-        shards: how the epoch is split.
-        order: from positions of the epoch to indices of the dataset.
-        epoch: its number.
-        position: where to begin.
+    ``order`` maps positions of the epoch to indices of the dataset.
     """
     size, end = shards.global_batch_size, shards.stop(position)
     low, high = shards.local_part(0, size)
@@ -239,9 +215,8 @@ def local_batches(
 class EpochCursor:
     """The epoch and position of one loader or sampler.
 
-    An epoch that was left early, by ``break`` or an error, is over: the next iteration begins the
-    next epoch. If only one batch was taken, that counts as a look at the data: the next iteration
-    begins where that one began.
+    An epoch that was left early, by ``break`` or an error, is over: the next iteration begins the next epoch. If only
+    one batch was taken, that counts as a look at the data: the next iteration begins at the same place.
     """
 
     def __init__(self) -> None:
@@ -262,10 +237,7 @@ class EpochCursor:
         return self._iteration
 
     def take(self, iteration: int, position: int) -> None:
-        """Note that the loop takes the batch that ends at ``position``.
-
-        An iteration that was followed by another one no longer counts.
-        """
+        """Note that the loop takes the batch that ends at ``position``; ignore all but the newest iteration."""
         if iteration == self._iteration:
             self.position = position
             self._taken += 1
@@ -297,7 +269,7 @@ def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int
     """Return ``(epoch, position)`` of a saved state, after checking that it has the same order.
 
     Args:
-        state: what ``state_dict`` returned: ``facts``, ``epoch`` and ``position``.
+        state: as ``state_dict`` returned it: ``facts``, ``epoch`` and ``position``.
         facts: settings of the order now: ``dataset_length``, ``seed``, ``shuffle``; with a sampler ``sampler_length``.
 
     Raises:

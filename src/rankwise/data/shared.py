@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One copy of a dataset per node, used by all its ranks.
 
-Decides which rank reads, and how the others find the result; ``packed`` has the layout. Imported by
-the package's ``__init__``.
+Decides which rank reads, and how the others find the result; ``packed`` has the layout.
 """
 
 from __future__ import annotations
@@ -148,6 +147,5 @@ def _found(published: _Published) -> int:
     size = os.fstat(descriptor).st_size
     if size < _TOKEN_BYTES or os.pread(descriptor, _TOKEN_BYTES, size - _TOKEN_BYTES) != bytes.fromhex(published.token):
         os.close(descriptor)
-        message = f"{path} is not the file that the first rank of the node wrote"
-        raise OSError(message)
+        raise OSError(f"{path} is not the file that the first rank of the node wrote")
     return descriptor

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the samples of a batch are read: whole columns at once, sample by sample, or from a stream.
 
-Knows about ranks only from its arguments, starts no process, does no communication. Imported by
-``workers`` and ``loader``.
+Knows about ranks only from its arguments, starts no process, does no communication.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -67,12 +66,7 @@ class MapSource(Protocol):
 class ColumnSource:
     """Tensors and arrays whose first dim counts samples; a batch is one indexing of each."""
 
-    def __init__(
-        self,
-        columns: list[Column],
-        rebuild: Rebuild,
-        rows: npt.NDArray[np.int64] | None,
-    ) -> None:
+    def __init__(self, columns: list[Column], rebuild: Rebuild, rows: npt.NDArray[np.int64] | None) -> None:
         self.columns = columns
         self._rebuild = rebuild
         self._rows = rows
@@ -90,9 +84,8 @@ class ColumnSource:
 class SampleSource:
     """A map-style dataset, read sample by sample, each with generators seeded for it.
 
-    A dataset that has ``__getitems__`` reads the whole batch through it; the generators are then seeded
-    once, for the batch's first sample, so random augmentation there depends on the number
-    of ranks.
+    A dataset that has ``__getitems__`` reads the whole batch through it; the generators are then seeded once, for the
+    batch's first sample, so random augmentation there depends on the number of ranks.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, where: str) -> None:  # noqa: ANN401 - any dataset
@@ -112,12 +105,8 @@ class SampleSource:
             if len(request.indices):
                 places = request.indices.tolist()
                 return self._collated(self._read(request.epoch, request.indices), places)
-            place = request.stand_in
-            (sample,) = self._read(request.epoch, np.array([place]))
-            return without_samples(
-                self._collated([copy.deepcopy(sample)], [place]),
-                self._collated([sample, copy.deepcopy(sample)], [place, place]),
-            )
+            (sample,) = self._read(request.epoch, np.array([request.stand_in]))
+            return _of_no_samples(sample, lambda samples: self._collated(samples, [request.stand_in] * len(samples)))
 
     def sample(self, index: int) -> Any:  # noqa: ANN401 - any sample
         """Return ``dataset[index]`` as epoch 0 reads it; the process's generators are restored.
@@ -164,9 +153,9 @@ class StreamSource:
     def batches(self, epoch: int, position: int, worker: int = 0, num_workers: int = 1) -> Iterator[FetchedBatch]:
         """Yield this rank's part of every ``num_workers``-th global batch from ``position`` on.
 
-        The stream draws from its own generators, seeded for the epoch, so that one that shuffles
-        yields the same order on every rank and the training loop's generators are unaffected.
-        The first global batch is also described, to be compared between ranks.
+        The stream draws from its own generators, seeded for the epoch, so that one that shuffles yields the same order
+        on every rank and the training loop's generators are unaffected. The first global batch is also described, to
+        be compared between ranks.
 
         Raises:
             DatasetError: the stream or the collate function raised; that error is the cause.
@@ -201,11 +190,12 @@ class StreamSource:
         low, high = self._shards.local_part(0, len(block))
         if low < high:
             return collated(self._collate, block[low:high], self._where)
-        sample = block[0]
-        return without_samples(
-            collated(self._collate, [copy.deepcopy(sample)], self._where),
-            collated(self._collate, [sample, copy.deepcopy(sample)], self._where),
-        )
+        return _of_no_samples(block[0], lambda samples: collated(self._collate, samples, self._where))
+
+
+def _of_no_samples(sample: Any, collate: Collate) -> Batch:  # noqa: ANN401 - any sample
+    # Copies, since a collate function may change its samples.
+    return without_samples(collate([copy.deepcopy(sample)]), collate([sample, copy.deepcopy(sample)]))
 
 
 def is_stream(dataset: object) -> bool:
@@ -241,21 +231,21 @@ def innermost(dataset: Any) -> Any:  # noqa: ANN401 - any dataset
 def columns_of(dataset: object) -> ColumnSource | None:
     """Return ``dataset`` as columns, or ``None`` if its samples must be read one by one.
 
-    Columns are: a tensor, a NumPy array, a tuple or dict of these, a ``TensorDataset``, and subsets
-    of them.
+    Columns are: a tensor, a NumPy array, a tuple or dict of these, a ``TensorDataset``, and subsets of them.
 
     Raises:
         DatasetError: the columns have different lengths.
     """
     inner = innermost(dataset)
     parts: list[Any] = [inner]
-    rebuild: Rebuild = _the_only_one
+    rebuild: Rebuild = itemgetter(0)
     if type(inner) is TensorDataset:
-        parts, rebuild = list(inner.tensors), _as_list
+        parts, rebuild = list(inner.tensors), list
     elif type(inner) is tuple:
-        parts, rebuild = list(inner), _as_tuple
+        parts, rebuild = list(inner), tuple
     elif isinstance(inner, dict):
-        parts, rebuild = list(inner.values()), partial(_as_dict, list(inner))
+        names, parts = list(inner), list(inner.values())
+        rebuild = lambda tensors: dict(zip(names, tensors, strict=True))  # noqa: E731 - as the others
     if not parts or not all(map(_is_column, parts)):
         return None
     if len({len(part) for part in parts}) > 1:
@@ -265,22 +255,6 @@ def columns_of(dataset: object) -> ColumnSource | None:
             do="give each of them one row per sample",
         )
     return ColumnSource(parts, rebuild, _rows_chosen(dataset))
-
-
-def _the_only_one(tensors: list[torch.Tensor]) -> Batch:
-    return tensors[0]
-
-
-def _as_list(tensors: list[torch.Tensor]) -> Batch:
-    return tensors
-
-
-def _as_tuple(tensors: list[torch.Tensor]) -> Batch:
-    return tuple(tensors)
-
-
-def _as_dict(names: list[Any], tensors: list[torch.Tensor]) -> Batch:
-    return dict(zip(names, tensors, strict=True))
 
 
 def _is_column(part: object) -> bool:

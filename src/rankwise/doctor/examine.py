@@ -16,10 +16,10 @@ from rankwise.doctor import joint_facts, local_facts
 from rankwise.doctor.checks import ERROR, Finding, judge
 from rankwise.doctor.facts import ExaminedJob, Facts
 from rankwise.errors import PeerMissing, RankwiseError
-from rankwise.world.environments import explain_process
+from rankwise.world.environments.process import explain_process
 
 if TYPE_CHECKING:
-    from rankwise.world.environments import Reading
+    from rankwise.world.environments.reading import Reading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from rankwise.doctor.facts import Machine
 from rankwise.errors import ConfigurationError
 from rankwise.version import VERSION
 from rankwise.world import network
-from rankwise.world.device import accelerator, versions
+from rankwise.world.device import accelerator
 from rankwise.world.device.choice import backend_of, known_backends
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - its size is looked at
@@ -39,7 +39,7 @@ def machine(port: int = 0) -> Machine:
         hostname=hostname,
         versions=_versions(),
         gpus=tuple(accelerator.names()),
-        num_gpu_files=versions.num_driver_files(),
+        num_gpu_files=accelerator.num_driver_files(),
         device_type=kind,
         device_backend=backend_of(kind),
         backends=tuple(known_backends()),
@@ -65,8 +65,8 @@ def _versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "rankwise": VERSION,
     }
-    nccl = versions.nccl_version()
-    return own | versions.toolkits() | ({} if nccl is None else {"nccl": ".".join(map(str, nccl))})
+    nccl = accelerator.nccl_version()
+    return own | accelerator.toolkits() | ({} if nccl is None else {"nccl": ".".join(map(str, nccl))})
 
 
 def _resolved(host: str) -> list[str]:

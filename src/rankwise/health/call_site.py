@@ -67,11 +67,7 @@ def stack_of_thread(thread_id: int) -> list[str]:
 
 
 def innermost_of_user(stack: Sequence[str]) -> str:
-    """Return the innermost frame of the user's code in a formatted stack; else its innermost frame.
-
-    Args:
-        stack: frames as ``/home/me/train.py:33 in load``, innermost last, at least one.
-    """
+    """Return the innermost frame of the user's code in a stack of :func:`stack_of_thread`; else its innermost frame."""
     return next((frame for frame in reversed(stack) if not _in_library(frame.partition(":")[0])), stack[-1])
 
 

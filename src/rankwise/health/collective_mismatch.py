@@ -42,12 +42,7 @@ class CollectiveCall:
 
 
 def calls_differ(calls: Mapping[int, CollectiveCall], world_size: int) -> CollectiveMismatch:
-    """Return the error for ranks that called different collectives.
-
-    Args:
-        calls: those of all known ranks.
-        world_size: number of ranks of the world.
-    """
+    """Return the error for ranks of which the known ones called different collectives."""
     shown = _shortened({rank: call.words for rank, call in calls.items()})
     what, do = _difference([call.words for call in calls.values()])
     return CollectiveMismatch(what, where=_where(calls, world_size), evidence=_evidence(calls, shown), do=do)

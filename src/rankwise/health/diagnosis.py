@@ -61,13 +61,7 @@ def peer_failed(
 ) -> PeerFailed:
     """Return the error for ranks that did not fail themselves.
 
-    Args:
-        world: of this rank.
-        rank: that failed.
-        error_type: name of its error's class.
-        text: of its error.
-        hostname: its machine's, where that is known.
-        label: what it failed in, if the ranks continue together afterwards; else they have stopped.
+    ``label`` is what ``rank`` failed in, if the ranks continue together afterwards; else they have stopped.
     """
     others = "this rank had none" if label else "the other ranks stopped only because of it"
     return PeerFailed(
@@ -119,10 +113,8 @@ def verdict(world: World, event: Event) -> RankwiseError:
 def findings(answers: Answers, sequence: int, members: Sequence[int]) -> Event:
     """Return what the answers show about a wait: missing ranks, whether all wait for different collectives, the table.
 
-    Args:
-        answers: of a status poll that asked about the collective's exchange and ``sequence``.
-        sequence: of the collective, within its exchange.
-        members: the ranks that take part in it.
+    ``answers`` are those of a status poll about the collective's exchange and its ``sequence`` there; ``members`` are
+    the ranks that take part in it.
     """
     missing = missing_ranks(answers, sequence, members)
     waiting = [answers[rank] for rank in members if rank in answers and answers[rank].get("waiting")]
@@ -136,13 +128,7 @@ def findings(answers: Answers, sequence: int, members: Sequence[int]) -> Event:
 
 
 def notice(what: str, waited: float, found: Event) -> str:
-    """Return the log message for a long wait.
-
-    Args:
-        what: the collective.
-        waited: seconds.
-        found: what :func:`findings` returned.
-    """
+    """Return the log message for a wait of ``waited`` seconds, of which :func:`findings` returned ``found``."""
     who = fold_ranks(found["missing"]) if found["missing"] else "the network"
     text = f"{what} has been waiting for {waited:.0f} s, for {who}:\n{found['table']}"
     if found.get("calls"):
@@ -154,9 +140,7 @@ def notice(what: str, waited: float, found: Event) -> str:
 def calls_of(entries: Mapping[int, Sequence[str]], answers: Answers) -> list[list[Any]]:
     """Return what ranks called, in an event's form: description, call site, the ranks, and the hosts of the first few.
 
-    Args:
-        entries: description and call site of each rank.
-        answers: give the hosts.
+    ``entries`` are description and call site of each rank; ``answers`` give the hosts.
     """
     ranks_of: dict[tuple[str, ...], list[int]] = {}
     for rank, entry in sorted(entries.items()):
@@ -170,13 +154,8 @@ def calls_of(entries: Mapping[int, Sequence[str]], answers: Answers) -> list[lis
 def broken(world: World, what: str, *, gone: list[int], table: str, departed: dict[int, Event], reason: str) -> Event:
     """Return the event that notifies all ranks of a connection that broke for no reported reason.
 
-    Args:
-        world: this rank's.
-        what: the collective.
-        gone: the ranks that no longer exist.
-        table: what the others are doing.
-        departed: the last event of each rank that is known to have exited.
-        reason: the message of torch or of the kernel.
+    ``gone`` are the ranks that no longer exist; ``departed`` has the last event of each rank that is known to have
+    exited. ``table`` says what the others are doing, ``reason`` is the message of torch or of the kernel.
     """
     return {
         "kind": "broken",
@@ -293,13 +272,7 @@ def first_difference(answers: Answers) -> int | None:
 
 
 def table(answers: Answers, world_size: int = 0, *, among: Iterable[int] | None = None) -> str:
-    """Return what every rank was doing: ranks that do the same share a line.
-
-    Args:
-        answers: of a status poll.
-        world_size: number of ranks.
-        among: only these ranks.
-    """
+    """Return what every rank was doing, or those of ``among``: ranks that do the same share a line."""
     ranks_of: dict[tuple[str, ...], list[int]] = {}
     for rank in range(world_size) if among is None else sorted(among):
         ranks_of.setdefault(_doing(answers.get(rank)), []).append(rank)
@@ -315,13 +288,9 @@ def table(answers: Answers, world_size: int = 0, *, among: Iterable[int] | None 
 
 
 def stacks(answers: Answers, ranks: Iterable[int], *, is_wanted_of_all: bool = False, most: int = MOST_STACKS) -> str:
-    """Return the known Python stacks of ``ranks``, innermost line last; equal ones once.
+    """Return the known Python stacks of ``ranks``, innermost line last: each once, at most ``most`` of them.
 
-    Args:
-        answers: of a status poll.
-        ranks: whose stacks.
-        is_wanted_of_all: include ranks that wait in a collective.
-        most: the largest number of different stacks.
+    The stacks of ranks that wait in a collective are left out, unless ``is_wanted_of_all``.
     """
     ranks_of: dict[tuple[str, ...], list[int]] = {}
     for rank in ranks:

@@ -43,12 +43,9 @@ class AppendableLog(Protocol):
 
 
 def post(store: AppendableLog, event: dict[str, Any], first: int = 1) -> int:
-    """Append an event to the job's log and return its number.
+    """Append an event to the job's log and return its number; the log is known to be full below number ``first``.
 
-    Args:
-        store: any connection to the job's store.
-        event: serializable as JSON; ``kind`` is its type.
-        first: a number below which the log is known to be full.
+    The event is serializable as JSON; ``kind`` is its type.
     """
     text = json.dumps({**event, "token": f"{time.time_ns()}-{id(event)}-{event.get('rank')}"})
     number = first
@@ -60,12 +57,7 @@ def post(store: AppendableLog, event: dict[str, Any], first: int = 1) -> int:
 def post_failure(store: Store, *, rank: int, error_type: str, text: str, hostname: str = "") -> None:
     """Notify every rank that ``rank`` failed. Called by the rank, or by the launcher in its place.
 
-    Args:
-        store: any connection to the job's store.
-        rank: the rank that failed.
-        error_type: name of the exception class, or of the signal.
-        text: the traceback, or what is known of the error.
-        hostname: where it ran.
+    ``error_type`` is the exception's class or the signal; ``text`` the traceback, or what is known of the error.
     """
     post(store, {"kind": "failed", "rank": rank, "error_type": error_type, "text": text, "hostname": hostname})
 
@@ -75,23 +67,15 @@ def post_departure(
 ) -> None:
     """Notify every rank that ``rank`` has exited without an error.
 
-    Args:
-        store: any connection to the job's store.
-        rank: the rank that left.
-        exit_code: of its process, if it has exited.
-        last: number of the last collective it took part in; ``None`` if unknown.
-        counts: how many collectives of each exchange it took part in, if known.
+    ``last`` is the number of the last collective it took part in, and ``counts`` how many of each exchange; if known.
     """
     post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last, "counts": list(counts)})
 
 
 def post_stop(store: Store, *, reason: str, rank: int | None = None) -> None:
-    """Ask every rank to stop at the next step all can agree on. Called by a rank, or by the launcher.
+    """Ask every rank to stop at the next step all can agree on. Called by ``rank``, or by the launcher.
 
-    Args:
-        store: any connection to the job's store.
-        reason: what ranks log about it, such as ``"SIGUSR2"``.
-        rank: the rank that asks, if it is a rank.
+    Ranks log the ``reason``, such as ``"SIGUSR2"``.
     """
     post(store, {"kind": "stop_requested", "rank": rank, "reason": reason})
 
@@ -99,14 +83,10 @@ def post_stop(store: Store, *, reason: str, rank: int | None = None) -> None:
 def post_expendable(store: Store, ranks: Sequence[int]) -> None:
     """Declare that the job continues without these ranks if they fail. Called by: any rank, or several alike.
 
-    From then on the failure of one of them is raised only by operations that need it (a collective that it
-    never reached, a recv from it, a save that it did not finish). Earlier failures are
-    every rank's error. The job cannot continue without all of them. A rank that serves the store itself, as rank 0
-    does if no rankwise launcher serves it, is never optional.
-
-    Args:
-        store: any connection to the job's store.
-        ranks: their numbers; those of an earlier call remain optional.
+    From then on the failure of one of them is raised only by operations that need it (a collective that it never
+    reached, a recv from it, a save that it did not finish). Earlier failures are every rank's error. The job cannot
+    continue without all of them. A rank that serves the store itself, as rank 0 does if no rankwise launcher serves it,
+    is never optional. Ranks of an earlier call remain optional.
     """
     declared = set[int]()
     if store.check(EXPENDABLE_KEY):

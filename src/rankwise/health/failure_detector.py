@@ -101,8 +101,7 @@ class FailureDetector:
     def reason_of(self, error: BaseException) -> RankwiseError | None:
         """Return the error of another rank's failure, if ``error`` is only a connection that broke because of it.
 
-        Args:
-            error: the error this rank is about to exit with; perhaps of a collective that torch waited for itself.
+        ``error`` is what this rank is about to exit with: perhaps of a collective that torch waited for itself.
         """
         if isinstance(error, RankwiseError) or not diagnosis.is_of_a_connection(error):
             return None

@@ -109,12 +109,7 @@ def last_collective_path(stack_file: str) -> str:
 
 
 def read_last_collective(path: str, when: float) -> str:
-    """Return a description of the last collective of a rank that has exited; empty if it recorded none.
-
-    Args:
-        path: of its file.
-        when: the time it exited, in seconds since the epoch.
-    """
+    """Return a description of the last collective of a rank that exited at time ``when``; empty if it recorded none."""
     try:
         data = Path(path).read_bytes()
         since, length = _HEADER.unpack_from(data)
@@ -141,10 +136,9 @@ class FlightRecorder:
         self._members: list[frozenset[int] | None] = [None]
 
     def new_exchange_id(self, members: Iterable[int] | None = None) -> int:
-        """Return the id of a new exchange. Called by: every rank, in the same order.
+        """Return the id of a new exchange of ``members``, by default of all ranks.
 
-        Args:
-            members: the ranks whose collectives it counts; default: all.
+        Called by: every rank, in the same order.
         """
         self.counts.append(0)
         self._members.append(None if members is None else frozenset(members))

@@ -75,12 +75,8 @@ class Preemption:
     ) -> None:
         """Start with no boundary passed.
 
-        Args:
-            rank: number of this rank.
-            world_size: how many ranks must agree.
-            store: the main thread's connection; none in a world of one.
-            timeout_seconds: how long a rank waits for the others' counts.
-            error: returns the error that ends the job, if any.
+        In a world of one there is no ``store``, else it is the main thread's connection. A rank waits for
+        ``timeout_seconds`` for the others' counts; ``error`` returns the error that ends the job, if any.
         """
         self.has_stopped = False
         self.signals: tuple[str, ...] = ()
@@ -272,10 +268,7 @@ class Preemption:
     def read(self, store: Store, event: dict[str, Any], next_event: int) -> None:
         """Process an event of the log, if it is about stopping.
 
-        Args:
-            store: the thread's own connection.
-            event: as it was posted.
-            next_event: a number below which the event log is full.
+        ``store`` is the thread's own connection; the event log is full below ``next_event``.
         """
         if event["kind"] == "left":
             self._has_departures = True
@@ -305,13 +298,7 @@ class Preemption:
             self._agree_if_counted(store, 0, next_event)
 
     def _agree_if_counted(self, store: Store, number: int, next_event: int) -> None:
-        """Post where all can stop, once every remaining rank has posted its count.
-
-        Args:
-            store: the thread's own connection.
-            number: how many counts this rank adds.
-            next_event: as for :meth:`read`.
-        """
+        """Add ``number`` counts; once every remaining rank has posted its count, post where all can stop."""
         present = sorted(set(range(self._world_size)) - self._lost)
         if store.add("rankwise/stop/counted", number) < len(present):
             return
@@ -339,14 +326,10 @@ def _count_of(rank: int) -> str:
 
 
 def listen(preemption: Preemption, names: Sequence[str]) -> Callable[[], None]:
-    """Have signals ask for a stop; return a function that restores the old handlers.
+    """Have the signals of these names ask for a stop; return a function that restores the old handlers.
 
-    A signal that is ignored remains ignored. A handler that the script installs later replaces this
-    one. Does nothing off the main thread, where Python allows no handlers.
-
-    Args:
-        preemption: of the session.
-        names: of the signals, ``"SIGUSR2"``.
+    A signal that is ignored remains ignored. A handler that the script installs later replaces this one. Does nothing
+    off the main thread, where Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None

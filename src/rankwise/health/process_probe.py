@@ -85,11 +85,7 @@ def offered_by(path: str) -> int | None:
 
 
 def state_of(pid: int, runs: str = HELD) -> str:
-    """Return a description of what keeps a process from answering.
-
-    Args:
-        pid: of the process.
-        runs: the description if the kernel sees no cause.
+    """Return a description of what keeps a process from answering; ``runs`` if the kernel sees no cause.
 
     Source: proc_pid_stat(5).
     """
@@ -106,9 +102,7 @@ def start_time_of(pid: int) -> str:
 def is_there(pid: int, start_time: str) -> bool:
     """Return whether a process has not exited.
 
-    Args:
-        pid: its id.
-        start_time: as :func:`start_time_of` returned it; another process with that id has a different one.
+    :func:`start_time_of` returned ``start_time``; another process with that id has a different one.
     """
     if not start_time:
         try:
@@ -133,12 +127,9 @@ def _letter_of(pid: int) -> str:
 
 
 def stack_of(pid: int, path: str, send: Callable[[int], None] | None = None) -> list[str]:
-    """Return the stack of a process that offers it, innermost frame last; else nothing.
+    """Return the stack of a process that offers it at ``path``, innermost frame last; else nothing.
 
-    Args:
-        pid: of the process.
-        path: the file that it writes its stack into.
-        send: sends it a signal of this number; by default ``kill`` does.
+    ``send`` sends it a signal of this number; by default ``kill`` does.
     """
     if not path or offered_by(path) != pid or not _takes_signal(pid) or _letter_of(pid) in _STATES:
         return []

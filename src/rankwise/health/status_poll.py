@@ -38,13 +38,9 @@ def call(
 ) -> Answers:
     """Ask every rank what it is doing; ranks that do not answer are absent from the result.
 
-    Args:
-        store: a connection of this thread's.
-        rank: the asking rank; -1 for a launcher.
-        world_size: number of ranks.
-        asked: see :meth:`rankwise.health.flight_recorder.FlightRecorder.situation`.
-        awaited: ranks whose answers to wait for; by default all.
-        first: number of an event below which the log is known to be full.
+    Waits only for the answers of ``awaited``, by default of all. ``rank`` is the asking one, -1 for a launcher;
+    ``asked`` is as for :meth:`rankwise.health.flight_recorder.FlightRecorder.situation`. The event log is full below
+    ``first``.
     """
     number = store.add("rankwise/roll_calls", 1)
     post(store, {**asked, "kind": "roll_call", "rank": rank, "call": number}, first)

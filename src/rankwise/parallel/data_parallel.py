@@ -23,10 +23,10 @@ from rankwise.log import log, warn
 from rankwise.parallel.core.strategy_registry import is_placed
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import aliases, own_buffers, own_parameters
-from rankwise.world import environments
 from rankwise.world.device import accelerator
 from rankwise.world.device.kinds import is_accelerator, kind_named
 from rankwise.world.device.streams import on_stream, stream_of_thread
+from rankwise.world.environments.process import read_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +112,7 @@ def _check_is_alone() -> None:
         num_ranks, where, evidence = session.world.world_size, str(session.world), None
     else:
         try:
-            reading = environments.read_process()
+            reading = read_process()
         except RankwiseError:
             return  # Variables that fit no launch are join()'s to refuse, and this script does not join.
         num_ranks, where, evidence = reading.world_size, None, reading.reason

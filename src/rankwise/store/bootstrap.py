@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.store.values import Store
-    from rankwise.world.environments import Reading
+    from rankwise.world.environments.reading import Reading
     from rankwise.world.facts import World
     from rankwise.world.network import Route
 
@@ -176,11 +176,7 @@ def _way_to(host: str, port: int) -> list[str]:
 
 
 def own_rank_address(store_host: str | None) -> RankAddress:
-    """Return the address at which other machines may reach this rank.
-
-    Args:
-        store_host: where the store is; ``None`` where it is a file.
-    """
+    """Return the address at which other machines may reach this rank; a store in a file has no ``store_host``."""
     route = route_beyond_loopback(store_host)
     return RankAddress(
         hostname=socket.gethostname(), address=network.main_address() if route is None else route.local_address

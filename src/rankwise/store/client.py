@@ -45,14 +45,9 @@ class StoreConnection(dist.Store):
     def __init__(
         self, host: str, port: int, secret: bytes, timeout_seconds: float, server: AuthenticatedServer | None = None
     ) -> None:
-        """Connect. Raises as :func:`rankwise.store.wire.open_connection` does.
+        """Connect, retrying for ``timeout_seconds``. Raises as :func:`rankwise.store.wire.open_connection` does.
 
-        Args:
-            host: of the server.
-            port: of the server.
-            secret: of the job.
-            timeout_seconds: how long to retry.
-            server: the server, if it is in this process; kept as long as this connection or a clone of it.
+        A ``server`` in this process is kept as long as this connection or a clone of it.
         """
         super().__init__()
         self._host, self._port, self._secret = host, port, secret
@@ -77,8 +72,7 @@ class StoreConnection(dist.Store):
     def expect_answers_within(self, seconds: float) -> None:
         """Treat the store as lost if it answers later than this; also applies to clones made from now on.
 
-        Args:
-            seconds: raised to the least time that an answer is always given.
+        An answer is always given at least ``LEAST_ANSWER_SECONDS``.
         """
         self._answer_seconds = min(max(seconds, LEAST_ANSWER_SECONDS), ANSWER_SECONDS)
 

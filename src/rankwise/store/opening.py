@@ -70,13 +70,9 @@ def _serve_own(host: str, port: int, secret: bytes) -> tuple[Store, int]:
 def connect(
     host: str, port: int, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS, *, secret: bytes | None = None
 ) -> Store:
-    """Return a connection to a store that another process serves, waiting until it is served.
+    """Return a connection to a store that another process serves at ``host:port``, waiting until it is served.
 
-    Args:
-        host: of the serving process.
-        port: where it listens.
-        timeout_seconds: how long to wait for it.
-        secret: what it was served with; ``None`` for torch's store.
+    ``secret`` is what it was served with; ``None`` for torch's store.
 
     Raises:
         TimeoutError: nothing served ``host:port`` within ``timeout_seconds``.

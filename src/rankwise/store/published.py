@@ -40,11 +40,9 @@ class _Published(NamedTuple):
 
 
 def serve_published(path: Path, secret: bytes | None) -> Store:
-    """Serve a store on the loopback address and write its port to a file.
+    """Serve a store on the loopback address and write its port to a file, which may replace one of this user.
 
-    Args:
-        path: the file; an existing file of this user is replaced.
-        secret: the secret every rank was given; ``None`` generates one and writes it beside the port.
+    ``secret`` is what every rank was given; ``None`` generates one and writes it beside the port.
 
     Raises:
         ConfigurationError: the file cannot be written, or belongs to another user.
@@ -60,12 +58,9 @@ def serve_published(path: Path, secret: bytes | None) -> Store:
 
 
 def connect_published(path: Path, timeout_seconds: float, secret: bytes | None) -> Store:
-    """Connect to the store that a file describes, waiting for both.
+    """Connect to the store that a file of :func:`serve_published` describes, waiting for both.
 
-    Args:
-        path: the file that :func:`serve_published` writes.
-        timeout_seconds: how long to wait.
-        secret: the secret every rank was given, or ``None``.
+    ``secret`` is what every rank was given, or ``None``.
 
     Raises:
         TimeoutError: there was no such store within the limit.

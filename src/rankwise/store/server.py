@@ -2,7 +2,6 @@
 """A server for processes that hold the job's secret: one thread, one event loop, one service per purpose.
 
 Knows nothing of what its services do; reads no more than a greeting and a proof from an unauthenticated client.
-Imported by this room's public files, and by the launcher.
 """
 
 from __future__ import annotations
@@ -66,13 +65,10 @@ class AuthenticatedServer:
         services: Mapping[str, Service],
         socket_services: Mapping[str, SocketService] | None = None,
     ) -> None:
-        """Take over a socket that is already listening.
+        """Take over a socket that is already listening on one address, and close it with the server.
 
-        Args:
-            listener: bound to one address; closed with the server.
-            secret: of the job.
-            services: a coroutine function for each purpose that a client may name.
-            socket_services: the same, for those that take the socket itself.
+        A client names the purpose of its connection: one of ``services``, or of ``socket_services``, which take the
+        socket.
         """
         self.loop = asyncio.new_event_loop()
         """The loop the services run on; ``asyncio.run_coroutine_threadsafe`` reaches it from other threads."""

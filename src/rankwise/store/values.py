@@ -7,6 +7,7 @@ its own.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from rankwise.store.client import StoreConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
 
 class StoreLost(ConnectionError):
@@ -26,11 +27,9 @@ class Store:
     """One connection to the job's store. Keys are text, values are bytes, nothing is unpickled."""
 
     def __init__(self, connection: dist.Store, prefix: str = "") -> None:
-        """Use an open connection.
+        """Use an open connection, torch's or rankwise's own.
 
-        Args:
-            connection: torch's, or rankwise's own.
-            prefix: before every key, with a ``/``; kept here because torch's own prefixes do not reach clones.
+        ``prefix`` and a ``/`` stand before every key; kept here because torch's own prefixes do not reach clones.
         """
         self._connection = connection
         self._prefix = prefix
@@ -61,8 +60,7 @@ class Store:
     def expect_answers_within(self, seconds: float) -> None:
         """Treat rankwise's own store as lost if it answers later than this; for torch's, only TCP's limit applies.
 
-        Args:
-            seconds: see :meth:`rankwise.store.client.StoreConnection.expect_answers_within`.
+        See :meth:`rankwise.store.client.StoreConnection.expect_answers_within`.
         """
         if isinstance(self._connection, StoreConnection):
             self._connection.expect_answers_within(seconds)
@@ -124,20 +122,12 @@ class Store:
         return f"{self._prefix}/{key}" if self._prefix else key
 
 
-class translated:  # noqa: N801 - reads as a word in `with translated(key):`
-    """Turns torch's store errors into Python's own."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, RuntimeError):
-            return
+@contextmanager
+def translated(key: str) -> Generator[None]:
+    """Turn torch's store errors inside the block into Python's own."""
+    try:
+        yield
+    except RuntimeError as error:
         if "timeout" in str(error).lower():
-            message = f"{self._key} was not set in the job's store in time"
-            raise TimeoutError(message) from error
-        message = f"the job's store was lost (at {self._key}): {str(error).splitlines()[0]}"
-        raise StoreLost(message) from error
+            raise TimeoutError(f"{key} was not set in the job's store in time") from error
+        raise StoreLost(f"the job's store was lost (at {key}): {str(error).splitlines()[0]}") from error

@@ -2,7 +2,6 @@
 """Frames over TCP, and the handshake in which two processes prove to each other that they hold the same secret.
 
 Unpickles nothing and never sends the secret. Data after the handshake is neither signed nor encrypted.
-Imported by the other files of this room, and by the launcher for connections of its own.
 """
 
 from __future__ import annotations

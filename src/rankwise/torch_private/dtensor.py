@@ -22,12 +22,9 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed_like(template: Any, part: torch.Tensor, *, requires_grad: bool = False) -> DTensor:  # noqa: ANN401 - a DTensor
-    """Return a DTensor of the whole shape and placements of another one, as torch itself rebuilds one.
+    """Return a DTensor of the shape and placements of ``template``, a DTensor, as torch itself rebuilds one.
 
-    Args:
-        template: a DTensor.
-        part: what this rank holds; on any device.
-        requires_grad: of the result.
+    ``part`` is what this rank holds, on any device.
     """
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - there already, where a template is
 
@@ -36,12 +33,9 @@ def placed_like(template: Any, part: torch.Tensor, *, requires_grad: bool = Fals
 
 
 def placed_as_shaped(template: Any, part: torch.Tensor, shape: tuple[int, ...]) -> DTensor:  # noqa: ANN401 - a DTensor
-    """Return a DTensor on the mesh of another one.
+    """Return a DTensor of a whole ``shape`` on the mesh of ``template``; replicated if that has another shape.
 
-    Args:
-        template: a DTensor.
-        part: what this rank holds; on any device.
-        shape: whole; if it is not that of the template, the result is replicated.
+    ``part`` is what this rank holds, on any device.
     """
     from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - there already, where a template is
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: PLC0415 - as above

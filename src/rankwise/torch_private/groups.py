@@ -43,18 +43,14 @@ def next_number() -> int:
 
 
 def open_among(ranks: Sequence[int], own: int, number: int) -> object:
-    """Open a group of some ranks, unknown to all other ranks.
+    """Open a group of some ranks of the world, unknown to all other ranks.
 
-    Called by: every rank of ``ranks``.
-
-    Args:
-        ranks: of the world.
-        own: this rank.
-        number: goes into the name of the group; the largest :func:`next_number` of its ranks.
+    Called by: every rank of ``ranks``, each as ``own``. ``number`` goes into the name of the group: the largest
+    :func:`next_number` of its ranks.
 
     Returns:
-        torch's group. torch's count of groups of the whole world is unchanged: ranks that open
-        different numbers of such groups can still open one together.
+        torch's group. torch's count of groups of the whole world is unchanged: ranks that open different numbers of
+        such groups can still open one together.
     """
     world = dist.distributed_c10d._world  # noqa: SLF001
     if not _COUNTS_CALLS:

@@ -35,12 +35,7 @@ dispatch_key: Callable[[str], str] = torch._C._dispatch_key_for_device  # noqa: 
 
 
 def kernel_of(operation: str, key: str) -> Kernel | None:
-    """Return the kernel of an operation of aten; ``None`` if it has none for that key.
-
-    Args:
-        operation: with its overload: ``"bernoulli_.float"``.
-        key: of the kind of device.
-    """
+    """Return the kernel of an operation of aten, such as ``bernoulli_.float``; ``None`` if it has none for that key."""
     name = f"aten::{operation}"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):  # noqa: SLF001
         return None

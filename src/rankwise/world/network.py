@@ -142,10 +142,7 @@ def main_address() -> str | None:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses of a host in the order the system prefers, IPv4 before IPv6.
-
-    Args:
-        host: a name, or an address, which resolves to itself.
+    """Return the addresses of a host in the order the system prefers, IPv4 before IPv6. An address resolves to itself.
 
     Raises:
         ConfigurationError: the name cannot be resolved.
@@ -165,11 +162,7 @@ def resolve(host: str) -> list[str]:
 
 
 def route_to(host: str, port: int = ANY_PORT) -> Route:
-    """Return the route to a host; the machine's own hostname is not used.
-
-    Args:
-        host: a name or an address.
-        port: shown in the error; does not affect the route.
+    """Return the route to a host name or address; the port is only shown in the error.
 
     Raises:
         ConfigurationError: the name cannot be resolved, or there is no route.
@@ -210,12 +203,7 @@ def loopback_name(host: str, addresses: Sequence[str]) -> ConfigurationError:
 
 
 def hosts_file_lines(host: str, text: str | None = None) -> list[str]:
-    """Return the lines of ``/etc/hosts`` that give a host a loopback address.
-
-    Args:
-        host: the name to look for.
-        text: the file's content; by default this machine's.
-    """
+    """Return the lines of ``/etc/hosts``, or of ``text``, that give a host a loopback address."""
     if text is None:
         try:
             text = HOSTS_FILE.read_text(encoding="utf-8", errors="replace")

@@ -62,11 +62,7 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 def is_tested(version: str | None = None) -> bool:
-    """Return whether CI tests this release of torch. A pre-release build does not count.
-
-    Args:
-        version: by default the installed one.
-    """
+    """Return whether CI tests a release of torch, by default the installed one. Pre-releases do not count."""
     version = installed() if version is None else version
     if version is None:
         return False
@@ -100,12 +96,9 @@ def check() -> None:
 
 
 def lacks(call: str, since: tuple[int, int], who: str) -> TorchTooOld:
-    """Return the error for a function that this version of torch does not have.
+    """Return the error for torch's function ``call``, which was added in release ``since`` and is missing here.
 
-    Args:
-        call: torch's function.
-        since: the release that introduced it.
-        who: what needs it, as the start of a sentence: ``"A sharded model whose backward broke off"``.
+    ``who`` needs it, as the start of a sentence: ``"A sharded model whose backward broke off"``.
     """
     return TorchTooOld(
         f"{who} needs {call}, which torch {installed()} does not have; it was added in torch {_dotted(since)}.",

@@ -27,28 +27,16 @@ EXCHANGES = ("auto", "shared_memory", "gloo")
 
 
 def check_exchange(wanted: str) -> None:
-    """Raise unless an exchange of this name exists.
-
-    Raises:
-        ConfigurationError: it does not; the error lists those that exist.
-    """
+    """Raise :class:`ConfigurationError` unless an exchange of this name exists."""
     if wanted not in EXCHANGES:
         raise ConfigurationError(f"exchange={wanted!r} is invalid.", do="use one of " + ", ".join(EXCHANGES))
 
 
 def open_exchange(wanted: str, group: TorchGroup, world: World, *, checks: bool = False) -> tuple[Exchange, str]:
-    """Open the exchange of a world, and return a short description of it.
+    """Open the exchange of a world; return it with a short description, empty if there was nothing to choose.
 
-    Called by: every rank.
-
-    Args:
-        wanted: one of ``EXCHANGES``.
-        group: torch's process group, over which the ranks agree.
-        world: this rank's.
-        checks: whether every collective is to be compared on all ranks before it begins.
-
-    Returns:
-        The exchange and its description; empty if there was nothing to choose.
+    Called by: every rank. ``wanted`` is one of ``EXCHANGES``. With ``checks``, every collective is compared on all
+    ranks before it begins.
 
     Raises:
         ConfigurationError: ranks want different ones, or shared memory is wanted but not available; or ``checks``

@@ -54,14 +54,8 @@ def calls_differ(
 ) -> CollectiveMismatch:
     """Return the error for ranks that called different things.
 
-    Called by: every rank of ``ranks``, from what it called.
-
-    Args:
-        gather: returns the tensors of ``ranks``, [len(ranks), ...], all of one shape.
-        words: what this rank called.
-        hostname: of this rank.
-        ranks: those that compared their calls.
-        world_size: number of ranks of the world.
+    Called by: every rank of ``ranks``. ``words`` is what this rank called; ``gather`` returns the tensors of ``ranks``,
+    [len(ranks), ...], all of one shape.
     """
     text = "\0".join((hostname, call_site.words(call_site.user_call_site()), words))
     data = torch.frombuffer(bytearray(text.encode()[:LONGEST_CALL_BYTES]), dtype=torch.uint8)

@@ -58,11 +58,7 @@ class CrossHostGroup:
     def open(cls, hosts: Sequence[Sequence[int]], rank: int) -> CrossHostGroup:
         """Open the groups of all slices and return that of ``rank``.
 
-        Called by: every rank of the world.
-
-        Args:
-            hosts: the ranks of each host.
-            rank: this one.
+        Called by: every rank of the world, with the ranks of each host.
         """
         own = None
         for owners in zip(*hosts, strict=False):

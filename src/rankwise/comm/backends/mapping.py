@@ -57,11 +57,7 @@ class Mapping:
 
     @classmethod
     def open(cls, ticket: str, num_bytes: int) -> Self:
-        """Open what another process created.
-
-        Args:
-            ticket: its :attr:`ticket`.
-            num_bytes: as given to :meth:`create`.
+        """Open what another process has created with ``num_bytes``, from its :attr:`ticket`.
 
         Raises:
             OSError: the other process is not visible from here, or the file found belongs to another one.
@@ -114,15 +110,10 @@ def rounded_up(num_bytes: int, unit_bytes: int) -> int:
 def open_together(
     exchange: SupportsAllGather, num_bytes: int, own_parts: Sequence[tuple[int, int]], first: int
 ) -> tuple[Mapping | None, dict[int, str]]:
-    """Open one piece of memory per host, created by the first rank of each.
+    """Open one piece of memory per host, created by its rank ``first``; the same ``num_bytes`` on every rank of a host.
 
-    Called by: every rank of ``exchange``.
-
-    Args:
-        exchange: carries the tickets.
-        num_bytes: its size; the same on every rank of a host.
-        own_parts: starts and lengths of the parts that mostly this rank writes.
-        first: the rank that creates it on this host.
+    Called by: every rank of ``exchange``. ``own_parts`` are starts and lengths of the parts that mostly this rank
+    writes.
 
     Returns:
         The memory, or ``None`` on every rank, with the reasons of the ranks that could not open it.

@@ -35,10 +35,7 @@ HEADER = struct.Struct("=ddq")
 class ChannelLayout:
     """Where the parts of a channel lie in the memory of its host.
 
-    Args:
-        size: of the channel.
-        num_ranks: L.
-        num_slices: how many ranks sum a slice each; by default all, unless each sums everything itself.
+    ``num_slices`` is how many ranks sum a slice each: by default all, unless each sums everything itself.
     """
 
     def __init__(self, size: ChannelSize, num_ranks: int, num_slices: int | None = None) -> None:
@@ -100,14 +97,10 @@ class ChannelLayout:
 
 
 def lay_out(layouts: Sequence[ChannelLayout], start: int) -> tuple[int, int]:
-    """Assign channels their places in one piece of memory.
+    """Assign channels their places in one piece of memory, from byte ``start`` on.
 
     The bodies of a rank share an arena as a ring, rather than lie side by side: channels are used one after the other,
-    so a model of any size needs no more.
-
-    Args:
-        layouts: in the order in which their channels are started; all of as many ranks.
-        start: the first byte.
+    in the order of ``layouts``, so a model of any size needs no more.
 
     Returns:
         Where the arenas start, and the size of one rank's.

@@ -95,13 +95,7 @@ class ResultMemory:
 class SharedMemory:
     """The exchange of ranks that share memory with others. See :class:`rankwise.comm.backends.protocol.Exchange`.
 
-    Args:
-        host_map: which ranks are on which host.
-        torch_group: of the whole world.
-        engine: of this rank.
-        staging: in memory of this host.
-        cross_host: to the other hosts, where there are any.
-        exchange_id: see :class:`rankwise.health.flight_recorder.Ticket`.
+    ``staging`` is in memory of this host; ``cross_host`` reaches the other hosts, where there are any.
     """
 
     def __init__(

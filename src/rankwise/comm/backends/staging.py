@@ -138,11 +138,8 @@ class Staging:
     ) -> Generator[Awaited]:
         """Copy the part of every rank's ``tensor``, bytes, that is for this rank into ``out``.
 
-        Args:
-            tensor: what this rank sends, [sum of ``sizes[this rank]``], the first rank's part first.
-            out: [sum of ``sizes[every rank][this rank]``].
-            sizes: bytes from each rank (outer) to each.
-            what: see :meth:`barrier`.
+        ``sizes`` are bytes from each rank (outer) to each. ``tensor`` is [sum of ``sizes[this rank]``], the first
+        rank's part first, and ``out`` [sum of ``sizes[every rank][this rank]``].
         """
         starts = [sum(row[: self._rank]) for row in sizes]
         ends = [start + row[self._rank] for start, row in zip(starts, sizes, strict=True)]
@@ -167,14 +164,9 @@ class Staging:
         fills: bool = True,
         most: int | None = None,
     ) -> Generator[Awaited]:
-        """Fill a slot per piece of ``tensor``, and read each when every rank has filled its own.
+        """Fill a slot per piece of ``tensor`` [n], and ``take`` each when every rank has filled its own.
 
-        Args:
-            tensor: [n] of this rank.
-            take: reads a piece.
-            what: see :meth:`barrier`.
-            fills: whether this rank has anything to send.
-            most: the largest n of any rank, if they differ.
+        ``fills``: whether this rank has anything to send. ``most``: the largest n of any rank, if they differ.
         """
         length = self.slot_bytes // tensor.element_size()
         num_elements = tensor.numel() if most is None else most

@@ -22,8 +22,7 @@ CPU = torch.device("cpu")
 class ThroughHost:
     """An exchange for tensors of any device. See :class:`rankwise.comm.backends.protocol.Exchange`.
 
-    Args:
-        inner: sends CPU tensors.
+    ``inner`` sends the CPU tensors.
     """
 
     def __init__(self, inner: Exchange) -> None:

@@ -128,14 +128,7 @@ def gather_bytes(exchange: Exchange | None, payload: bytes, what: str) -> list[b
 
 
 def gather_rows(exchange: Exchange, data: torch.Tensor, sizes: Sequence[int], what: str) -> list[torch.Tensor]:
-    """Return the [n] bytes of every rank.
-
-    Args:
-        exchange: of the ranks.
-        data: of this one.
-        sizes: n of each rank, in rank order.
-        what: in words.
-    """
+    """Return the bytes of every rank, in rank order: ``data`` is [n] of this rank, ``sizes`` the n of every rank."""
     padded = data.new_zeros(max(sizes))
     padded[: data.numel()] = data
     rows = exchange.all_gather(padded, what=f"{what}: values")

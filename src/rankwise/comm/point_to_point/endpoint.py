@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import secrets
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rankwise.comm.point_to_point.queues import KEYS, PURPOSE, RecvQueue, SendQueue, address_key
@@ -104,10 +103,7 @@ class Endpoint:
     def wait(self, what: str, peer: int, is_there: Callable[[], bool]) -> None:
         """Return when ``is_there`` returns true, unless ``peer`` fails, leaves or never arrives.
 
-        Args:
-            what: a description of what is waited for.
-            peer: the rank it depends on.
-            is_there: checks the receive queue, which is locked meanwhile.
+        ``what`` describes what is waited for. ``is_there`` checks the receive queue, which is locked meanwhile.
         """
         send_queue = self._send_queues.get(peer)
         peer_wait = PeerWait(
@@ -128,7 +124,7 @@ class Endpoint:
             send_queue.end()
         for to, send_queue in self._send_queues.items():
             try:
-                self.wait(f"delivery of the values sent to rank {to}", to, partial(_is_over, send_queue))
+                self.wait(f"delivery of the values sent to rank {to}", to, lambda queue=send_queue: queue.is_over)
             except (PeerFailed, PeerMissing) as error:
                 # Gradients that no backward() waited for are not a loss, nor is a rank the job can lose.
                 if send_queue.num_lost() or (isinstance(error, PeerFailed) and self._detector.error is not None):
@@ -176,11 +172,7 @@ def _open(session: Session) -> Endpoint:
 
 
 def refuse_alone(caller: str, world: World) -> None:
-    """Raise unless there is another rank.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Raise :class:`ConfigurationError` unless there is another rank."""
     if world.world_size == 1:
         raise ConfigurationError(
             f"{caller} needs another rank, but this is a world of one.",
@@ -188,10 +180,6 @@ def refuse_alone(caller: str, world: World) -> None:
             do="start at least two ranks (rankwise run -n 2 ...); "
             "on one rank, call the second part of the model with the output of the first part",
         )
-
-
-def _is_over(send_queue: SendQueue) -> bool:
-    return send_queue.is_over
 
 
 def _abandon(send_queues: dict[int, SendQueue], server: AuthenticatedServer) -> None:

@@ -53,10 +53,8 @@ def pack(value: object) -> Packed:
 def unpack(tree: Any, buffers: Sequence[torch.Tensor], device: torch.device) -> tuple[Any, list[torch.Tensor]]:  # noqa: ANN401 - JSON
     """Return the value that :func:`pack` was given, and those of its tensors that require a gradient.
 
-    Args:
-        tree: of the packed value.
-        buffers: [n] bytes each, one per tensor and array. The value uses their memory.
-        device: of the tensors.
+    ``buffers`` are [n] bytes each, one per tensor and array. The value uses their memory; its tensors are on
+    ``device``.
     """
     wanting: list[torch.Tensor] = []
     return _value_of(tree, iter(buffers), device, wanting), wanting

@@ -47,15 +47,10 @@ class SendQueue:
     def __init__(
         self, *, rank: int, to: int, store: Store, secret: bytes, timeout_seconds: float, changed: threading.Condition
     ) -> None:
-        """Start the thread, which connects from ``rank`` to the server of ``to``, whose address is in ``store``.
+        """Start the thread, which connects to the server of rank ``to`` within ``timeout_seconds``.
 
-        Args:
-            rank: of this process.
-            to: the receiving rank.
-            store: a connection that only the thread uses.
-            secret: of all ranks' servers.
-            timeout_seconds: how long to try to connect.
-            changed: notified when everything was sent, or the connection broke.
+        ``store`` holds that rank's address and is used only by the thread; ``changed`` is notified when everything was
+        sent, or the connection broke.
         """
         self.error: str | None = None
         """Why nothing more can be sent."""

@@ -50,10 +50,7 @@ class PeerWait:
 def wait(peer_wait: PeerWait, changed: threading.Condition, is_there: Callable[[], bool]) -> None:
     """Return when ``is_there`` returns true.
 
-    Args:
-        peer_wait: what is waited for.
-        changed: notified whenever the result of ``is_there`` may change, and held when it is called.
-        is_there: returns whether it has arrived.
+    ``changed`` is notified whenever that may change, and held while ``is_there`` is called.
 
     Raises:
         PeerFailed: a rank failed.

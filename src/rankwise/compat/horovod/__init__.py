@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horovod's words for rankwise's calls: ``import rankwise.compat.horovod as hvd`` in place of ``horovod.torch``.
+"""Horovod's API on rankwise: ``import rankwise.compat.horovod as hvd`` in place of ``horovod.torch``.
 
-The public surface of ``horovod.torch`` 0.28. Operations are matched between ranks by their names, as Horovod does,
-and travel when ranks wait: in ``synchronize``, in any call that is not ``_async``, in ``barrier``, ``join``, ``poll``.
+The public names of ``horovod.torch`` 0.28. Operations are matched between ranks by their names, as in Horovod, and are
+carried out when ranks wait: in ``synchronize``, in any call that is not ``_async``, in ``barrier``, ``join``, ``poll``.
 """
 
 import sys
@@ -155,7 +155,7 @@ __all__ = [
 ]
 
 _PARTS = ("functions", "mpi_ops")
-"""Modules of ``horovod.torch`` that scripts reach as attributes: ``hvd.mpi_ops.Sum``."""
+"""Modules of ``horovod.torch`` that scripts use as attributes: ``hvd.mpi_ops.Sum``."""
 _NOT_OFFERED = {
     "horovodrun": "run `rankwise horovodrun -np 4 python train.py`, or `rankwise run -n 4 train.py`",
     "BroadcastGlobalVariablesHook": "that is TensorFlow's; use hvd.broadcast_parameters()",
@@ -169,7 +169,7 @@ _NOT_OFFERED = {
 
 
 def __getattr__(name: str) -> object:
-    """Return this module by the names of the parts that Horovod has it in; of others, say what takes their place."""
+    """Return this module for the modules that Horovod divides it into; for other names, raise an error."""
     if name in _PARTS:
         return sys.modules[__name__]
     if name in _NOT_OFFERED:

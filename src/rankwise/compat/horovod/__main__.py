@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m rankwise.compat.horovod train.py``: runs a Horovod script as Python would, with rankwise in its place."""
+"""``python -m rankwise.compat.horovod train.py``: runs a Horovod script as Python would, on rankwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rankwise.compat.horovod.alias import ON_PATH, provide
 from rankwise.errors import RankwiseError
 from rankwise.launch.fork_server.command import Command, find_command
 from rankwise.launch.fork_server.entrypoint import Target, find_target, run_as_main
-from rankwise.world.environments import set_horovod_variables
+from rankwise.world.environments.process import set_horovod_variables
 
 USAGE_ERROR = 2
 
@@ -50,7 +50,7 @@ def _target(argv: list[str]) -> Target | Command:
 
 
 def main() -> None:
-    """Run what the arguments name; its exceptions come through."""
+    """Run the script, module or command that the arguments name; its exceptions are not caught."""
     try:
         provide()
         target = _target(sys.argv[1:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import horovod.torch`` without Horovod: an alias that a program asks for by :func:`provide`."""
+"""``import horovod.torch`` without Horovod: an alias that a program requests by :func:`provide`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rankwise.compat.horovod.launching import run
 from rankwise.compat.import_alias import ImportAlias
 
 INTERFACE_VERSION = "0.28.1"
-"""Of the Horovod whose interface is offered; what ``horovod.__version__`` says."""
+"""The version of Horovod whose API is offered; the value of ``horovod.__version__``."""
 ON_PATH = str(Path(__file__).parent / "on_path")
-"""The folder that a process imports ``horovod`` from; after everything else that it imports from, where it can be."""
+"""The folder that a process imports ``horovod`` from; the last on ``sys.path``, if possible."""
 _PACKAGE = "rankwise.compat.horovod"
 
 _MODULES = {
@@ -32,7 +32,7 @@ _MODULES = {
     "horovod.common.process_sets": _PACKAGE,
     "horovod.common.util": f"{_PACKAGE}.extensions",
 }
-"""What a script may import, and what it gets."""
+"""The modules that a script may import, and those that it gets."""
 
 _OTHER_ARRAYS = "rankwise.all_reduce() and the other collectives take arrays of other frameworks, gradients too"
 _INSTEAD = {
@@ -45,7 +45,7 @@ _INSTEAD = {
     "horovod.runner": "run `rankwise horovodrun`, or start ranks from Python with horovod.run()",
     "horovod.data": "read ahead with torch.utils.data.DataLoader(num_workers=...)",
 }
-"""What is not offered, and what is there in its place."""
+"""Modules that are not offered, and what to use instead."""
 _ALIAS = ImportAlias(
     name="horovod",
     library="Horovod",
@@ -58,7 +58,7 @@ _ALIAS = ImportAlias(
 
 
 def provide() -> None:
-    """Have ``import horovod.torch`` and its like give :mod:`rankwise.compat.horovod`, from now on in this process.
+    """Make ``import horovod.torch`` give :mod:`rankwise.compat.horovod`, from now on in this process.
 
     Processes that multiprocessing starts have it too. Calling it again does nothing.
 
@@ -75,13 +75,13 @@ def register(package: ModuleType) -> None:
         ConfigurationError: Horovod itself is installed here; ``PYTHONPATH`` may come before it.
     """
     import_alias.check_not_installed(_ALIAS)
-    vars(package)["__version__"] = INTERFACE_VERSION
-    vars(package)["run"] = run
-    runner = ModuleType("horovod.runner", "horovod.run under its other name.")
-    runner.__path__ = []
-    vars(runner)["run"] = run
-    sys.modules["horovod.runner"] = vars(package)["runner"] = runner
-    between = ModuleType("horovod.common", "Horovod's exceptions, process sets and elastic states.")
-    between.__path__ = []
-    sys.modules["horovod.common"] = vars(package)["common"] = between
+    vars(package).update(__version__=INTERFACE_VERSION, run=run)
+    for name, doc, content in (
+        ("runner", "horovod.run under its other name.", {"run": run}),
+        ("common", "Horovod's exceptions, process sets and elastic states.", {}),
+    ):
+        between = ModuleType(f"horovod.{name}", doc)
+        between.__path__ = []
+        vars(between).update(content)
+        sys.modules[f"horovod.{name}"] = vars(package)[name] = between
     import_alias.register(_ALIAS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``import rankwise.compat.horovod.as_horovod``: from this line on ``import horovod`` gives rankwise's.
 
-The one line for a script that otherwise stays as it is, under any launcher. Importing anything else changes nothing.
+The only line that a script needs, under any launcher. Importing any other module changes nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``rankwise.compat.horovod`` raises beside ``ValueError`` and what every call of rankwise may raise."""
+"""The errors of ``rankwise.compat.horovod``, besides those that every call of rankwise may raise."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from rankwise.errors import ConfigurationError, RankwiseError
 
 
 class HorovodInternalError(RankwiseError, RuntimeError):
-    """An operation could not be carried out: ranks gave different things for one name, or wait for each other.
+    """An operation could not be carried out: ranks passed different arguments for one name, or wait for each other.
 
-    Scripts raise it themselves, without words.
+    Scripts raise it themselves, without a message.
     """
 
     def __init__(self, what: str = "An operation failed.", **fields: str | None) -> None:
@@ -17,11 +17,11 @@ class HorovodInternalError(RankwiseError, RuntimeError):
 
 
 class Refused(ConfigurationError, HorovodInternalError):
-    """An operation was given what it cannot do: a bad argument, and what Horovod calls an internal error."""
+    """An operation cannot be done with these arguments; Horovod calls this an internal error."""
 
 
 class NotOffered(RankwiseError, NotImplementedError):
-    """Something of Horovod that is not here; ``do`` names what takes its place."""
+    """A part of Horovod that is not offered; ``do`` names a replacement."""
 
 
 def not_initialized() -> ConfigurationError:

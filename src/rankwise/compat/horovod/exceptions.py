@@ -9,10 +9,10 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Machines have come or gone. ``elastic.run`` answers it by synchronising and going on.
+    """Machines have joined or left. ``elastic.run`` catches it, synchronizes and continues.
 
     Args:
-        skip_sync: go on without synchronising.
+        skip_sync: continue without synchronizing.
     """
 
     def __init__(self, skip_sync: bool) -> None:  # noqa: FBT001 - Horovod's argument
@@ -21,12 +21,12 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Never raised here: nothing is built for one version of torch. Scripts may name it.
+    """Never raised here: nothing is built for one version of torch. Scripts may refer to it.
 
     Args:
         name: of the framework.
-        version: that is there.
-        installed_version: that Horovod was built for.
+        version: the installed one.
+        installed_version: the one that Horovod was built for.
     """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``horovod.common.util``: what was built, as scripts and test suites ask before they start, and a few small functions.
+"""``horovod.common.util``: which extensions were built, as scripts and test suites check, and a few small functions.
 
-Answers what torch itself was built with: rankwise has no extension of its own.
+Reports how torch itself was built: rankwise has no extension of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EXTENSIONS = ["torch"]
-"""Of the frameworks that Horovod has extensions for, those that are offered here."""
+"""The frameworks with an extension of Horovod that are offered here."""
 
 
 def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: str) -> None:
-    """Return where Horovod's extension for a framework would be there: for torch.
+    """Raise unless a framework's extension is offered.
 
     Args:
         ext_name: ``"horovod.torch"``.
@@ -34,7 +34,7 @@ def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *a
         args: not used.
 
     Raises:
-        ImportError: another framework's.
+        ImportError: ``ext_name`` is the extension of another framework.
     """
     del ext_env_var, pkg_path, args
     if not extension_available(ext_name.removeprefix("horovod.")):
@@ -66,7 +66,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: F
 
 
 def _with_verbose(built: Callable[[], T]) -> Callable[..., T]:
-    """Return a call of ``hvd`` as ``horovod.common.util`` has it: with an argument that is not used."""
+    """Return a function of ``hvd`` with the unused argument that it has in ``horovod.common.util``."""
 
     def call(verbose: bool = False) -> T:  # noqa: FBT001, FBT002 - Horovod's argument
         del verbose
@@ -84,16 +84,16 @@ ccl_built = _with_verbose(initialization.ccl_built)
 
 
 def env(**kwargs: str | None) -> AbstractContextManager[None]:
-    """Return a context manager that sets variables of the environment, and puts back what was there before.
+    """Return a context manager that sets environment variables, and restores their previous values at the end.
 
     Args:
-        kwargs: the variables; those that are ``None`` are left as they are.
+        kwargs: the variables; those that are ``None`` are not changed.
     """
     return replaced({name: value for name, value in kwargs.items() if value is not None})
 
 
 def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Horovod's argument
-    """Return ``n`` parts of a sequence in order, as even as possible, the longer ones first.
+    """Return ``n`` parts of a sequence in order, as equal as possible, the longer ones first.
 
     Raises:
         ConfigurationError: ``n`` is less than 1.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entering and leaving the world in Horovod's words, and the facts about this process in it."""
+"""Joining and leaving the world by Horovod's calls, and the facts about this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rankwise.compat.horovod.negotiation.request import SetMembers
 from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
 from rankwise.errors import ConfigurationError
 from rankwise.log import log, logger
-from rankwise.world.device import versions
+from rankwise.world.device import accelerator
 from rankwise.world.environments import process
 
 if TYPE_CHECKING:
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - Horovod takes several kinds
-    """Join the world, unless that has been done, and make the process sets that are given.
+    """Join the world, unless it has been joined, and add the given process sets.
 
-    Called by: every rank. A second call is no error.
+    Called by: every rank. It may be called again.
 
     Args:
         comm: ``None``, or a list of all ranks.
-        process_sets: a list of :class:`ProcessSet`, the same on every rank; or ``"dynamic"``, which is always so here.
+        process_sets: a list of :class:`ProcessSet`, the same on every rank; or ``"dynamic"``, which always holds here.
 
     Raises:
-        ConfigurationError: ``comm`` is anything else; a process set comes twice, or has a rank that there is not.
+        ConfigurationError: ``comm`` is anything else; a process set appears twice, or has an unknown rank.
 
     Source: rankwise.join.
     """
@@ -72,7 +72,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - 
 def shutdown() -> None:
     """Carry out what is pending on every rank, and leave the world, unless :func:`rankwise.join` was called before.
 
-    Called by: every rank. Does nothing where there is none. The end of the process calls it, too.
+    Called by: every rank. Does nothing if :func:`init` has not been called. The end of the process calls it, too.
 
     Source: rankwise.leave.
     """
@@ -112,12 +112,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this process's machine among those that have a process of the same local rank."""
+    """Return the number of this machine among those that have a process with the same local rank."""
     return current_queue().seat.cross_rank
 
 
 def cross_size() -> int:
-    """Return how many machines have a process of the same local rank."""
+    """Return the number of machines that have a process with the same local rank."""
     return current_queue().seat.cross_size
 
 
@@ -127,7 +127,7 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Raise, as Horovod does where it has no MPI.
+    """Raise, as Horovod does without MPI.
 
     Raises:
         ConfigurationError: always.
@@ -136,7 +136,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return False: mpirun may start the processes, and MPI carries nothing."""
+    """Return False: mpirun may start the processes, but nothing is sent by MPI."""
     return False
 
 
@@ -146,7 +146,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether torch's Gloo is there."""
+    """Return whether torch's Gloo is available."""
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
@@ -157,7 +157,7 @@ def gloo_built() -> bool:
 
 def nccl_built() -> int:
     """Return the version of torch's NCCL as one number, or 0."""
-    found = versions.nccl_version() if versions.can_use_nccl() else None
+    found = accelerator.nccl_version() if accelerator.can_use_nccl() else None
     if found is None:
         return 0
     major, minor, patch = found
@@ -176,16 +176,16 @@ def ccl_built() -> bool:
 
 def cuda_built() -> bool:
     """Return whether torch was built with CUDA."""
-    return versions.has_toolkit("cuda")
+    return accelerator.has_toolkit("cuda")
 
 
 def rocm_built() -> bool:
     """Return whether torch was built with ROCm."""
-    return versions.has_toolkit("hip")
+    return accelerator.has_toolkit("hip")
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's arguments
-    """Raise: there are no cycles of a background thread to draw.
+    """Raise: there is no background thread whose cycles a timeline would show.
 
     Raises:
         NotOffered: always; torch.profiler writes the trace of a rank.
@@ -197,7 +197,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
 
 
 def stop_timeline() -> None:
-    """Do nothing: no timeline can have been started.
+    """Do nothing, since no timeline can be started.
 
     Raises:
         ConfigurationError: :func:`init` has not been called.
@@ -213,7 +213,7 @@ def _world() -> World:
 
 
 def _apply_variables(*, joins: bool) -> None:
-    """Do what Horovod's variables ask for, join the world unless that has been done, and name the other variables."""
+    """Apply Horovod's variables, join the world if ``joins``, and log the variables that have no effect."""
     wanted = settings.read(process.given_horovod_variables(), has_joined=not joins)
     if wanted.log_level is not None:
         logger.setLevel(wanted.log_level)

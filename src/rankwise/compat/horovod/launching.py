@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``horovod.run``: a function on several ranks of this machine. Starts nothing itself: ``rankwise.launch`` does."""
+"""``horovod.run``: runs a function on several ranks of this machine, by ``rankwise.launch``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rankwise.compat.horovod.errors import NotOffered
 from rankwise.errors import ConfigurationError
 from rankwise.launch.function.launch import launch
-from rankwise.launch.hosts import slots as slots_of
+from rankwise.launch.hosts import host_list
 from rankwise.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rankwise.launch.hosts.slots import Slots
+    from rankwise.launch.hosts.host_list import Slots
 
 T = TypeVar("T")
 N = TypeVar("N", int, int | None)
 
 RESTARTS = 3
-"""How often an elastic job restarts where ``reset_limit`` does not say."""
+"""The number of restarts of an elastic job without ``reset_limit``."""
 
 
 def run(  # noqa: PLR0917 - as people write and call it
@@ -53,45 +53,45 @@ def run(  # noqa: PLR0917 - as people write and call it
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[T]:
-    """Run ``func(*args, **kwargs)`` on several ranks of this machine, and return what each of them returned.
+    """Run ``func(*args, **kwargs)`` on several ranks of this machine, and return the value of each.
 
-    Called by: one process that is no rank itself, from any thread. The function calls ``hvd.init()`` itself.
+    Called by: one process that is not a rank, from any thread. The function calls ``hvd.init()`` itself.
 
     Args:
-        func: what every rank calls; functions of a script or notebook travel by value.
+        func: the function that every rank calls; functions of a script or notebook are pickled by value.
         args: its arguments; every rank gets a copy.
         kwargs: its keyword arguments.
-        num_proc: how many ranks.
+        num_proc: the number of ranks.
         min_num_proc: makes the job elastic: after a failure all ranks restart, from the newest commit.
-        max_num_proc: of an elastic job, takes all slots of ``hosts`` up to this number.
+        max_num_proc: for an elastic job: use all slots of ``hosts``, up to this number.
         slots: not needed: ``hosts`` and ``hostfile`` name the slots.
-        reset_limit: how often all ranks restart after a failure; without it 3 times in an elastic job, else never.
-        cooldown_range: not needed: there is one machine.
+        reset_limit: the number of restarts after failures; by default 3 in an elastic job, otherwise none.
+        cooldown_range: has no effect on one machine.
         hosts: ``"localhost:4"``; this machine only.
         hostfile: the same, as a file with a line ``localhost slots=4``.
         start_timeout: has no effect on one machine.
         ssh_port: has no effect on one machine.
         ssh_identity_file: has no effect on one machine.
         disable_cache: has no effect: nothing is cached.
-        output_filename: a folder that gets each rank's output.
+        output_filename: a folder for the output of each rank.
         verbose: has no effect: rankwise logs what it decides.
-        use_gloo: has no effect: torch's backend follows from the devices.
+        use_gloo: has no effect: the devices determine torch's backend.
         use_mpi: has no effect: nothing is sent by MPI.
-        mpi_args: an error.
+        mpi_args: not offered.
         network_interface: has no effect on one machine.
-        executable: the Python that runs this process; another one is an error.
+        executable: the Python that runs this process; another one is not offered.
         np: the older name of ``num_proc``.
         min_np: the older name of ``min_num_proc``.
         max_np: the older name of ``max_num_proc``.
 
     Returns:
-        What the function returned, a value per rank, in rank order.
+        The values that the function returned, one per rank, in rank order.
 
     Raises:
         ConfigurationError: an argument is bad, contradicts another or cannot be pickled, or this process is a rank.
         NotOffered: ``hosts`` or ``hostfile`` names another machine; ``mpi_args`` or ``executable`` was given.
         RankFailed: a rank was killed, or ended without returning.
-        Exception: whatever the first rank to fail raised, with that rank's traceback as a note.
+        Exception: the exception of the first rank to fail, with that rank's traceback as a note.
 
     Source: rankwise.launch.
     """
@@ -140,7 +140,7 @@ def run(  # noqa: PLR0917 - as people write and call it
 
 
 def _newer(name: str, value: N, old_name: str, old: int | None, *, default: N) -> N | int:
-    """Return the value of an argument, or that of its older name where it was given by that."""
+    """Return the value of an argument, or of its older name if it was passed by that name."""
     if old is None:
         return value
     # Begins as Horovod's, which people filter on.
@@ -151,11 +151,11 @@ def _newer(name: str, value: N, old_name: str, old: int | None, *, default: N) -
 
 
 def _offered(hosts: str | None, hostfile: str | None) -> Slots:
-    """Return the hosts and their slots, all of them this machine; none where none were named."""
+    """Return the hosts, which are all this machine, and their slots; none if none were named."""
     if hosts is None and hostfile is None:
         return []
-    offered = slots_of.from_file(hostfile) if hostfile is not None else slots_of.from_text(hosts or "", "hosts=")
-    if not slots_of.are_here(offered):
+    offered = host_list.read_slots(hostfile) if hostfile is not None else host_list.parse_slots(hosts or "", "hosts=")
+    if not host_list.are_here(offered):
         raise NotOffered(
             "hvd.run() starts ranks on this machine only: values received over the network are never unpickled.",
             evidence=", ".join(f"{host}: {number}" for host, number in offered),
@@ -166,7 +166,7 @@ def _offered(hosts: str | None, hostfile: str | None) -> Slots:
 
 
 def _num_ranks(num_proc: int, fewest: int | None, most: int | None, offered: Slots) -> int:
-    """Return how many ranks the job starts with."""
+    """Return the number of ranks that the job starts with."""
     room = sum(number for _, number in offered)
     for name, value in (("num_proc", num_proc), ("min_num_proc", fewest), ("max_num_proc", most)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -179,7 +179,7 @@ def _num_ranks(num_proc: int, fewest: int | None, most: int | None, offered: Slo
             evidence=", ".join(f"{host}: {number}" for host, number in offered),
             do=f"pass num_proc={room}, or more slots",
         )
-    # Horovod's elastic job takes every slot that it finds.
+    # Horovod's elastic job uses every slot that it finds.
     number = min(most or room, room) if fewest is not None and offered else num_proc
     if fewest is not None and number < fewest:
         raise ConfigurationError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of the ranks, for the ``process_set=`` of operations."""
+"""Process sets: some of the ranks, for the ``process_set=`` of operations."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class ProcessSet:
-    """Some of the ranks. To be given to ``hvd.init()`` or :func:`add_process_set`, the same on every rank.
+    """Some of the ranks. Pass it to ``hvd.init()`` or :func:`add_process_set`, the same on every rank.
 
     Args:
         ranks_or_comm: the ranks, in any order.
 
     Raises:
-        ConfigurationError: something else, such as a communicator of MPI.
+        ConfigurationError: ``ranks_or_comm`` is something else, such as an MPI communicator.
     """
 
     process_set_id: int | None = None
-    """Its number, the same on all ranks; ``None`` where it is not in use."""
+    """Its number, the same on all ranks; ``None`` if it is not in use."""
     ranks: list[int] | None = None
     mpi_comm: Any = None
 
@@ -44,26 +44,26 @@ class ProcessSet:
 
     @property
     def group(self) -> Group | None:
-        """The group that carries it, for ``group=`` of rankwise's own calls; ``None`` for the world."""
-        return current_queue().members[members_of(self)].group
+        """Its group, for ``group=`` of rankwise's own calls; ``None`` for the world."""
+        return self._members.group
+
+    @property
+    def _members(self) -> SetMembers:
+        return current_queue().members[members_of(self)]
 
     def size(self) -> int | None:
-        """Return how many ranks it has, or ``None`` where it is not in use."""
-        if self.process_set_id is None:
-            return None
-        return len(current_queue().members[members_of(self)].ranks)
+        """Return the number of its ranks, or ``None`` if it is not in use."""
+        return None if self.process_set_id is None else len(self._members.ranks)
 
     def rank(self) -> int | None:
-        """Return this rank's place in it, or ``None`` where it is not in use.
+        """Return this rank's place in it, or ``None`` if it is not in use.
 
         Raises:
             ConfigurationError: this rank is not in it.
         """
         if self.process_set_id is None:
             return None
-        queue = current_queue()
-        ranks = queue.members[members_of(self)].ranks
-        own = queue.session.world.rank
+        ranks, own = self._members.ranks, current_queue().session.world.rank
         if own not in ranks:
             raise ConfigurationError(
                 f"Rank {own} is not in {self}.", do="check process_set.included() before process_set.rank()"
@@ -72,9 +72,7 @@ class ProcessSet:
 
     def included(self) -> bool | None:
         """Return whether this rank is in it."""
-        if self.ranks is None:
-            return None
-        return current_queue().session.world.rank in self.ranks
+        return None if self.ranks is None else current_queue().session.world.rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -85,18 +83,18 @@ global_process_set.process_set_id = 0
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a process set after ``hvd.init()``; no variable has to be set for it.
+    """Add a process set after ``hvd.init()``; no variable needs to be set for it.
 
-    Called by: every rank, with the same ranks, also those outside.
+    Called by: every rank, with the same ranks, including ranks outside the set.
 
     Args:
-        process_set: or a list of ranks.
+        process_set: a process set, or a list of ranks.
 
     Returns:
         The process set, ready for use.
 
     Raises:
-        ConfigurationError: there is one of these ranks, or there is no such rank.
+        ConfigurationError: a set of these ranks exists, or a rank is unknown.
 
     Source: rankwise.new_group.
     """
@@ -126,12 +124,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Let go of a process set.
+    """Remove a process set.
 
     Called by: every rank, with the same process set.
 
     Returns:
-        Whether there was anything to remove: the global one, and one that is not in use, stay as they are.
+        Whether it was removed: the global one, and one that is not in use, are not.
 
     Raises:
         ConfigurationError: operations of it are pending on this rank.
@@ -157,11 +155,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def members_of(process_set: ProcessSet) -> int:
-    """Return the number of a process set that is in use.
-
-    Raises:
-        Refused: it is not, or not any more.
-    """
+    """Return the number of a process set; raise if it is not in use."""
     queue = current_queue_or_none()
     if queue is None:
         raise not_initialized()
@@ -179,7 +173,7 @@ def members_of(process_set: ProcessSet) -> int:
 
 
 def bind_known(process_set: ProcessSet) -> bool:
-    """Give a process set the number of the one in use that has its ranks; return whether there is one."""
+    """Give a process set the number of the set in use that has its ranks; return whether there is one."""
     for number, members in current_queue().members.items():
         if number != 0 and list(members.ranks) == process_set.ranks:
             _bind(process_set, number)
@@ -188,7 +182,7 @@ def bind_known(process_set: ProcessSet) -> bool:
 
 
 def bind_global(ranks: Sequence[int]) -> None:
-    """Let ``global_process_set`` know the ranks. Called by ``hvd.init()`` only."""
+    """Set the ranks of ``global_process_set``. Called by ``hvd.init()`` only."""
     global_process_set.ranks = list(ranks)
 
 

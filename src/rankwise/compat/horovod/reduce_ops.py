@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of combining tensors, by Horovod's names and numbers."""
+"""The reductions, by Horovod's names and numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rankwise.errors import ConfigurationError
 
 
 class ReduceOp(IntEnum):
-    """How the values of all ranks become one."""
+    """How the values of all ranks are combined."""
 
     AVERAGE = 0
     SUM = 1
@@ -29,7 +29,7 @@ Product = ReduceOp.PRODUCT
 
 
 def chosen_op(op: int | None, average: bool | None) -> ReduceOp:  # noqa: FBT001 - Horovod's old argument
-    """Return what ``op`` or the older ``average`` ask for; neither asks for the average."""
+    """Return the reduction of ``op`` or of the older ``average``; the average by default."""
     if op is not None:
         if average is not None:
             raise ConfigurationError("op= and average= were both given.", do="pass op= only: hvd.Average or hvd.Sum")
@@ -43,11 +43,7 @@ def chosen_op(op: int | None, average: bool | None) -> ReduceOp:  # noqa: FBT001
 
 
 def known_op(op: int) -> ReduceOp:
-    """Return the op of a number.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Return the reduction of a number; raise if it is unknown."""
     try:
         return ReduceOp(op)
     except ValueError:

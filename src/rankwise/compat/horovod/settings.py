@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horovod's variables: which are honoured here, and which are named as without effect. Used by initialization."""
+"""Horovod's variables: those that are applied here, and those that are logged as without effect."""
 
 from __future__ import annotations
 
@@ -30,55 +30,43 @@ FACTS = {
         *("CONTROLLER", "CPU_OPERATIONS", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT"),
     )
 }
-"""What a launcher sets for its ranks, and nobody asks for."""
+"""Variables that a launcher sets for its ranks; they are not settings of the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HorovodSettings:
-    """What Horovod's variables ask for."""
+    """The settings in Horovod's variables."""
 
     log_level: int | None = None
     limit_seconds: float | None = None
-    """How long a rank waits for others before it raises an error."""
+    """The time after which a rank that waits for others raises an error."""
     interface: str = ""
     """The network interface that ranks use."""
     without_effect: tuple[str, ...] = ()
-    """Names of variables that are set, and change nothing here."""
+    """Names of variables that are set but have no effect here."""
 
 
 def read(variables: Mapping[str, str], *, has_joined: bool) -> HorovodSettings:
-    """Return what variables ask for.
-
-    Args:
-        variables: of this process.
-        has_joined: whether the world was joined before ``hvd.init()``: its limit and interface are chosen then.
-
-    Raises:
-        ConfigurationError: a value is no level, or no number of seconds.
-    """
+    """Return the settings in variables; without limit and interface if the world was joined before ``hvd.init()``."""
     given = {name: value.strip() for name, value in variables.items() if name.startswith("HOROVOD_") and value.strip()}
     too_late = {LIMIT, INTERFACE} if has_joined else set[str]()
     honoured = {LOG_LEVEL, LIMIT, INTERFACE} - too_late
     return HorovodSettings(
-        log_level=_level(given.get(LOG_LEVEL)),
-        limit_seconds=None if has_joined else _seconds(given.get(LIMIT)),
+        log_level=_level(given[LOG_LEVEL]) if LOG_LEVEL in given else None,
+        limit_seconds=_seconds(given[LIMIT]) if LIMIT in given and not has_joined else None,
         interface="" if has_joined else given.get(INTERFACE, ""),
         without_effect=tuple(sorted(given.keys() - honoured - FACTS)),
     )
 
 
-def _level(text: str | None) -> int | None:
-    if text is None:
-        return None
+def _level(text: str) -> int:
     if text.lower() not in LEVELS:
         raise ConfigurationError(f"{LOG_LEVEL}={text!r} is not a level.", do="set it to one of " + ", ".join(LEVELS))
     return LEVELS[text.lower()]
 
 
-def _seconds(text: str | None) -> float | None:
-    """Return a limit in seconds; none where it is 0, as with Horovod."""
-    if text is None:
-        return None
+def _seconds(text: str) -> float | None:
+    """Return a limit in seconds; none for 0, as in Horovod."""
     if not text.isdecimal():
         raise ConfigurationError(f"{LIMIT}={text!r} is not a number of seconds.", do="set it to 600, for example")
     return float(text) or None

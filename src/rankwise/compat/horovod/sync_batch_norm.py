@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SyncBatchNorm(AnySizeBatchNorm):
-    """Normalise by the mean and variance of all ranks' elements; while it trains, every rank has to call it.
+    """Normalize by the mean and variance of all ranks' elements; in training, every rank must call it.
 
     The ranks' batches may differ in size. Its gradients are those of the sum of the ranks' losses.
 
@@ -27,8 +27,8 @@ class SyncBatchNorm(AnySizeBatchNorm):
         num_features: C, of inputs [batch, C, ...].
         eps: is added to the variance.
         momentum: of the running statistics; ``None`` for their plain mean over steps.
-        affine: whether there are a weight and a bias to learn.
-        track_running_stats: whether there are running statistics, for evaluation.
+        affine: whether it has a weight and a bias.
+        track_running_stats: whether it has running statistics, for evaluation.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SyncBatchNorm(AnySizeBatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """Return the normalised input.
+        """Return the normalized input.
 
         Called by: every rank, in training; in evaluation nothing is sent.
         """

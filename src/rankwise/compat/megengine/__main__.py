@@ -37,7 +37,7 @@ def _target(argv: list[str]) -> Target:
 
 
 def main() -> None:
-    """Run what the arguments name; its exceptions come through."""
+    """Run the script or module that the arguments name; its exceptions are not caught."""
     try:
         provide()
         target = _target(sys.argv[1:])

@@ -39,7 +39,7 @@ _ELSEWHERE = {
     # In MegEngine `mge.tensor` is a function and `megengine.tensor` a module; here the function's module has its name.
     "tensor": "tensors",
 }
-"""Modules whose names are found in another one here."""
+"""Modules that have another name here."""
 _INSTEAD = {
     "megengine.data.dataset.vision": "use torchvision.datasets, or megengine.data.dataset.ArrayDataset of the arrays",
     "megengine.data.transform.vision": "use torchvision.transforms in a subclass of megengine.data.transform.Transform",
@@ -49,7 +49,7 @@ _INSTEAD = {
     "megengine.random": "use torch.rand and related functions",
     "megengine.quantization": "use torch.ao.quantization",
 }
-"""What takes the place of a module that is not offered."""
+"""Modules that are not offered, and what to use instead."""
 _ALIAS = ImportAlias(
     name="megengine",
     library="MegEngine",
@@ -73,6 +73,6 @@ def provide() -> None:
 
 
 def register() -> None:
-    """Enter the modules. Called by the package in ``on_path`` when it is first imported."""
+    """Add the modules to ``sys.modules``. Called by the package in ``on_path`` when it is first imported."""
     sys.modules["megengine"] = importlib.import_module(_PACKAGE)
     import_alias.register(_ALIAS)

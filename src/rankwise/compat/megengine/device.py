@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many devices there are here, in MegEngine's words. Imported by users and by ``distributed``."""
+"""``megengine.device``: the number of devices. Imported by users and by ``distributed``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def get_device_count(device_type: str) -> int:
     """Return the number of devices of a kind.
 
     Args:
-        device_type: ``"gpu"``, ``"cuda"`` or ``"rocm"``: of GPUs; ``"cpu"``: 1; ``"xpu"``: of GPUs, or 1 where there
-            is none.
+        device_type: ``"gpu"``, ``"cuda"`` or ``"rocm"``: of GPUs; ``"cpu"``: 1; ``"xpu"``: of GPUs, or 1 without a
+            GPU.
 
     Raises:
-        ConfigurationError: there is no such kind.
+        ConfigurationError: the kind is unknown.
     """
     check_device_type(device_type)
     num_gpus = accelerator.count()
@@ -28,11 +28,11 @@ def get_device_count(device_type: str) -> int:
 
 
 get_device_count_by_fork = get_device_count
-"""To count opens no device here, so that no process of its own is needed. What scripts ask ``dist.helper`` for."""
+"""Counting opens no device here, so no separate process is needed. Scripts use it as ``dist.helper``'s."""
 
 
 def check_device_type(device_type: str) -> None:
-    """Raise unless there is such a kind of device."""
+    """Raise if the kind of device is unknown."""
     if device_type not in DEVICE_TYPES:
         raise ConfigurationError(
             f"Unknown device_type={device_type!r}.",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.module``: the base class of models, on torch's. Layers are torch.nn's own, and asking for one says so."""
+"""``megengine.module``: the base class of models, on torch's. Layers are torch.nn's; using one here is an error."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Module"]
 
 
 class Module(nn.Module):
-    """torch.nn.Module, with MegEngine's word for parameters and buffers together."""
+    """torch.nn.Module, with MegEngine's method for parameters and buffers together."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the parameters, then the buffers: what ``dist.bcast_list_`` gives every rank."""
+        """Yield the parameters, then the buffers, for ``dist.bcast_list_``."""
         yield from self.parameters()
         yield from self.buffers()
 

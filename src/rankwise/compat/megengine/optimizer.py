@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.optimizer``: torch's optimizers, whose ``step()`` returns them, so that ``.clear_grad()`` may follow."""
+"""``megengine.optimizer``: torch's optimizers, whose ``step()`` returns the optimizer, for ``.clear_grad()``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["SGD", "Adam", "AdamW"]
 
 
 class _Chained(torch.optim.Optimizer):
-    """What MegEngine's optimizers have that torch's have not. The first base of each class below."""
+    """The methods that only MegEngine's optimizers have. The first base of each class below."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Self:  # type: ignore[override]
         """Update the parameters from their gradients, and return this optimizer."""
         bound = cast("Any", super().step)
         own = bound.__func__
-        # torch runs the hooks around the step of this class, and put them around that of its base too if an optimizer
-        # of the base was made: they must run once.
+        # torch runs hooks around the step of this class, and around that of its base too if an optimizer of the base
+        # was created before. They must run once, so the step within is called.
         if getattr(own, "hooked", False):
             own = own.__wrapped__
         own(self, closure)
@@ -38,11 +38,11 @@ class SGD(_Chained, torch.optim.SGD):
     """torch.optim.SGD with MegEngine's arguments; the updates are the same.
 
     Args:
-        params: parameters, or groups of them as torch has them.
+        params: parameters, or parameter groups as in torch.
         lr: learning rate.
         momentum: of the velocity, which is ``momentum * velocity + gradient``.
-        nesterov: whether Nesterov's.
-        weight_decay: times the parameter is added to the gradient.
+        nesterov: whether to use Nesterov's momentum.
+        weight_decay: the parameter is multiplied by it and added to the gradient.
     """
 
     def __init__(

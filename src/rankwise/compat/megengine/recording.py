@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recording GradManager has to go through besides the losses it is given.
+"""The tensors that backward of a recording GradManager must reach, besides the losses that are passed to it.
 
-What a rank sends has no use on that rank, and what it receives depends on nothing there: backward would miss both.
-Imported by ``distributed.functional``, which notes them, and by the GradManager, which records.
+No loss of a rank depends on the tensors it sends, and those it receives depend on no tensor of the rank: backward would
+miss both. ``distributed.functional`` adds them here, and the GradManager uses them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ class Recording:
     """One recording of one GradManager."""
 
     ends: list[torch.Tensor] = field(default_factory=list)
-    """Scalars that count as zero, from which backward starts as from a loss."""
+    """Scalars with the value zero, from which backward starts as from a loss."""
     beginnings: list[torch.Tensor] = field(default_factory=list)
-    """Leaves that backward must come to, for what it does on the way."""
+    """Leaves that backward must reach, since its path to them communicates."""
 
 
 recordings: list[Recording] = []
-"""Those under way in this process."""
+"""The active ones of this process."""
 
 
 def keep_end(zero: torch.Tensor) -> None:
-    """Have backward start from ``zero`` too."""
+    """Make backward start from ``zero`` too."""
     if zero.requires_grad:
         for recording in recordings:
             recording.ends.append(zero)
 
 
 def keep_beginning(leaf: torch.Tensor) -> None:
-    """Have backward come to ``leaf`` too."""
+    """Make backward reach ``leaf`` too."""
     if leaf.requires_grad:
         for recording in recordings:
             recording.beginnings.append(leaf)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mge.tensor`` and ``mge.Parameter``: arrays as torch's tensors on this rank's device; and dtypes by any name."""
+"""``mge.tensor`` and ``mge.Parameter``: torch's tensors on this rank's device; and dtypes by any name."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def tensor(data: Any, dtype: object = None, device: str | None = None) -> torch.
         data: array, tensor, number, or nested lists of numbers.
         dtype: of the result; default: of the data, but NumPy's float64 becomes torch's default dtype (float32 unless
             ``torch.set_default_dtype`` was called), since MegEngine has no float64. Integers keep theirs.
-        device: of torch, ``"cpu"`` or ``"cuda:0"``; default: this rank's, or the CPU where no world has been joined.
+        device: of torch, ``"cpu"`` or ``"cuda:0"``; default: this rank's, or the CPU if no world has been joined.
 
     Raises:
-        ConfigurationError: there is no such dtype.
+        ConfigurationError: the dtype is unknown.
     """
     wanted = None if dtype is None else dtype_of(dtype)
     if wanted is None and isinstance(data, np.ndarray | np.generic) and data.dtype == np.float64:
@@ -31,7 +31,7 @@ def tensor(data: Any, dtype: object = None, device: str | None = None) -> torch.
     where = device or ("cpu" if session is None else session.world.device)
     if isinstance(data, torch.Tensor):
         return data.detach().to(device=where, dtype=wanted, copy=True)
-    # The copy is contiguous and writable, which torch asks of arrays.
+    # The copy is contiguous and writable, as torch requires of arrays.
     given = np.array(data) if isinstance(data, np.ndarray | np.generic) else data
     return torch.tensor(given, dtype=wanted, device=where)
 
@@ -42,14 +42,7 @@ def Parameter(data: Any, dtype: object = None, device: str | None = None) -> tor
 
 
 def dtype_of(given: object) -> torch.dtype:
-    """Return torch's dtype.
-
-    Args:
-        given: torch's or NumPy's dtype, or its name: ``"float32"``, ``"torch.float32"``, ``np.float32``.
-
-    Raises:
-        ConfigurationError: torch has no such dtype.
-    """
+    """Return torch's dtype for torch's or NumPy's, or its name: ``"float32"``, ``"torch.float32"``, ``np.float32``."""
     if isinstance(given, torch.dtype):
         return given
     name = given.removeprefix("torch.") if isinstance(given, str) else _name_in_numpy(given)

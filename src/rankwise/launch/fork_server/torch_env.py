@@ -19,7 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 from rankwise.errors import ConfigurationError, EnvironmentConflict
 from rankwise.launch.controller.attempt_keys import TORCH_PREFIX, torch_rank_key
 from rankwise.torch_private.rendezvous import replace_handler
-from rankwise.world import environments, network
+from rankwise.world import network
+from rankwise.world.environments import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from rankwise.store.values import Store
+    from rankwise.world.environments.reading import Reading
 
     Met = Iterator[tuple[dist.Store, int, int]]
 
@@ -45,7 +47,7 @@ class _Handlers:
     """Torch's handlers, and the launcher's variables of this rank: a script may change them later."""
 
     process: int
-    reading: environments.Reading
+    reading: Reading
     master: tuple[str, int]
     is_served: bool
     env: Callable[..., Met]
@@ -58,11 +60,7 @@ class _Handlers:
 
 
 def follow(variables: Mapping[str, str]) -> None:
-    """Replace torch's handlers of ``env://`` and ``tcp://`` in this process.
-
-    Args:
-        variables: those that the launcher set for this rank.
-    """
+    """Replace torch's handlers of ``env://`` and ``tcp://`` in this rank, whose variables are given."""
     handlers: list[_Handlers] = []
 
     def env(url: str, **more: Any) -> Met:  # noqa: ANN401 - torch's
@@ -74,7 +72,7 @@ def follow(variables: Mapping[str, str]) -> None:
     handlers.append(
         _Handlers(
             process=os.getpid(),
-            reading=environments.read(variables),
+            reading=table.read(variables),
             master=(variables["MASTER_ADDR"], int(variables["MASTER_PORT"])),
             is_served=SERVED in variables,
             env=replace_handler("env", env),
@@ -99,7 +97,7 @@ def _meet_by_env(told: _Handlers, url: str, more: dict[str, Any]) -> Met:
     return _meet_in_job(reading, more.get("timeout"))
 
 
-def _meet_in_job(reading: environments.Reading, timeout: timedelta | None) -> Met:
+def _meet_in_job(reading: Reading, timeout: timedelta | None) -> Met:
     # Already in memory in a rank; a process that only starts ranks need not wait for torch.
     from rankwise.store import opening  # noqa: PLC0415
 
@@ -183,7 +181,7 @@ def _is_same(address: tuple[str, int], other: tuple[str, int]) -> bool:
         return False
 
 
-def _contradiction(reading: environments.Reading, rank: int, world_size: int) -> EnvironmentConflict:
+def _contradiction(reading: Reading, rank: int, world_size: int) -> EnvironmentConflict:
     do = "do not pass rank and world_size, and do not change RANK and WORLD_SIZE"
     if world_size != reading.world_size:
         do += f", or start {world_size} ranks: rankwise run -n {world_size}"

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rankwise.comm.session import current_or_none
-from rankwise.launch.replica_guard.difference import Report, difference_between
-from rankwise.launch.replica_guard.schedule import Stepped, stepped_by
+from rankwise.launch.replica_guard.difference import Report, Stepped, difference_between, stepped_by
 from rankwise.launch.report.unjoined import OTHER_LIBRARIES, has_gradients
 from rankwise.log import warn
 from rankwise.store import opening
 from rankwise.tensors.checksum import are_equal, combined, settings_checksum, short
 from rankwise.torch_private.compiler import uncompiled_hook
-from rankwise.world import environments
+from rankwise.world.environments.process import read_process
 
 if TYPE_CHECKING:
     from rankwise.store.values import Store
@@ -39,12 +38,9 @@ ANSWER_SECONDS = 10.0
 
 
 def watch(world_size: int) -> None:
-    """Compare what optimizers of this process step with those of the other ranks.
+    """Compare what optimizers of this process step with those of the other ranks of a job of ``world_size``.
 
     Called by: each of several ranks, before its script runs.
-
-    Args:
-        world_size: ranks of the job.
     """
     register_optimizer_step_post_hook(_Guard(world_size).after_step)
 
@@ -152,7 +148,7 @@ class _Guard:
 
     def _opened(self) -> Store:
         if self._store is None:
-            reading = environments.read_process()
+            reading = read_process()
             if reading.address is None or reading.secret is None:
                 message = "the variables of rankwise's launcher were removed from this process"
                 raise OSError(message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Channels for ways of compressing that are no sum of what ranks send: all travel together when backward has run."""
+"""Channels whose compressed messages cannot be added up: all are gathered together at the end of backward."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ WEIGHT_BYTES = 8
 
 
 class CompressedSum(Protocol):
-    """How gradients of several lanes go."""
+    """Adds up the gradients of several channels over ranks, compressed."""
 
     def __call__(
         self, reported: torch.Tensor, given: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Send what this rank gives, all lanes at a time.
+        """Add up the gradients of all channels.
 
         Args:
             reported: [n] bytes, for every rank.
-            given: of each lane. What is left out stays in it.
+            given: gradients of each channel. The compression error stays in them.
 
         Returns:
-            What every rank reported [world_size, n], and the sum over ranks of each lane: the same bits on every rank,
-            also where their processors differ.
+            The reports of all ranks [world_size, n], and the sum over ranks of each channel: the same bits on every
+            rank, also if their processors differ.
         """
         ...
 
 
 class SharedAllGather:
-    """What the lanes of one device have in common: they travel when the first of them is waited for."""
+    """The common part of the channels of one device: all are gathered when the first of them is waited for."""
 
     def __init__(self, exchange: Exchange, compressed_sum: CompressedSum) -> None:
         self.exchange = exchange
         self.channels: list[AllGatherChannel] = []
         self.weight = 0.0
-        """Of this rank; then of all."""
+        """Of this rank; after the gather, of all ranks."""
         self._sum = compressed_sum
         self._is_over = False
 
@@ -54,7 +54,7 @@ class SharedAllGather:
         self.weight = weight
 
     def travel(self) -> None:
-        """Send everything of all channels, and divide the sums, once in a step."""
+        """Gather all channels and divide their sums, once per step."""
         if self._is_over:
             return
         weight = torch.tensor([self.weight], dtype=torch.float64)
@@ -63,7 +63,7 @@ class SharedAllGather:
         all_reported, sums = self._sum(reported.to(bodies[0].device), bodies)
         rows = all_reported.cpu()
         weights = rows[:, :WEIGHT_BYTES].clone(memory_format=torch.contiguous_format)
-        # In one order on every processor.
+        # Added in the same order on every processor.
         self.weight = sum(weights.view(torch.float64)[:, 0].tolist())
         flags = rows[:, WEIGHT_BYTES:].amax(0).split([len(channel.flags) for channel in self.channels])
         for channel, total, of_channel in zip(self.channels, sums, flags, strict=True):
@@ -75,9 +75,9 @@ class AllGatherChannel:
     """See :class:`rankwise.comm.backends.protocol.BucketChannel`.
 
     Args:
-        journey: on which it goes.
+        all_gather: shared by the channels of its device.
         size: of the channel.
-        shapes: of the gradients in it, one behind the other.
+        shapes: of the gradients in it, in order.
     """
 
     def __init__(self, all_gather: SharedAllGather, size: ChannelSize, shapes: Sequence[torch.Size]) -> None:
@@ -88,19 +88,19 @@ class AllGatherChannel:
         all_gather.channels.append(self)
 
     def can_claim(self) -> bool:
-        """Return whether nothing is to be compared first."""
+        """Return whether no check must run first."""
         return self._all_gather.exchange.detector.check is None
 
     def claim(self) -> None:
-        """Do nothing: the body is this rank's alone."""
+        """Do nothing: the body belongs to this rank alone."""
 
     def factor(self, share: float) -> float:
-        """Return the share: the sum is divided by the weights."""
+        """Return the share: the sum is divided by the total weight."""
         return share
 
     @torch.no_grad()
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
-        """Note what is to be sent."""
+        """Prepare the body for sending."""
         self._all_gather.prepare(weight)
         self.feedback.add_to(self.body, share, weight, absent)
         self.flags = torch.ones_like(self.flags)
@@ -108,11 +108,11 @@ class AllGatherChannel:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Travel with the others."""
+        """Gather all channels."""
         self._all_gather.travel()
 
     def arrive(self, total: torch.Tensor, weight: float, flags: torch.Tensor) -> None:
-        """Remember what the body has left, and put the mean in its place."""
+        """Keep the compression error in the body, and replace it by the mean."""
         self.flags = flags
         self.feedback.leave_out(self.body, weight / self._all_gather.exchange.world_size, self.is_flag_set)
         torch.mul(total, 1.0 / weight if weight > 0 else 0.0, out=self.result)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback: what a step left out goes along with the next."""
+"""Error feedback: the compression error of a step is added to the gradients of the next."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from rankwise.parallel.core.buckets import Bucket
+    from collections.abc import Callable, Sequence
 
 
 class ErrorFeedback:
-    """What this rank has left out so far, per unit of its weight: steps may count differently.
+    """The compression error of this rank so far, per unit of its weight: steps may weigh differently.
 
     Args:
-        like: what it remembers the rest of.
-        shapes: of the gradients in it, one behind the other.
+        like: the body of the channel.
+        shapes: of the gradients in it, in order.
     """
 
     def __init__(self, like: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
@@ -29,14 +27,18 @@ class ErrorFeedback:
         self._weight = 0.0
         self._absent: Sequence[int] = ()
 
+    def pieces(self) -> Sequence[torch.Tensor]:
+        """Return the part of each gradient in ``left_out``."""
+        return self.left_out.split(self._lengths)
+
     def add_to(self, body: torch.Tensor, share: float, weight: float, absent: Sequence[int]) -> None:
-        """Add what was left out before to what this rank gives: its body, or nothing with share 0.
+        """Add the earlier error to this rank's body, which counts as zero with share 0.
 
         Args:
             body: [num_elements].
-            share: what it counts.
+            share: of the body.
             weight: of this rank.
-            absent: gradients that this rank has none of, by number.
+            absent: numbers of the gradients that this rank does not have.
         """
         self._weight = weight
         self._absent = absent
@@ -45,21 +47,21 @@ class ErrorFeedback:
         body.add_(self.left_out, alpha=weight)
 
     def leave_out(self, left: torch.Tensor, mean_weight: float, is_used: Callable[[int], bool]) -> None:
-        """Note what of that has not been sent.
+        """Note the new error.
 
         Args:
-            left: [num_elements].
-            mean_weight: of all ranks. A rank of no weight keeps what it had, and may have left out some of a sum.
-            is_used: whether any rank has a gradient, by number. Of one that none has, nobody takes what was sent.
+            left: [num_elements] not sent.
+            mean_weight: of all ranks. A rank of weight zero keeps its error, and may add some from rounding a sum.
+            is_used: whether any rank has a gradient, by number. The error of one that none has does not change.
         """
         unused = [number for number in self._absent if not is_used(number)]
-        pieces = self.left_out.split(self._lengths) if unused else ()
+        pieces = self.pieces() if unused else ()
         kept = [(pieces[number], pieces[number].clone()) for number in unused]
         if self._weight > 0:
             torch.div(left, self._weight, out=self.left_out)
         elif mean_weight > 0:
             self.left_out.add_(left, alpha=1.0 / mean_weight)
-        # Or one overflow would be remembered for ever.
+        # Otherwise one overflow would stay forever.
         self.left_out.nan_to_num_(0.0, 0.0, 0.0)
         for piece, before in kept:
             piece.copy_(before)
@@ -67,21 +69,6 @@ class ErrorFeedback:
 
 @runtime_checkable
 class HasErrorFeedback(Protocol):
-    """A lane with a memory."""
+    """A channel with error feedback."""
 
     feedback: ErrorFeedback
-
-
-def carry_over(old: Iterable[Bucket], new: Iterable[Bucket]) -> None:
-    """Have buckets that are laid out anew remember what the ones before did, parameter by parameter."""
-    kept = {
-        number: piece
-        for bucket in old
-        if isinstance(bucket.channel, HasErrorFeedback)
-        for number, piece in zip(bucket.numbers, bucket.pieces(bucket.channel.feedback.left_out), strict=True)
-    }
-    for bucket in new:
-        if isinstance(bucket.channel, HasErrorFeedback):
-            for number, piece in zip(bucket.numbers, bucket.pieces(bucket.channel.feedback.left_out), strict=True):
-                if number in kept:
-                    piece.copy_(kept[number])

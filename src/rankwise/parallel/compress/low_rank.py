@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A channel whose matrices travel as two thin factors: PowerSGD.
+"""A channel whose matrices are sent as two thin factors: PowerSGD.
 
-Legend: a matrix M [n, m] of what this rank gives, factors P [n, r] and Q [m, r]. Ranks may have unlike processors, on
-which products of matrices are rounded differently: what must be the same on all comes from rank zero, or from single
-operations, element by element.
+Legend: a matrix M [n, m] of this rank's gradients, factors P [n, r] and Q [m, r]. Different processors round products
+of matrices differently: values that must be equal on all ranks come from rank zero, or from elementwise operations.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ if TYPE_CHECKING:
 
 SEED = 5
 DEPENDENT = 1e-10
-"""How much of a column must be new, of its length, to make a direction of its own: less is rounding."""
+"""The part of a column's length that must be new to count as a direction: less is rounding."""
 CHUNK_ELEMENTS = 2**16
-"""What the cache of a core holds."""
+"""As many as the cache of a core holds."""
 
 
 class FactorPlan:
-    """Which parts of a bucket are matrices worth factoring, and how much travels of them.
+    """Which parts of a bucket are factored, and how many numbers are sent for them.
 
     Args:
-        shapes: of the gradients in the bucket, one behind the other.
+        shapes: of the gradients in the bucket, in order.
         rank: r.
     """
 
@@ -40,7 +39,7 @@ class FactorPlan:
         self.matrices: list[tuple[int, int, int, int]] = []
         """Where each starts in the bucket, n, m and its own r."""
         self.rest: list[slice] = []
-        """What travels as it is."""
+        """Parts that are not factored."""
         start = 0
         for shape in shapes:
             end = start + math.prod(shape)
@@ -55,17 +54,17 @@ class FactorPlan:
         self.num_first = sum(rows * rank for _, rows, _, rank in self.matrices) + sum(
             part.stop - part.start for part in self.rest
         )
-        """How many numbers travel at first: the P of all matrices, and the rest."""
+        """How many numbers are sent first: the P of all matrices, and the rest."""
         self.num_second = sum(columns * rank for _, _, columns, rank in self.matrices)
-        """How many travel then: the Q of all matrices."""
+        """How many are sent second: the Q of all matrices."""
 
 
 class Factors:
-    """What the channels of a model have in common: all second factors are sent before any is waited for.
+    """The common part of a model's channels: all second factors are sent before any is waited for.
 
     Args:
-        exchange: for rank zero's word on the bases.
-        what: travels, in words.
+        exchange: to broadcast rank zero's bases.
+        what: names the gradients in errors.
     """
 
     def __init__(self, exchange: Exchange, what: str) -> None:
@@ -79,7 +78,7 @@ class Factors:
         self._is_over = False
 
     def finish(self) -> None:
-        """Bring all channels to their end, once in a step."""
+        """Finish all channels, once per step."""
         if self._is_over:
             return
         for channel in self.channels:
@@ -100,7 +99,7 @@ class Factors:
         ranks = [rank for channel in channels for *_, rank in channel.plan.matrices]
         squares = torch.zeros(sum(rank * rank for rank in ranks), dtype=torch.float64)
         if self._exchange.rank == 0:
-            # Few numbers, for which a processor is as good as a GPU, and is waited for once per lane.
+            # Few numbers: the CPU is as fast as a GPU, and waits for it once per channel.
             sums = [p for channel in channels for p in channel.first_factors(channel.sums.cpu())]
             torch.cat([orthonormaliser(p.double()).view(-1) for p in sums], out=squares)
         reported = self._exchange.broadcast(squares.to(device), 0, what=f"bases of {self._what}")
@@ -147,15 +146,15 @@ class LowRankChannel:
 
     @property
     def sums(self) -> torch.Tensor:
-        """What came first: the P of all matrices, and the rest."""
+        """The sums that arrive first: the P of all matrices, and the rest."""
         return self._first.result
 
     def factor(self, share: float) -> float:
-        """Return the share: the channels below divide."""
+        """Return the share: the channels of the factors divide."""
         return share
 
     def first_factors(self, sums: torch.Tensor) -> list[torch.Tensor]:
-        """Return the P [n, r] of each matrix among what came first."""
+        """Return the P [n, r] of each matrix in ``sums``."""
         sizes = [rows * rank for _, rows, _, rank in self.plan.matrices]
         parts = sums[: sum(sizes)].split(sizes)
         return [part.view(-1, rank) for part, (*_, rank) in zip(parts, self.plan.matrices, strict=True)]
@@ -184,7 +183,7 @@ class LowRankChannel:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Have the second factors of all channels sent, and multiply both."""
+        """Send the second factors of all channels, and multiply both."""
         with _as_they_are(self.body):
             self._factors.finish()
 
@@ -193,7 +192,7 @@ class LowRankChannel:
         self._first.finish()
 
     def start_second(self) -> None:
-        """Send the second factors, and keep in the body what both leave out."""
+        """Send the second factors, and leave the error of both in the body."""
         channel = self._second
         if channel is None:
             return
@@ -209,7 +208,7 @@ class LowRankChannel:
         channel.start(1.0, self._weight, ())
 
     def finish_second(self) -> None:
-        """Wait for the second factors, remember what was left out, and put the mean in its place."""
+        """Wait for the second factors, keep the compression error, and replace the body by the mean."""
         if self._second is not None:
             self._second.finish()
         for part in self.plan.rest:
@@ -228,21 +227,21 @@ class LowRankChannel:
             q = sums[place : place + columns * rank].view(columns, rank)
             place += columns * rank
             _product_into(self.result[low : low + rows * columns].view(rows, columns), basis, q)
-            # Only its directions count. As it is, the next P would be of the size of the square of the gradients.
+            # Only its directions matter. Unscaled, the next P would grow with the square of the gradients.
             directions = q / q.abs().amax(0)
             self._q[number] = torch.where(directions.isfinite().all(0), directions, self._q[number])
         self.bases = []
 
 
 def _as_they_are(tensor: torch.Tensor) -> torch.autocast:
-    """Have products keep their dtype: backward may run under autocast, whose rounding nobody would remember."""
+    """Keep the dtype of products: backward may run under autocast, whose rounding has no error feedback."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def orthonormaliser(p: torch.Tensor) -> torch.Tensor:
-    """Return T [r, r] so that the columns of ``p`` @ T are orthonormal, or zero where they are none of their own.
+    """Return T [r, r] so that the columns of ``p`` @ T are orthonormal, or zero if they depend on others.
 
-    Of a matrix that is not finite it has no numbers.
+    It is NaN if ``p`` is not finite.
     """
     squares = p.new_zeros(p.shape[1], p.shape[1])
     if not bool(p.isfinite().all()):
@@ -269,11 +268,11 @@ def _product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     if left.dtype in {torch.float16, torch.bfloat16}:
         left, right = left.float(), right.float()
     rows_of_right = right.T.contiguous()
-    # As many rows at a time as stay in the cache: there is a pass for every column.
+    # As many rows at a time as stay in the cache, since every column takes a pass.
     step = max(CHUNK_ELEMENTS // out.shape[1], 1) if out.device.type == "cpu" else len(out)
     for part, of_left in zip(out.split(step), left.split(step), strict=True):
         total = of_left[:, :1] * rows_of_right[:1]
         for column, row in zip(of_left.T[1:], rows_of_right[1:], strict=True):
-            # Not in one operation: some processors round that once, and some twice.
+            # Not one fused operation: some processors round that once, and some twice.
             total += column[:, None] * row
         part.copy_(total)

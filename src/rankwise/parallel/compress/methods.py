@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of compressing gradients, as values."""
+"""The methods of compressing gradients, as values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rankwise.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Narrow:
-    """Gradients travel in a dtype of two bytes, ``"bf16"`` or ``"fp16"``, and are added up in float32 where they can.
+    """Gradients are sent in a dtype of two bytes, ``"bf16"`` or ``"fp16"``, and added up in float32 if possible.
 
-    What is rounded away is lost: bf16 keeps 8 bits of each number, fp16 keeps 11 and overflows above 65504.
+    Rounding errors are lost: bf16 keeps 8 bits of each number, fp16 keeps 11 and overflows above 65504.
     """
 
     dtype: str
@@ -21,28 +21,27 @@ class Narrow:
 
 @dataclass(frozen=True)
 class Int8:
-    """Gradients travel as integers of one byte, with a scale for every 256 of them: a quarter of float32.
+    """Gradients are sent as integers of one byte, with a scale for every 256 of them: a quarter of float32.
 
-    Each rank remembers what was rounded away and adds it to its next gradients (error feedback): nothing is lost over
-    time.
+    Each rank adds its rounding errors to its next gradients (error feedback), so that nothing is lost over time.
 
-    Source: Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014), for the error feedback; sums travel
+    Source: Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014), for the error feedback; sums are
         quantised in both directions.
     """
 
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Matrices of gradients travel as two thin factors, of ``rank`` columns each; vectors travel as they are.
+    """Matrices of gradients are sent as two thin factors, of ``rank`` columns each; vectors are sent as they are.
 
-    A matrix [n, m] takes (n + m) * rank numbers in place of n * m. Each rank remembers what the factors left out and
-    adds it to its next gradients.
+    A matrix [n, m] takes (n + m) * rank numbers instead of n * m. Each rank adds the error of its factors to its next
+    gradients.
 
     Args:
         rank: columns of the factors; 1 to 4 are usual.
 
     Raises:
-        ConfigurationError: ``rank`` is less than one, or no whole number.
+        ConfigurationError: ``rank`` is not an integer of at least one.
 
     Source: Vogels et al., "PowerSGD" (arXiv:1905.13727), algorithms 1 and 2, with warm start.
     """
@@ -59,15 +58,15 @@ class PowerSGD:
 
 @dataclass(frozen=True)
 class TopK:
-    """Only the largest gradients of each bucket travel, with their places; the others are remembered for later.
+    """Only the largest gradients of each bucket are sent, with their places; the others are added to the next ones.
 
     Bytes grow with the number of ranks: each sends its own choice to every other.
 
     Args:
-        share: of the gradients that travel, above 0 and at most 1.
+        share: of the gradients that are sent, above 0 and at most 1.
 
     Raises:
-        ConfigurationError: ``share`` is not.
+        ConfigurationError: ``share`` is outside these bounds.
 
     Source: Stich et al., "Sparsified SGD with Memory" (arXiv:1809.07599), algorithm 1.
     """
@@ -93,10 +92,10 @@ NAMED: dict[str, Method] = {
 
 
 def method_of(compress: object) -> Method | None:
-    """Return the way that ``compress=`` asks for.
+    """Return the method that ``compress=`` names.
 
     Raises:
-        ConfigurationError: there is no such way; names those there are.
+        ConfigurationError: there is no such method; the error lists the known ones.
     """
     if compress is None or isinstance(compress, Narrow | Int8 | PowerSGD | TopK):
         return compress

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the lanes of a model's buckets, each as its way of compressing wants it."""
+"""Opens the channels of a model's buckets with their compression."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,9 @@ import torch
 from rankwise.comm.backends.protocol import describe_channels
 from rankwise.comm.backends.through_host import MirrorChannel
 from rankwise.parallel.compress.allgather_channel import AllGatherChannel, SharedAllGather
+from rankwise.parallel.compress.compressed_sums import sum_of_largest, sum_of_quantised
 from rankwise.parallel.compress.low_rank import FactorPlan, Factors, LowRankChannel
 from rankwise.parallel.compress.methods import Narrow, PowerSGD, TopK
-from rankwise.parallel.compress.quantised import SumOfQuantised
-from rankwise.parallel.compress.topk import SumOfLargest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,22 +33,22 @@ def open_channels(
     shapes: Sequence[Sequence[torch.Size]],
     what: str,
 ) -> list[BucketChannel]:
-    """Return a lane for each size, to be started in this order.
+    """Return a channel for each size, to be started in this order.
 
     Called by: every rank of ``exchange``, with the same arguments.
 
     Args:
-        method: how what travels is compressed.
+        method: how gradients are compressed; ``None`` for not at all.
         exchange: the ranks.
-        sizes: of the lanes, as they are used.
-        shapes: of the gradients in each, one behind the other.
-        what: travels, in words.
+        sizes: of the channels, uncompressed.
+        shapes: of the gradients in each, in order.
+        what: names the gradients in errors.
     """
     if method is None:
         return exchange.channels(sizes, what)
     is_real = [size.dtype.is_floating_point for size in sizes]
     if not all(is_real):
-        # Complex numbers travel as they are.
+        # Complex numbers are not compressed.
         whole = iter(exchange.channels(list(compress(sizes, [not real for real in is_real])), what))
         rest, shapes_of_rest = list(compress(sizes, is_real)), list(compress(shapes, is_real))
         smaller = iter(open_channels(method, exchange, rest, shapes_of_rest, what) if rest else ())
@@ -61,10 +61,12 @@ def open_channels(
     own = exchange.dup()
     exchange.barrier("; ".join(describe_channels(sizes, description)))
     compressed_sum = (
-        SumOfLargest(own, method.share, description) if isinstance(method, TopK) else SumOfQuantised(own, description)
+        partial(sum_of_largest, own, method.share, description)
+        if isinstance(method, TopK)
+        else partial(sum_of_quantised, own, description)
     )
-    journeys = {device: SharedAllGather(own, compressed_sum) for device in dict.fromkeys(size.device for size in sizes)}
-    return [AllGatherChannel(journeys[size.device], size, inside) for size, inside in zip(sizes, shapes, strict=True)]
+    gathers = {device: SharedAllGather(own, compressed_sum) for device in dict.fromkeys(size.device for size in sizes)}
+    return [AllGatherChannel(gathers[size.device], size, inside) for size, inside in zip(sizes, shapes, strict=True)]
 
 
 def _narrow(method: Narrow, exchange: Exchange, sizes: Sequence[ChannelSize], what: str) -> list[BucketChannel]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that communicates seldom: islands of ranks that train on their own, averaged every so many steps.
+"""Training with little communication: islands of ranks train on their own and are averaged every few steps.
 
-Holds the public call; what a round is, is in rounds.
+Holds the public call; ``rounds`` has the rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from rankwise.parallel.core.device_mesh import axes_for, exchange_along
 from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.core.strategy_registry import check_split, check_unregistered, is_placed, register, strategy_of
-from rankwise.parallel.local_sgd.buffers import MeanBuffers
 from rankwise.parallel.local_sgd.outer import MEAN, DiLoCo, outer_of
 from rankwise.parallel.local_sgd.pseudo_gradient import PseudoGradients
 from rankwise.parallel.local_sgd.rounds import LocalSGD, exchanged
@@ -59,39 +58,40 @@ def local_sgd(
 
     The islands lie along ``islands`` of :func:`rankwise.mesh`; without a mesh each rank is one. Every island starts
     from the first one's parameters and sees its own part of each global batch. The steps of the optimizer that holds
-    the model's parameters are counted, and after ``every`` of them a round ends: what each island changed is averaged,
-    weighted by what its losses were means over (samples, tokens, as their graphs show), and the outer optimizer makes a
-    step of it. Only what a rank holds travels, to the rank of its coordinate on the other islands; ranks that hold
-    copies share the sending, so that the network between islands carries each number once per island and direction.
+    the model's parameters are counted, and after ``every`` of them a round ends: the changes of the islands are
+    averaged, weighted by what their losses average over (samples, tokens, as their graphs show), and the outer
+    optimizer takes a step with the mean. A rank sends only its own part, to the rank at its coordinate in the other
+    islands; ranks with copies share the sending, so that the network between islands carries each number once per
+    island and direction.
 
-    This is not what one rank computes, but for ``every=1`` with one optimizer, plain SGD, and the plain mean. Between
-    rounds islands differ: what a rank decides from its own loss parts them, and every island must make equally many
-    steps. A ``GradScaler`` skips steps where gradients overflow, on one island only: train in bfloat16 instead. A step
-    in which an island has no samples changes nothing there.
+    The result is that of one rank only for ``every=1`` with one optimizer, plain SGD and the plain mean. Between
+    rounds islands differ: a decision that a rank takes from its own loss is not the others', and every island must take
+    equally many steps. A ``GradScaler`` skips steps whose gradients overflow, on one island only: train in bfloat16
+    instead. A step in which an island has no samples changes nothing there.
 
     Args:
-        model: one device's, or through a strategy of above. A model of one device must be called with a tensor of
-            samples first, or its backward be put into :func:`rankwise.weight`, as for ``replicate``.
-        every: optimizer steps of a round, of a ``torch.optim.Optimizer``. Where several hold parts of the model, those
-            of the first that steps are counted; of another, where that one makes none for a round.
+        model: on one device, or after one of these strategies. The first argument of a model on one device must be a
+            tensor of samples; else put its backward into :func:`rankwise.weight`, as for ``replicate``.
+        every: steps of a ``torch.optim.Optimizer`` in a round. If several hold parts of the model, those of the first
+            that steps are counted; those of another once the first takes none for a round.
         outer: ``"mean"`` for the mean of the parameters, ``"diloco"``, or :class:`rankwise.DiLoCo`.
-        overlap: after how many steps of the next round the mean is applied, while it travels: steps made since stay on
-            top of it. The same step on every island. Default: half of ``every``; 0 waits for it at once.
-        compress: how changes travel between islands, as for :func:`rankwise.replicate`. ``"int8"`` and ``"top-k"``
-            travel when the mean is applied.
+        overlap: after how many steps of the next round the mean is applied, which arrives meanwhile; the changes of
+            these steps are kept. The same step on every island. Default: half of ``every``; 0 waits for it at once.
+        compress: how changes are compressed between islands, as for :func:`rankwise.replicate`. ``"int8"`` and
+            ``"top-k"`` are sent when the mean is applied.
 
     Returns:
         Its :meth:`LocalSGD.synchronize` ends a round at once; save it with the model and the optimizer. A save ends a
-        round too, so that a checkpoint holds one state, the inner optimizer's being that of the first island. All
+        round too, so that a checkpoint holds one state, with the inner optimizer's state of the first island. All
         islands resume from it, on any number of islands.
 
-    Memory: one more copy of what a rank holds of the parameters, one more while a mean is under way that overlaps, one
-    more with momentum, one more on channels; between islands of one host one more, in the memory that they share.
+    Memory: one more copy of a rank's part of the parameters, one more while an overlapping mean is on its way, one more
+    with momentum, one more for channels; between islands of one host one more, in the memory that they share.
 
     Raises:
         NotJoined: before :func:`rankwise.join`.
-        ConfigurationError: an argument is none of these, or differs between ranks; the ranks have no islands; the
-            model is not spread within its island, or was given to ``local_sgd`` before.
+        ConfigurationError: an argument is invalid or differs between ranks; the ranks have no islands; the model is
+            not spread within its island, or was given to ``local_sgd`` before.
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767); Douillard et al., "DiLoCo"
@@ -120,7 +120,7 @@ def local_sgd(
     if isinstance(reads_loss, LossOnRanks | StagedModel) and axes.islands > 1:
         reads_loss.cautions[Mode.SUM] = _of_a_sum(axes.islands)
     islands, copies = exchange_along("islands"), exchange_along("dp_replicate")
-    changes = buffers = meet = None
+    changes = None
     if islands is not None:
         tensors = [own_part(tensor).detach() for tensor in (*model.parameters(), *model.buffers())]
         with torch.no_grad():
@@ -129,8 +129,6 @@ def local_sgd(
         own = islands.dup()
         parts = [own_part(parameter).detach() for _, parameter in exchanged(model)]
         changes = PseudoGradients(parts, own, None if copies is None else copies.dup(), method, f"changes of {name}")
-        buffers = MeanBuffers(model, own, exchange_along("dp_replicate", "dp_shard"))
-        meet = own.barrier
     rounds = LocalSGD(
         model,
         session,
@@ -139,8 +137,7 @@ def local_sgd(
         overlap=num_overlapping,
         outer=chosen,
         changes=changes,
-        buffers=buffers,
-        meet=meet,
+        data=None if changes is None else exchange_along("dp_replicate", "dp_shard"),
     )
     _rounds_of[model] = rounds
     log(f"local_sgd: {name} on {axes.islands} islands, {outer if chosen is None else chosen} every {every} steps")
@@ -148,7 +145,7 @@ def local_sgd(
 
 
 def _checked_steps(every: object, overlap: object) -> int:
-    """Return after how many steps a mean is applied."""
+    """Return after how many steps of the next round a mean is applied."""
     if type(every) is not int or every < 1:
         raise ConfigurationError(
             f"every= of local_sgd() must be an integer of at least 1, got {every!r}.", do="pass every=16, for example"
@@ -199,7 +196,7 @@ def _check_model(model: nn.Module, session: Session) -> None:
 
 
 def _check_within_group(model: nn.Module, axes: Axes, method: Method | None) -> GradientStrategy | None:
-    """Return what the model went through; raise unless that goes with the axes."""
+    """Return the model's strategy; raise unless it fits the mesh."""
     if axes.islands == 1 and axes.world_size > 1:
         raise ConfigurationError(
             "local_sgd() requires at least two islands.",
@@ -232,7 +229,7 @@ def _check_within_group(model: nn.Module, axes: Axes, method: Method | None) -> 
 
 
 def _follow_alone(model: nn.Module, session: Session) -> GradientStrategy:
-    """Count what gradients of a model of one device are means of, and make accumulated ones exact; send nothing."""
+    """Count the samples of a single-device model's gradients, and make accumulated ones exact; send nothing."""
     pairs = list(model.named_parameters())
     names, parameters = [name for name, _ in pairs], [parameter for _, parameter in pairs]
     sync = GradientSync(names, parameters, None, type(model).__name__, strategy="local_sgd")

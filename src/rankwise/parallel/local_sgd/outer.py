@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the mean of the worker groups' changes is applied to the parameters: the outer optimizer, as values."""
+"""The outer optimizer: how the mean of the worker groups' changes is applied to the parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """The mean change of a round is a gradient, and an outer SGD with Nesterov's momentum makes one step of it.
+    """The mean change of a round is a gradient, with which an outer SGD with Nesterov's momentum takes one step.
 
     The inner optimizer is the one of the training loop; AdamW in the paper.
 
@@ -26,7 +26,7 @@ class DiLoCo:
         momentum: at least 0, below 1.
 
     Raises:
-        ConfigurationError: they are not such numbers.
+        ConfigurationError: a value is outside these bounds.
 
     Source: Douillard et al., "DiLoCo" (arXiv:2311.08105), algorithm 1, with its values for ``lr`` and ``momentum``;
         torch.optim.SGD(nesterov=True) for the step.
@@ -56,10 +56,10 @@ MEAN = "mean"
 
 
 def outer_of(outer: object) -> DiLoCo | None:
-    """Return what ``outer=`` asks for; ``None`` for the plain mean.
+    """Return the optimizer that ``outer=`` names; ``None`` for the plain mean.
 
     Raises:
-        ConfigurationError: there is no such outer optimizer; names those there are.
+        ConfigurationError: there is no such optimizer; the error lists the known ones.
     """
     if isinstance(outer, DiLoCo):
         return outer
@@ -78,13 +78,13 @@ def step_outer(
     changes: Sequence[torch.Tensor],
     momentum: Sequence[torch.Tensor],
 ) -> None:
-    """Move ``anchors`` by one outer step, in place.
+    """Move ``anchors``, the parameters at the start of a round, by one outer step, in place.
 
     Args:
         outer: ``None`` for the plain mean.
-        anchors: what the round began from.
-        changes: the mean of what the worker groups subtracted from it.
-        momentum: of earlier rounds, moved in place; empty where there is none.
+        anchors: see above.
+        changes: the mean of what the worker groups subtracted from them.
+        momentum: of earlier rounds, updated in place; empty if there is none.
     """
     if not anchors:
         return

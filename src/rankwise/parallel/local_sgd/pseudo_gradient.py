@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round changed on each worker group (an island), averaged over them while training continues.
+"""The changes of a round on each worker group (an island), averaged over them while training continues.
 
-Ranks of one worker group that hold copies share the work: each exchanges some of the parameters with the ranks of its
-coordinate on the other worker groups and hands the means to its own, so that what is slow carries everything once.
+Ranks of one worker group that hold copies share the work: each exchanges some of the parameters with the ranks at its
+coordinate in the other worker groups and passes the means to its own, so that the slow network carries each once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.parallel.compress.error_feedback import HasErrorFeedback
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.open_channels import open_channels
-from rankwise.parallel.core.buckets import plan
-from rankwise.parallel.core.weight_unit import WeightUnit
+from rankwise.parallel.core.gradient_buckets import WeightUnit, divide_by_size, plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PseudoGradients:
-    """The channels of one model between worker groups, used again in every round: :meth:`send`, then :meth:`take`."""
+    """The channels of one model between worker groups, reused in every round: :meth:`send`, then :meth:`take`."""
 
     def __init__(
         self,
@@ -41,23 +40,22 @@ class PseudoGradients:
         Called by: every rank of ``across_groups`` and ``copies``, with parts of the same shapes.
 
         Args:
-            parts: what this rank holds of each parameter.
-            across_groups: of its own: this rank, and that of its coordinate on each other worker group.
-            copies: of its own: the ranks of this worker group that hold the same.
-            compress: how what travels between worker groups is compressed.
-            what: travels, in words.
+            parts: of each parameter, on this rank.
+            across_groups: this rank, and the one at its coordinate in each other worker group; used by nothing else.
+            copies: the ranks of this worker group that hold the same parts; used by nothing else.
+            compress: how changes are compressed between worker groups.
+            what: names the changes in errors.
         """
         self._shapes = [part.shape for part in parts]
         self._copies = copies
         self._what = what
-        self._across_groups = across_groups
+        self.across_groups = across_groups
         self._rank = 0 if copies is None else copies.rank
         num_copies = 1 if copies is None else copies.world_size
-        owner_of = shared_out([part.nbytes for part in parts], num_copies)
         limit_bytes = across_groups.channel_bytes(parts[0].device) if parts else 1
         self._buckets = [
-            plan(parts, [number for number, other in enumerate(owner_of) if other == owner], limit_bytes, limit_bytes)
-            for owner in range(num_copies)
+            plan(parts, numbers, limit_bytes, limit_bytes)
+            for numbers in divide_by_size([part.nbytes for part in parts], num_copies)
         ]
         """For each of the copies, the numbers of the parameters on each of its channels."""
         self._like = [[parts[numbers[0]] for numbers in channels] for channels in self._buckets]
@@ -72,17 +70,12 @@ class PseudoGradients:
 
     @torch.no_grad()
     def send(self, anchors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], weight: float) -> None:
-        """Start averaging ``anchors - parts``.
+        """Start averaging the changes of a round, from ``anchors`` to ``parts``.
 
-        Called by: every rank.
-
-        Args:
-            anchors: what the round began from.
-            parts: what it came to.
-            weight: what the change of this worker group counts; the same on its ranks.
+        Called by: every rank, with a weight that is the same on all ranks of a worker group.
         """
         if self._unit.is_open and self._channels:
-            self._unit.agree(self._across_groups, weight, self._what)
+            self._unit.agree(self.across_groups, weight, self._what)
         share = weight / self._unit.size * self._unit.scale
         for channel, numbers in zip(self._channels, self._buckets[self._rank], strict=True):
             channel.claim()
@@ -93,9 +86,9 @@ class PseudoGradients:
             channel.start(share, share, ())
 
     def move(self) -> None:
-        """Move on what is under way as far as it goes without waiting."""
+        """Advance the exchange as far as possible without waiting."""
         for channel in self._channels:
-            # What travels in shared memory moves when asked for; the answer does not matter.
+            # Channels in shared memory advance when they are asked; the answer does not matter.
             channel.can_claim()
 
     def finish(self) -> None:
@@ -104,7 +97,7 @@ class PseudoGradients:
             channel.finish()
 
     def forget(self) -> None:
-        """Have nothing of earlier rounds come along with later ones. Called where none is under way."""
+        """Drop the compression error of earlier rounds. Called while no exchange is on its way."""
         for channel in self._channels:
             if isinstance(channel, HasErrorFeedback):
                 channel.feedback.left_out.zero_()
@@ -119,7 +112,7 @@ class PseudoGradients:
         if self._channels:
             total = self._channels[0].total() / self._unit.scale
             if total > 0:
-                self._unit.adjust(total / self._across_groups.world_size)
+                self._unit.adjust(total / self.across_groups.world_size)
         means: list[torch.Tensor] = [torch.empty(0)] * len(self._shapes)
         for owner, channels in enumerate(self._buckets):
             for index, numbers in enumerate(channels):
@@ -129,7 +122,7 @@ class PseudoGradients:
         return means
 
     def _from_owner(self, owner: int, index: int) -> torch.Tensor:
-        """Return the means of a channel, which the owner among the copies has."""
+        """Return the means of a channel, which one of the copies has."""
         if self._copies is None:
             return self._channels[index].result
         if owner == self._rank:
@@ -143,14 +136,3 @@ class PseudoGradients:
         shapes = [self._shapes[number] for number in numbers]
         pieces = flat.split([shape.numel() for shape in shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-def shared_out(sizes: Sequence[int], num_owners: int) -> list[int]:
-    """Return who takes each of some things so that all have about as much: the largest first, to who has least."""
-    load = [0] * num_owners
-    owner_of = [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        owner = load.index(min(load))
-        owner_of[number] = owner
-        load[owner] += sizes[number]
-    return owner_of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rounds of one model: when worker groups exchange what they changed, and when that is applied."""
+"""The rounds of one model: when worker groups exchange their changes, and when the mean is applied."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.diagnosis import world_left
 from rankwise.log import warn
-from rankwise.parallel.core.buckets import gradient_of
+from rankwise.parallel.core.gradient_buckets import gradient_of
+from rankwise.parallel.core.same_model import broadcast_tensors
 from rankwise.parallel.local_sgd.outer import step_outer
 from rankwise.parallel.local_sgd.step_counter import follow_steps
 from rankwise.torch_private import foreach
@@ -24,32 +25,60 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
-    from rankwise.parallel.local_sgd.buffers import MeanBuffers
     from rankwise.parallel.local_sgd.outer import DiLoCo
     from rankwise.parallel.local_sgd.pseudo_gradient import PseudoGradients
 
 
 class WeighsSteps(Protocol):
-    """What says how much the steps of a worker group count."""
+    """A strategy that reports the weight of a worker group's steps."""
 
     def report_mean_to(self, listener: Callable[[float], None]) -> None:
-        """Call ``listener`` at the end of backward with what gradients are the mean over, on the worker group."""
+        """Call ``listener`` at the end of backward with the number that the worker group's gradients average over."""
         ...
 
 
 _MANY = 100
-"""So many backward passes come before a first step nowhere but where steps cannot be counted."""
+"""After this many backward passes without a step, the optimizer's steps cannot be counted."""
 
 
 def exchanged(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters, by name, of which this rank has something to exchange."""
+    """Return the parameters, by name, of which this rank holds a part to exchange."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [(name, p) for name, p in trained if not (part := own_part(p)).is_meta and part.numel()]
 
 
+@torch.no_grad()
+def average_buffers(model: nn.Module, across_groups: Exchange, data: Exchange | None) -> None:
+    """Replace each buffer of floating-point numbers, as BatchNorm's statistics, by its mean over the worker groups.
+
+    Called by: every rank.
+
+    Args:
+        model: any.
+        across_groups: this rank, and the one at its coordinate in each other worker group.
+        data: the ranks of this worker group that see samples of their own; the first one's buffers count.
+    """
+    parts = [own_part(buffer).detach() for buffer in model.buffers()]
+    parts = [part for part in parts if part.is_floating_point() and not part.is_meta]
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for part in parts:
+        by_kind.setdefault((part.dtype, part.device), []).append(part)
+    for same in by_kind.values():
+        own = torch.cat([part.reshape(-1) for part in same])
+        # A sum of masks of the lowest number there is would be infinite, and a sum of constants would be rounded.
+        first = across_groups.broadcast(own, 0, what="buffers of the first island")
+        apart = torch.where(own == first, 0.0, own - first)
+        mean = first + across_groups.all_reduce(apart, what="buffers of all islands") / across_groups.world_size
+        for part, piece in zip(same, mean.split([part.numel() for part in same]), strict=True):
+            part.copy_(piece.view(part.shape))
+    if data is not None:
+        broadcast_tensors(parts, data, what="buffers of an island's first rank")
+
+
 class LocalSGD:
-    """The rounds of a model, from :func:`rankwise.local_sgd` until the model is gone or the world is left.
+    """The rounds of a model, from :func:`rankwise.local_sgd` until the model is deleted or the world is left.
 
     Save it with the model and the optimizer: ``checkpoints.save(model=model, optimizer=optimizer, outer=outer)``.
     """
@@ -64,30 +93,28 @@ class LocalSGD:
         overlap: int,
         outer: DiLoCo | None,
         changes: PseudoGradients | None,
-        buffers: MeanBuffers | None,
-        meet: Callable[[str], None] | None,
+        data: Exchange | None,
     ) -> None:
         """See :func:`rankwise.local_sgd`, which calls it.
 
         Args:
-            model: through its strategy already, the same on all worker groups.
+            model: after its strategy was applied, the same on all worker groups.
             session: the open one.
-            trained: says what steps stood for.
+            trained: reports the weight of each step.
             every: steps of a round.
-            overlap: steps of the next round before what comes of a round is applied.
+            overlap: steps of the next round before the mean of a round is applied.
             outer: ``None`` for the plain mean.
-            changes: the channels between worker groups; ``None`` where there is one worker group.
-            buffers: what averages buffers; ``None`` as for ``changes``.
-            meet: returns when all worker groups came to what its argument says; ``None`` as for ``changes``.
+            changes: the channels between worker groups; ``None`` if there is only one.
+            data: as for :func:`average_buffers`.
         """
+        self._model = ref(model)
         self._session = session
         self._name = type(model).__name__
         self._every = every
         self._overlap = overlap
         self._outer = outer
         self._changes = changes
-        self._buffers = buffers
-        self._meet = meet
+        self._data = data
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self._all = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._own = exchanged(model)
@@ -96,14 +123,14 @@ class LocalSGD:
         has_momentum = outer is not None and outer.momentum > 0
         self._momentum = [torch.zeros_like(part) for part in parts] if has_momentum else []
         self._ends: list[torch.Tensor] | None = None
-        """What the parameters were when the round ended whose result is under way; ``None`` where none is."""
+        """The parameters at the end of the round whose mean is on its way; ``None`` if none is."""
         self._has_anchors = False
         self._num_rounds = 0
         self._num_steps = 0
         self._is_begun = False
-        """Whether a step was begun since the latest round ended, of whichever optimizer."""
+        """Whether any optimizer has begun a step since the latest round ended."""
         self._is_settled = True
-        """Whether nothing has changed since all worker groups were the same."""
+        """Whether nothing has changed since all worker groups were equal."""
         self._weight = 0.0
         """Samples of the round so far."""
         self._num_backward = 0
@@ -111,7 +138,7 @@ class LocalSGD:
         """Samples of the gradients since the last step."""
         self._are_fresh_used = False
         self._used: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """How many backward passes there were when an optimizer made its last step."""
+        """How many backward passes had run at the last step of each optimizer."""
         self._has_stepped = False
         trained.report_mean_to(self._note_mean)
         self._ids = {id(parameter) for _, parameter in self._all}
@@ -127,7 +154,7 @@ class LocalSGD:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds that ended so far, those before a resume among them."""
+        """Rounds that have ended, including those before a resume."""
         return self._num_rounds
 
     def synchronize(self) -> None:
@@ -135,13 +162,13 @@ class LocalSGD:
 
         Called by: every rank. At the end of training, and before evaluating; a save calls it by itself.
 
-        What is under way is applied first; then the steps since are averaged, as at the end of a round. Statistics of
-        BatchNorm, and other buffers of floating-point numbers, become their mean over the worker groups. Does nothing
-        where no step was made since the last time.
+        A mean that is on its way is applied first; then the steps since are averaged, as at the end of a round.
+        BatchNorm's statistics, and other buffers of floating-point numbers, become their mean over the worker groups.
+        Does nothing if no step was taken since the last call.
 
         Raises:
             ConfigurationError: the world was left.
-            CollectiveMismatch: worker groups have made different numbers of steps.
+            CollectiveMismatch: worker groups have taken different numbers of steps.
             PeerFailed: another rank failed.
         """
         if current_or_none() is not self._session:
@@ -150,9 +177,9 @@ class LocalSGD:
                 do="call outer.synchronize() before the end of `with rankwise.join():`",
             )
         self._warn_if_never_stepped()
-        if self._meet is not None:
+        if self._changes is not None:
             more = " and a part of one" if self._is_begun and not self._num_steps else ""
-            self._meet(
+            self._changes.across_groups.barrier(
                 f"synchronize() of local_sgd({self._name}) after {self._num_rounds} rounds and {self._num_steps} steps"
                 f"{more}"
             )
@@ -162,16 +189,16 @@ class LocalSGD:
         if self._is_begun:
             self._send(overlapping=False)
             self._apply()
-        if self._buffers is not None:
-            self._buffers.average()
+        if self._changes is not None and (model := self._model()) is not None:
+            average_buffers(model, self._changes.across_groups, self._data)
         self._is_settled = True
-        # The next round begins at what the parameters are then: all worker groups may load others before.
+        # The next round begins at the parameters of its first step: all worker groups may load others before.
         self._has_anchors = False
 
-    # -- what backward and optimizers tell -----------------------------------------------------------
+    # -- calls from backward and optimizers ----------------------------------------------------------
 
     def _note_mean(self, weight: float) -> None:
-        """Note what gradients became the mean of."""
+        """Note the number that the new gradients average over."""
         self._num_backward += 1
         self._weight += weight
         # Several optimizers may use the same gradients.
@@ -193,7 +220,7 @@ class LocalSGD:
         """Note where a first round begins. Called before each step of an optimizer of the model.
 
         Raises:
-            NotJoined: this is another world than that of :func:`rankwise.local_sgd`.
+            NotJoined: the world of :func:`rankwise.local_sgd` was left.
             RankwiseError: another rank failed.
         """
         session = current_or_none()
@@ -204,7 +231,7 @@ class LocalSGD:
             raise world_left()
         detector = self._session.detector
         if detector is not None and detector.error is not None:
-            # Nothing may be waited for until the end of a long round.
+            # Raised here, since a long round may have no other wait.
             raise detector.error
         self._is_settled, self._is_begun, self._has_stepped = False, True, True
         if not self._has_anchors:
@@ -214,13 +241,13 @@ class LocalSGD:
             self._has_anchors = True
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Have an optimizer pass by gradients of no samples; raise where nobody knows of how many they are."""
+        """Have an optimizer skip gradients of no samples; raise if their number of samples is unknown."""
         is_known = self._num_backward > self._used.get(optimizer, 0)
         if is_known and self._fresh > 0:
             return
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._ids]
         if is_known:
-            # Nothing was learnt: also no decay, and no momentum of earlier steps.
+            # Without samples there is no update: also no decay, and no momentum of earlier steps.
             for parameter in own:
                 parameter.grad = None
         elif any(parameter.grad is not None for parameter in own):
@@ -232,12 +259,12 @@ class LocalSGD:
             )
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has used the gradients there are."""
+        """Note that an optimizer has used the current gradients."""
         self._used[optimizer] = self._num_backward
         self._are_fresh_used = True
 
     def after_step(self) -> None:
-        """Count a step, and do what is due after it. Called after each step of the optimizer that counts."""
+        """Count a step; apply a mean or end a round if it is time. Called after steps of the optimizer that counts."""
         if current_or_none() is not self._session:
             return
         self._num_steps += 1
@@ -256,7 +283,7 @@ class LocalSGD:
         return [own_part(parameter).detach() for _, parameter in self._own]
 
     def _send(self, *, overlapping: bool) -> None:
-        """End a round: send what it changed, and begin the next, before the mean is applied if ``overlapping``."""
+        """End a round: send its changes, and begin the next, before the mean is applied if ``overlapping``."""
         unfrozen = next((p for p in self._frozen if p.requires_grad), None)
         if unfrozen is not None:
             raise ConfigurationError(
@@ -277,7 +304,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def _apply(self) -> None:
-        """Let the outer optimizer make its step, if a round is under way; what was trained since stays on top of it."""
+        """Take the outer optimizer's step if a mean is on its way; add the changes that were trained since."""
         parts, ends, self._ends = self._parts(), self._ends, None
         if ends is None:
             return
@@ -286,18 +313,18 @@ class LocalSGD:
         elif self._outer is not None:
             changes = [anchor - end for anchor, end in zip(self._anchors, ends, strict=True)]
         else:
-            return  # the mean of one worker group is what it is
+            return  # one worker group is its own mean
         if parts:
             step_outer(self._outer, self._anchors, changes, self._momentum)
             if self._is_begun:
                 foreach.sub_(parts, ends)
                 foreach.add_(parts, self._anchors)
             else:
-                # Also where a worker group has numbers that are none, of which no difference is zero.
+                # A copy also replaces NaN, whose difference is never zero.
                 foreach.copy_(parts, self._anchors)
 
     def _leave(self) -> None:
-        """Let nothing be under way when the world is left."""
+        """Finish the exchange on its way when the world is left."""
         self._warn_if_never_stepped()
         if self._ends is not None and self._changes is not None:
             self._changes.finish()
@@ -310,10 +337,10 @@ class LocalSGD:
     # -- state ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the outer optimizer remembers, as of the last round that was applied.
+        """Return the state of the outer optimizer after the last round that was applied.
 
-        Belongs to parameters, so that it loads on any number of worker groups. Call :meth:`synchronize` first, as a
-        save does: what the worker groups have not yet exchanged is not in it.
+        It belongs to parameters, so that it loads on any number of worker groups. Call :meth:`synchronize` first, as a
+        save does: it does not include changes that the worker groups have not exchanged yet.
         """
         own = dict(zip([name for name, _ in self._own], self._momentum, strict=False))
         momentum: dict[str, torch.Tensor] = {}
@@ -325,13 +352,13 @@ class LocalSGD:
         return {"num_rounds": self._num_rounds, "momentum": momentum}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, with a new round that begins at the parameters as they will be at the next step.
+        """Continue from a saved state, with a new round that begins at the parameters of the next step.
 
-        Called by: every rank, with the same state; :meth:`rankwise.Checkpointer.restore` does. What is under way is
-        dropped, and what compressing left out, so load the model's parameters too, on every worker group the same.
+        Called by: every rank, with the same state; :meth:`rankwise.Checkpointer.restore` does. A mean that is on its
+        way and the rest of earlier compression are dropped, so load the model's parameters too, the same everywhere.
 
         Raises:
-            ConfigurationError: it is of another model, or of another outer optimizer.
+            ConfigurationError: it belongs to another model, or another outer optimizer.
         """
         momentum = cast("Mapping[str, torch.Tensor]", state.get("momentum", {}))
         of_all = self._all if self._outer is not None and self._outer.momentum > 0 else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of whichever optimizer holds a model's parameters, built before or after. Knows no other rank."""
+"""Counts the steps of any optimizer that holds a model's parameters. Knows no other rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class StepListener(Protocol):
-    """What is called around steps."""
+    """An object that is called around steps."""
 
     def before_step(self) -> None:
         """Prepare for a step of any optimizer of the model."""
         ...
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """See to the gradients that the step uses. Called again where a closure computes them again."""
+        """Prepare the gradients for the step. Called again each time a closure computes them."""
         ...
 
     def after_update(self, optimizer: Optimizer) -> None:
@@ -39,18 +39,13 @@ class StepListener(Protocol):
 
 
 def follow_steps(listener: StepListener, parameters: Iterable[torch.Tensor], *, patience: int) -> Callable[[], object]:
-    """Call ``listener``, for as long as it lives, around steps of optimizers that hold any of ``parameters``.
+    """Call ``listener``, while it exists, around steps of optimizers that hold any of ``parameters``.
 
-    Where several hold some, only the first that steps counts, as long as it steps.
-
-    Args:
-        listener: is called before and after each of these steps.
-        parameters: of the model.
-        patience: where another makes more than so many steps, and the one that counts makes none, that other one
-            counts from then on.
+    If several optimizers hold some, only the steps of the first that steps count; another counts instead once it has
+    taken more than ``patience`` steps and the first none.
 
     Returns:
-        What ends it.
+        A function that ends this.
     """
     while _collected:
         _collected.pop().remove()

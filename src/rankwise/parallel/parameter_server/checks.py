@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``parameter_server`` was given, checked before anything is opened."""
+"""The arguments of ``parameter_server``, checked before anything is opened."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.store.values import Store
     from rankwise.world.facts import World
 
 MODES = ("sync", "async")
@@ -26,7 +29,7 @@ MODES = ("sync", "async")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Who does what, and how."""
+    """Which ranks are servers and workers, and how they train."""
 
     servers: list[int]
     workers: list[int]
@@ -34,6 +37,23 @@ class ServerSettings:
     max_staleness: int | None
     folder: Path | None
     save_every: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSetup:
+    """What workers and servers are opened with."""
+
+    world: World
+    detector: FailureDetector
+    store: Store
+    exchange: Exchange
+    settings: ServerSettings
+    optimizer: torch.optim.Optimizer
+    names: Sequence[str]
+    parameters: Sequence[nn.Parameter]
+    """Of the optimizer, in its order."""
+    numbers_of: Sequence[Sequence[int]]
+    """Which of them each server keeps."""
 
 
 def checked(
@@ -48,7 +68,7 @@ def checked(
     """Return the arguments of a call.
 
     Raises:
-        ConfigurationError: one is bad, or two contradict each other.
+        ConfigurationError: one is invalid, or two contradict each other.
     """
     if mode not in MODES:
         raise ConfigurationError(f"Unknown mode {mode!r} of parameter_server.", do='pass mode="sync" or mode="async"')
@@ -86,10 +106,10 @@ def _check_count(name: str, value: object, least: int) -> None:
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return the numbers, in the model, of the parameters that the optimizer has, in its order.
+    """Return the numbers, in the model, of the optimizer's parameters, in its order.
 
     Raises:
-        ConfigurationError: they cannot be kept by servers.
+        ConfigurationError: servers cannot keep them.
     """
     check_unregistered(model, "parameter_server")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -126,15 +146,15 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    # Adagrad has a state from the beginning, and counts steps in it.
+    # Adagrad has state from the start, and counts steps in it.
     return float(state["step"]) > 0 if "step" in state else bool(state)
 
 
 def check_session(session: Session) -> None:
-    """Raise if ranks or samples were divided otherwise already.
+    """Raise if ranks or samples are already divided in another way.
 
     Raises:
-        ConfigurationError: says what came before.
+        ConfigurationError: names the earlier call.
     """
     if session.axes is not None:
         raise ConfigurationError(

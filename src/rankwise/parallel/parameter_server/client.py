@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's connection to one server: a thread that sends what the main thread hands it and takes the answer.
+"""A worker's connection to one server: a thread that sends the main thread's messages and receives the answers.
 
-Every message is answered, and the next one is sent only then. Behind the unanswered one waits at most one step, since a
-worker takes its answer before it takes another step; loops without steps are counted. So a server that is slow or
-stopped makes a worker wait in its next step, and fills the memory of neither.
+The next message is sent only after the last was answered. At most one step waits behind an unanswered one, since a
+worker takes its answer before its next step; loops without steps are counted. So a slow or stopped server makes a
+worker wait in its next step, and fills the memory of neither.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ if TYPE_CHECKING:
 
 
 class ServerConnection:
-    """The way to one server, from the first message to ``close``.
+    """The connection to one server, from the first message to ``close``.
 
     Args:
         rank: of this worker.
-        parameters: what the server keeps.
+        parameters: that the server keeps.
         changed: notified when an answer arrives, or the connection breaks.
-        ticket: of the memory in which the server, on the same host, lays out the parameters; empty for none.
+        ticket: of the memory into which a server on the same host writes the parameters; else empty.
     """
 
     def __init__(
         self, rank: int, parameters: Sequence[torch.Tensor], changed: threading.Condition, ticket: str
     ) -> None:
         self.outgoing = TensorBuffer(parameters)
-        """What goes to the server; to be written while no request is open."""
+        """Tensors for the server; written while no request is open."""
         self.incoming = TensorBuffer(parameters)
-        """What has come from it; to be read while no request is open."""
+        """Tensors from the server; read while no request is open."""
         self.is_shared = False
-        """Whether both are memory that the server sees too."""
+        """Whether both are memory that the server has mapped too."""
         self._parameters = parameters
         self._ticket = ticket
         self.error: str | None = None
-        """Why no request is possible any more."""
+        """Why requests are no longer possible."""
         self._is_connected = False
         self._rank = rank
         self._changed = changed
@@ -71,33 +71,20 @@ class ServerConnection:
         self._thread: threading.Thread | None = None
 
     def open(self, host: str, port: int, secret: bytes, timeout_seconds: float) -> None:
-        """Begin to connect.
-
-        Args:
-            host: of the server.
-            port: where it listens.
-            secret: of the job.
-            timeout_seconds: how long to try.
-        """
+        """Begin to connect, with the secret of the job."""
         arguments = (host, port, secret, timeout_seconds)
         self._thread = threading.Thread(target=self._run, args=arguments, name="rankwise-to-server", daemon=True)
         self._thread.start()
 
     def request(self, head: Head, positions: Sequence[int], rows: Sequence[TensorRows]) -> None:
-        """Send a message, and receive its answer.
-
-        Args:
-            head: of the message.
-            positions: which tensors of ``outgoing`` go with it.
-            rows: of others.
-        """
+        """Send a message with tensors of ``outgoing`` by position and rows of others; then receive its answer."""
         message = packed(head, self.outgoing, positions, rows, is_shared=self.is_shared)
         with self._changed:
             self._loops = None
             self._outbox.put(message)
 
     def end_loop(self, loader: int) -> None:
-        """Notify the server that a loop without steps is over; nothing has to be waited for."""
+        """Notify the server that a loop without steps is over, without waiting."""
         with self._changed:
             if self._loops is None:
                 self._loops = Counter()
@@ -113,7 +100,7 @@ class ServerConnection:
         return self._answer is not None
 
     def take(self) -> ServerMessage:
-        """Return the answer that is there; the whole tensors it tells of are in ``incoming``."""
+        """Return the answer that has arrived; its whole tensors are in ``incoming``."""
         answer, self._answer = self._answer, None
         if answer is None:
             raise RuntimeError("no reply was received")
@@ -124,7 +111,7 @@ class ServerConnection:
         self._outbox.put(None)
 
     def has_left(self) -> bool:
-        """Return whether the server has been told, or cannot be any more."""
+        """Return whether the server has been notified, or no longer can be."""
         return self._is_over
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between workers and servers: a head of JSON, then bytes whose sizes the head gives.
 
-Tensors lie in one buffer, this process's own or shared with workers of the same host. Nothing that comes from the
-network is run or unpickled. Imported by both ends.
+Tensors lie in one buffer, private or shared with a process of the same host. Nothing from the network is run or
+unpickled.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class TensorRows:
     """Some rows of a tensor."""
 
     position: int
-    """Which tensor of the body."""
+    """Of the tensor in the buffer."""
     indices: torch.Tensor
     """[n], int64."""
     values: torch.Tensor
     """[n, ...], of the tensor's dtype; on the CPU, contiguous."""
 
     def memory(self) -> list[memoryview]:
-        """Return where both lie."""
+        """Return the memory of both."""
         return [memory_of(part) for part in (self.indices, self.values)]
 
 
 @dataclass(slots=True)
 class ServerMessage:
-    """A head, with what follows it."""
+    """A head, and the rows that follow it."""
 
     head: Head
     rows: list[TensorRows] = field(default_factory=list[TensorRows])
@@ -58,14 +58,9 @@ class ServerMessage:
 def packed(
     head: Head, body: TensorBuffer, positions: Sequence[int], rows: Sequence[TensorRows], *, is_shared: bool
 ) -> list[bytes | memoryview]:
-    """Return a message as it goes out, one piece after the other.
+    """Return the pieces of a message, in order: its head, tensors of ``body`` by position, and rows of others.
 
-    Args:
-        head: of the message.
-        body: holds the whole tensors.
-        positions: which of them are meant.
-        rows: of others, which travel in parts.
-        is_shared: whether the other end sees the body's memory, so that nothing of it has to travel.
+    If ``is_shared``, the other end reads the body's memory itself, and its tensors are not sent.
     """
     whole = {"whole": list(positions), "rows": [[one.position, len(one.indices)] for one in rows]}
     pieces = [] if is_shared else body.pieces(positions)
@@ -73,7 +68,7 @@ def packed(
 
 
 def receive_buffers(head: Head, body: TensorBuffer, *, is_shared: bool) -> tuple[list[memoryview], list[TensorRows]]:
-    """Return the memory that what follows a head is to be read into, in order, and the rows among it."""
+    """Return the memory to read the rest of a message into, in order, and the rows that lie in it."""
     pieces = [] if is_shared else body.pieces(head["whole"])
     rows: list[TensorRows] = []
     for position, count in head["rows"]:
@@ -89,11 +84,6 @@ def receive_buffers(head: Head, body: TensorBuffer, *, is_shared: bool) -> tuple
 ALIGNMENT_BYTES = 64
 
 
-def shared_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return how large a mapping has to be to hold one value of each of ``tensors``."""
-    return PAGE_BYTES + _starts(tensors)[-1]
-
-
 def _starts(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return where each value begins, and the end of the last, in bytes."""
     starts = [0]
@@ -103,15 +93,15 @@ def _starts(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class TensorBuffer:
-    """Memory for one value of each of some tensors, on the CPU, as it travels or as two processes share it."""
+    """Memory on the CPU for one value of each of some tensors, to send or to share.
+
+    Args:
+        tensors: give the shapes and dtypes.
+        mapping: from :func:`create_memory` or :func:`open_memory`; ``None`` allocates private memory, of which the
+            system provides each page when it is first written.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor], mapping: Mapping | None = None) -> None:
-        """Take memory; the system gives it page by page as it is written.
-
-        Args:
-            tensors: of these shapes and dtypes.
-            mapping: the memory, of as many bytes as :func:`shared_bytes` says; ``None`` takes some of its own.
-        """
         self._starts = _starts(tensors)
         self._ends = [start + tensor.nbytes for start, tensor in zip(self._starts, tensors, strict=False)]
         size = [self._starts[-1]]
@@ -126,11 +116,7 @@ class TensorBuffer:
         """By position, each contiguous."""
 
     def pieces(self, positions: Sequence[int]) -> list[memoryview]:
-        """Return the memory of some of the tensors, in order, neighbours in one piece.
-
-        Args:
-            positions: ascending.
-        """
+        """Return the memory of tensors at ascending positions, in order; neighbours are one piece."""
         if not positions:
             return []
         breaks = [0, *(at for at, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1), len(positions)]
@@ -139,12 +125,8 @@ class TensorBuffer:
 
 
 def shared_home(exchange: Exchange, world: World) -> str:
-    """Return what ranks that can share memory have in common; nothing where this one is not to.
-
-    Args:
-        exchange: of all ranks. Gloo between CPU ranks was asked for, or there is a reason.
-        world: this rank's.
-    """
+    """Return a key that is equal on ranks that can share memory; empty if this rank must not share any."""
+    # If CPU ranks use Gloo, the user asked for it, or shared memory does not work here.
     if isinstance(exchange, TorchGroup) and world.device == "cpu":
         return ""
     home = home_of(world)
@@ -152,21 +134,16 @@ def shared_home(exchange: Exchange, world: World) -> str:
 
 
 def create_memory(tensors: Sequence[torch.Tensor]) -> Mapping | None:
-    """Return memory for one value of each of ``tensors``, if the machine gives it."""
+    """Return shared memory for one value of each of ``tensors``; ``None`` if the machine refuses it."""
     try:
-        return Mapping.create(shared_bytes(tensors))
+        return Mapping.create(PAGE_BYTES + _starts(tensors)[-1])
     except OSError:
         return None
 
 
 def open_memory(ticket: str, tensors: Sequence[torch.Tensor]) -> Mapping | None:
-    """Return what another process has created for the same tensors, if it can be seen from here.
-
-    Args:
-        ticket: of the other's :class:`rankwise.comm.backends.mapping.Mapping`; empty for none.
-        tensors: their shapes and dtypes count.
-    """
+    """Return the memory of ``ticket``, created for tensors of the same shapes; ``None`` if it cannot be opened."""
     try:
-        return Mapping.open(ticket, shared_bytes(tensors)) if ticket else None
+        return Mapping.open(ticket, PAGE_BYTES + _starts(tensors)[-1]) if ticket else None
     except OSError:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer between ranks: the options of its groups as JSON, and its state, copied from the rank that has it."""
+"""An optimizer on several ranks: the options of its groups as JSON, and copies of its state from one rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[Options]:
     """Return the options of every group.
 
     Raises:
-        ConfigurationError: there is one that is no number, text or tuple of them.
+        ConfigurationError: one is not a number, a text or a tuple of them.
     """
     return [
         {name: _plain(name, value) for name, value in group.items() if name != "params"}
@@ -109,11 +109,11 @@ def _tensor_like(
 ) -> torch.Tensor:
     if isinstance(now, torch.Tensor) and list(now.shape) == shape:
         return now
-    # A number, such as how many steps there were, stays on the CPU.
+    # Scalars, such as the number of steps, stay on the CPU.
     device = parameter.device if on_device else torch.device("cpu")
     return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as it lies in memory as a whole: the momentum of sparse gradients does not."""
+    """Return a tensor as a dense one: the momentum of sparse gradients is sparse."""
     return value.to_dense() if value.is_sparse else value

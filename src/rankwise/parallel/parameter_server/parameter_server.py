@@ -11,16 +11,16 @@ from rankwise.errors import ConfigurationError, RankwiseError, fold_ranks
 from rankwise.health.event_log import post_expendable
 from rankwise.health.preemption import StepSource
 from rankwise.log import log
+from rankwise.parallel.core.gradient_buckets import divide_by_size
 from rankwise.parallel.core.same_model import broadcast_model, broadcast_tensors, check_same_model
 from rankwise.parallel.loss.hooks import check_weight_function
-from rankwise.parallel.parameter_server.checks import check_model, check_session, checked
+from rankwise.parallel.parameter_server.checks import ServerSetup, check_model, check_session, checked
 from rankwise.parallel.parameter_server.optimizer_state import (
     copy_optimizer_state_from,
     copy_parameters_from,
     options_of,
 )
-from rankwise.parallel.parameter_server.setup import RankRole, ServerSetup, open_worker_or_server
-from rankwise.parallel.parameter_server.shard import assign_to_servers
+from rankwise.parallel.parameter_server.setup import RankRole, open_worker_or_server
 from rankwise.parallel.parameter_server.worker import left
 from rankwise.parallel.replicate import replicate
 
@@ -33,42 +33,40 @@ if TYPE_CHECKING:
 
 
 class ParameterServer:
-    """What ``parameter_server`` returns: this rank's part in it."""
+    """This rank's part in training with parameter servers."""
 
-    def __init__(self, setup: ServerSetup | None, opened: RankRole, model: nn.Module) -> None:
+    def __init__(self, setup: ServerSetup | None, role: RankRole, model: nn.Module) -> None:
         self.servers: tuple[int, ...] = () if setup is None else tuple(setup.settings.servers)
         """The ranks that keep parameters."""
         self.workers: tuple[int, ...] = (0,) if setup is None else tuple(setup.settings.workers)
         """The ranks that compute gradients."""
-        self.is_server = opened.server_loop is not None
+        self.is_server = role.server_loop is not None
         """Whether this rank keeps parameters."""
         self._setup = setup
         self._model = model
-        self._worker = opened.worker
-        self._server_loop = opened.server_loop
-        self._loader_state = opened.loader_state
+        self._worker, self._server_loop, self._loader_state = role
         self._num_steps_finished = 0
         self._has_left = False
         self._unraised: RankwiseError | None = None
-        """What went wrong at the end of a loop that was broken off."""
+        """The error at the end of a loop that was left early."""
 
     @property
     def num_steps(self) -> int:
-        """Steps that this worker has taken; none on a server."""
+        """Steps that this worker has taken; 0 on a server."""
         return 0 if self._worker is None else self._worker.num_steps
 
     @property
     def num_updates(self) -> int:
-        """Updates that the servers had made, as far as this rank knows; of this server, where it is one."""
+        """Updates of this server; on a worker, of the server whose answer arrived last."""
         if self._server_loop is not None:
             return self._server_loop.num_updates
         return 0 if self._worker is None else self._worker.num_updates
 
     def restore(self, loader: Any) -> None:  # noqa: ANN401 - a DataLoader, or another with a state
-        """Move ``loader`` to where the saved state was taken, and have the servers save where it stands from now on.
+        """Move ``loader`` to the position of the saved state, and have the servers save its position from now on.
 
-        Called by: every rank, before the first loop. Nothing was saved: the loader stays where it is. Where workers
-        stood at different places (``mode="async"``), all go on from the first of them.
+        Called by: every rank, before the first loop. Without saved state the loader does not move. If workers were at
+        different positions (``mode="async"``), all continue from the earliest.
 
         Args:
             loader: of the training loop, with ``state_dict`` and ``load_state_dict``.
@@ -83,30 +81,30 @@ class ParameterServer:
             session.preemption.save_with(str(self._setup.settings.folder), loader, _nothing, is_restored=True)
 
     def serve(self) -> None:
-        """Serve until every worker has come to the end of one more loop in which it took steps.
+        """Serve until every worker has reached the end of one more loop in which it took steps.
 
-        Called by: servers, in the place of a loop that is not one over a :class:`rankwise.DataLoader`, which does it by
-        itself. Workers call :meth:`finish` after such a loop. On a worker it does nothing.
+        Called by: servers, in place of a loop that is not over a :class:`rankwise.DataLoader`, whose loops serve by
+        themselves. Workers call :meth:`finish` after such a loop. On a worker it does nothing.
 
         Raises:
-            PeerFailed, PeerMissing: a rank failed that the others cannot go on without, or all workers are gone.
+            PeerFailed, PeerMissing: a rank failed that the others cannot continue without, or all workers have exited.
         """
         self.serve_loop(0)
 
     def serve_loop(self, loader: int) -> None:
-        """Serve until every worker has come to the end of one more loop over a loader; the loader calls it.
+        """Serve until every worker has reached the end of one more loop over a loader; the loader calls it.
 
         Args:
-            loader: its number; 0 for a loop in which steps are taken, over whatever.
+            loader: its number; 0 for a loop over anything, in which steps are taken.
         """
         if self._server_loop is not None:
             self._server_loop.serve(loader)
 
     def finish(self) -> None:
-        """Take the newest parameters, and tell the servers that a loop is over.
+        """Take the newest parameters, and notify the servers that a loop is over.
 
-        Called by: workers, after a loop that is not one over a :class:`rankwise.DataLoader`, which does it by itself.
-        On a server it does nothing.
+        Called by: workers, after a loop that is not over a :class:`rankwise.DataLoader`, whose loops do it by
+        themselves. On a server it does nothing.
 
         Raises:
             NotJoined: the world has been left.
@@ -114,11 +112,9 @@ class ParameterServer:
         self.finish_loop(0, has_stepped=True)
 
     def finish_loop(self, loader: int, *, has_stepped: bool) -> None:
-        """Notify the servers that a loop over a loader is over; the loader calls it.
+        """Notify the servers that a loop over a loader is over; the loader calls it with its number.
 
-        Args:
-            loader: its number.
-            has_stepped: whether steps were taken in it: only then there is something to wait for.
+        It waits only if steps were taken in the loop.
         """
         if self._worker is not None:
             self._worker.end_loop(loader, has_stepped=has_stepped)
@@ -126,22 +122,17 @@ class ParameterServer:
                 self._num_steps_finished = self._worker.num_steps
 
     def break_loop(self, loader: int, *, has_stepped: bool) -> None:
-        """Do the same where the loop was broken off; the loader calls it, while nothing it raised would be heard.
-
-        Args:
-            loader: its number.
-            has_stepped: whether steps were taken in it.
-        """
+        """Do the same after a loop that was left early; :meth:`leave` raises the error, which nobody would see here."""
         try:
             self.finish_loop(loader, has_stepped=has_stepped)
         except RankwiseError as error:
             self._unraised = error
 
     def leave(self) -> None:
-        """Let go of the other ranks: a server serves until all workers have. The end of the world calls it.
+        """Leave the other ranks; a server serves until all workers have left. The end of the world calls it.
 
         Raises:
-            PeerFailed, PeerMissing: a rank failed or is gone.
+            PeerFailed, PeerMissing: a rank failed or exited.
         """
         if self._unraised is not None:
             raise self._unraised
@@ -152,16 +143,15 @@ class ParameterServer:
         self._has_left = True
 
     def synchronize(self) -> None:
-        """Give every rank, servers too, the parameters and the optimizer's state that the servers keep.
+        """Copy the servers' parameters and optimizer state to every rank, and the first worker's buffers.
 
         Called by: every rank, after a loop: before model and optimizer are saved by other means than ``directory=``, or
-        evaluated in ``mode="async"``, where each worker has what it took at the end of its own loop. Buffers are those
-        of the first worker.
+        evaluated in ``mode="async"``, where each worker has the parameters from the end of its own loop.
 
         Raises:
-            ConfigurationError: in the middle of a loop: the servers are busy.
+            ConfigurationError: it was called within a loop, while the servers are busy.
             NotJoined: the world has been left.
-            PeerFailed, PeerMissing: a rank failed or is gone.
+            PeerFailed, PeerMissing: a rank failed or exited.
         """
         if self._has_left:
             raise left("server.synchronize()")
@@ -201,33 +191,33 @@ def parameter_server(
 
     Called by: every rank, with the same arguments, before the :class:`rankwise.DataLoader` is built: only workers get
     samples. The same script runs on all ranks. A server's loop over the loader yields nothing, and ends when all
-    workers have come to the end of theirs. On a worker ``optimizer.step()`` sends the gradients and takes parameters;
+    workers have reached the end of theirs. On a worker ``optimizer.step()`` sends gradients and receives parameters;
     the optimizer itself runs on the servers, with the options (learning rate) that the workers' has at each step.
 
     ``mode="sync"``: every step is one update with the mean over all samples of all workers: exactly the result of
     data parallel training on the workers, or of one rank. Gradients between ``backward()`` and ``step()`` are the
     worker's own: clipping them is not clipping their mean. A ``GradScaler`` would skip steps on one worker only.
 
-    ``mode="async"``: each worker's gradients are an update of their own, as they come (Hogwild). A slow worker does not
-    hold up the others, and under ``rankwise run`` one that fails does not end them: they go on, and no collective
-    of all ranks can follow. The parameters that a gradient is computed from may be older than those it is applied to,
-    the result depends on timing, and nothing of rankwise's promise about results holds. Without a bound, a worker
-    begins its next step before the servers have answered to the last one.
+    ``mode="async"``: each worker's gradients are an update of their own, in order of arrival (Hogwild). A slow worker
+    does not delay the others, and under ``rankwise run`` one that fails does not end them: they continue, and no
+    collective of all ranks can follow. A gradient may be computed from older parameters than those it is applied to,
+    the result depends on timing, and rankwise's promise about results does not apply. Without a bound, a worker
+    begins its next step before the servers have answered the last one.
 
-    Every whole parameter is kept by one server. Sparse gradients (``nn.Embedding(sparse=True)``) move only
+    Each parameter is kept whole by one server. Sparse gradients (``nn.Embedding(sparse=True)``) move only
     the rows they have, and with SGD without momentum, Adagrad and SparseAdam only rows that changed come back.
     On one rank this is :func:`rankwise.replicate`, and nothing is saved.
 
     Args:
-        model: on its device; a plain one, no other strategy's.
-        optimizer: of parameters of ``model``, with no state yet. Any that updates each parameter by itself.
+        model: on its device, without any other strategy.
+        optimizer: of parameters of ``model``, without state yet. It must update each parameter independently.
         servers: how many ranks are servers (the last ones), or which.
         mode: ``"sync"`` or ``"async"``.
-        max_staleness: with ``"async"``: no worker begins a step while it is more than so many steps ahead of the
-            slowest (stale-synchronous). A worker that is gone is not waited for.
+        max_staleness: with ``"async"``: no worker begins a step while it is more than this many steps ahead of the
+            slowest (stale-synchronous). Workers that have exited do not count.
         weight: as for :func:`rankwise.replicate`.
-        directory: where each server saves parameters and optimizer state; a job that starts again goes on from there.
-            Of the same number of servers. A server on a host of its own may have it on its own disk.
+        directory: where each server saves parameters and optimizer state; a job that restarts with as many servers
+            continues from there. A server on its own host may use a local disk.
         save_every: after how many updates servers save; they also do at the end of every loop.
 
     Returns:
@@ -235,10 +225,10 @@ def parameter_server(
 
     Raises:
         NotJoined: before :func:`rankwise.join`.
-        ConfigurationError: bad or contradictory arguments, or arguments that differ between ranks; the loader was built
-            before; the ranks are laid out along axes; there is no worker left.
+        ConfigurationError: invalid or contradictory arguments, or arguments that differ between ranks; the loader was
+            built before; there is a mesh; no rank is left as a worker.
         ModelMismatch: the model is not the same on every rank.
-        CheckpointError: ``directory`` is of another model, optimizer or number of servers, lacks the files of one
+        CheckpointError: ``directory`` belongs to another model, optimizer or number of servers, lacks the files of one
             server, or cannot be written to.
 
     Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014); Recht et al.,
@@ -260,7 +250,7 @@ def parameter_server(
     check_session(session)
     if world.world_size == 1:
         replicate(model, weight=weight)
-        return ParameterServer(None, RankRole(worker=None, server_loop=None, loader_state=None), model)
+        return ParameterServer(None, RankRole(), model)
     do = "pass the same arguments on every rank"
     same_on_all_ranks("parameter_server()", [str(settings), mode], do=do, error=ConfigurationError)
     same_on_all_ranks(
@@ -282,10 +272,9 @@ def parameter_server(
         optimizer=optimizer,
         names=[name_of[id(parameter)] for parameter in own],
         parameters=own,
-        numbers_of=assign_to_servers([parameter.nbytes for parameter in own], len(settings.servers)),
+        numbers_of=divide_by_size([parameter.nbytes for parameter in own], len(settings.servers)),
     )
-    opened = open_worker_or_server(setup, model, weight)
-    server = ParameterServer(setup, opened, model)
+    server = ParameterServer(setup, open_worker_or_server(setup, model, weight), model)
     session.split_work(settings.workers, server)
     session.on_leave(server.leave)
     session.before_save(server.synchronize)

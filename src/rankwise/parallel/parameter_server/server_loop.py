@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's main thread: takes what workers send, updates the parameters it keeps, and answers."""
+"""A server's main thread: it takes the workers' messages, updates its parameters, and answers."""
 
 from __future__ import annotations
 
@@ -19,85 +19,80 @@ from rankwise.parallel.parameter_server.shard import are_sums, checked_weights, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.parallel.parameter_server.checks import ServerSetup
     from rankwise.parallel.parameter_server.messages import ServerMessage
     from rankwise.parallel.parameter_server.optimizer_state import Options
     from rankwise.parallel.parameter_server.shard import ParameterShard
     from rankwise.parallel.parameter_server.snapshot import ServerSnapshots
     from rankwise.parallel.parameter_server.staleness import StalenessBound
     from rankwise.parallel.parameter_server.worker_connections import ReceivedMessage, WorkerConnections
-    from rankwise.world.facts import World
 
 PATIENCE_SECONDS = 1.0
-"""How often a server looks for workers that are gone without their connection saying so."""
+"""How often a server looks for workers that have exited although their connection is open."""
 
 
 class ServerLoop:
     """One server, from ``parameter_server`` to the end of the world.
 
     Args:
+        setup: of all ranks.
         shard: the parameters.
         connections: to the workers.
-        staleness: how far the workers are.
-        is_sync: whether a step is the mean of all workers' gradients, or of each worker's as it comes.
-        snapshots: where the state is saved, if anywhere.
+        staleness: how many steps and loops the workers have taken.
+        snapshots: writes the state to files; ``None`` saves nothing.
     """
 
     def __init__(
         self,
+        setup: ServerSetup,
         shard: ParameterShard,
         connections: WorkerConnections,
         staleness: StalenessBound,
-        *,
-        is_sync: bool,
         snapshots: ServerSnapshots | None,
-        world: World,
-        detector: FailureDetector,
     ) -> None:
         self.loader_states: dict[int, dict[str, Any]] = {}
-        """Where the training loop of each worker stands."""
+        """The position of each worker's training loop."""
         self._shard = shard
         self._connections = connections
         self._staleness = staleness
-        self._is_sync = is_sync
+        self._is_sync = setup.settings.is_sync
         self._snapshots = snapshots
-        self._world = world
-        self._detector = detector
-        self._workers = sorted(staleness.living)
+        self._world = setup.world
+        self._detector = setup.detector
         self._num_loops: Counter[int] = Counter()
-        """How many loops have been served, as the pace counts them."""
-        self._seen = dict.fromkeys(self._workers, shard.num_updates)
-        """After which update each worker was answered last."""
+        """How many loops have been served, as ``staleness`` counts them."""
+        self._seen = dict.fromkeys(setup.settings.workers, shard.num_updates)
+        """The update after which each worker was last answered."""
         self._waiting: dict[int, ServerMessage] = {}
-        """Steps that have come and are not answered, in the order in which they came."""
+        """Steps that have arrived and are not answered, in order of arrival."""
         self._waiting_since: float | None = None
-        self._last_message_at = dict.fromkeys(self._workers, time.monotonic())
+        self._last_message_at = dict.fromkeys(setup.settings.workers, time.monotonic())
         """When the last message of each worker arrived."""
         self._groups: dict[int, list[Options]] = {}
-        """Options of the optimizer, as each worker has sent them."""
+        """Options of the optimizer that each worker sent last."""
         self._newest_groups: list[Options] = []
 
     @property
     def num_updates(self) -> int:
-        """Updates there have been."""
+        """How many updates were made."""
         return self._shard.num_updates
 
     def serve(self, loader: int) -> None:
-        """Return when every worker has come to the end of one more loop over a loader, or is gone.
+        """Return when every worker has reached the end of one more loop over a loader, or has left.
 
         Args:
             loader: its number; 0 for any in which steps were taken.
 
         Raises:
-            PeerFailed: a rank failed that the others cannot go on without.
-            PeerMissing: the same of a rank that is gone without a word; all workers are gone; or one did not take
-                its step within the world's limit.
+            PeerFailed: a rank failed that the others cannot continue without.
+            PeerMissing: such a rank exited without reporting an error, all workers have exited, or one did not take
+                its step within the world's timeout.
         """
         staleness = self._staleness
         awaited = self._num_loops[loader] + 1
         self._run(lambda: not staleness.living or staleness.num_loops(loader) >= awaited)
         self._num_loops[loader] = awaited
-        # Those over a loader had steps too, which a loop over something else is not to be mistaken for.
+        # Loops over a loader count here too, so that a later serve() does not take one for its own.
         self._num_loops[0] = max(self._num_loops[0], staleness.num_loops(0))
         self._save()
 
@@ -141,7 +136,7 @@ class ServerLoop:
         elif message.head["kind"] == "end_loops":
             for loader, count in message.head["loops"]:
                 self._staleness.end_loop(worker, loader, has_stepped=False, count=count)
-            self._connections.confirm(worker)
+            self._connections.answer(worker, {}, self._connections.bodies[worker], [], [])
         else:
             self._staleness.step(worker)
             self._waiting[worker] = message
@@ -154,7 +149,7 @@ class ServerLoop:
         self._answer_waiting()
 
     def _answer_waiting(self) -> None:
-        """Answer those who may go on."""
+        """Answer the workers that may continue."""
         if self._is_sync:
             if self._waiting and self._staleness.left:
                 raise self._uneven()
@@ -170,7 +165,7 @@ class ServerLoop:
         self._waiting_since = (self._waiting_since or time.monotonic()) if self._waiting else None
 
     def _update(self, workers: Sequence[int]) -> None:
-        """Take one step with the gradients that these workers have sent."""
+        """Take one step with the gradients of these workers."""
         messages = [self._waiting[worker] for worker in workers]
         reported = [message.head["weights"] for message in messages]
         if are_sums(workers, reported, [message.head["sums"] for message in messages]):
@@ -180,7 +175,7 @@ class ServerLoop:
             total = sum(weights)
         if self._is_sync:
             self._check_groups(workers)
-        # A script that steps its scheduler on all ranks has changed the server's own.
+        # A script that steps its scheduler on all ranks has changed the server's options.
         set_options(self._shard.optimizer, self._newest_groups)
         parts = [self._gradients(worker, message) for worker, message in zip(workers, messages, strict=True)]
         means = [
@@ -216,7 +211,7 @@ class ServerLoop:
         )
 
     def _gradients(self, worker: int, message: ServerMessage) -> list[torch.Tensor | None]:
-        """Return what a worker has sent, by position."""
+        """Return the gradients in a worker's message, by position."""
         body = self._connections.bodies[worker]
         found: list[torch.Tensor | None] = [None] * len(body.views)
         for position in message.head["whole"]:
@@ -236,10 +231,10 @@ class ServerLoop:
         self._seen[worker] = self._shard.num_updates
         self._connections.answer(worker, {"updates": self._shard.num_updates}, body, whole, rows)
 
-    # -- who is gone -------------------------------------------------------------------------------
+    # -- workers that left or were lost ------------------------------------------------------------
 
     def _lose(self, worker: int, reason: str) -> None:
-        """Go on without a worker, or raise where that cannot be."""
+        """Continue without a worker, or raise if that is impossible."""
         if worker not in self._staleness.living:
             return
         self._waiting.pop(worker, None)
@@ -248,14 +243,14 @@ class ServerLoop:
         self._staleness.remove(worker, has_failed=bool(reason))
         if not reason:
             return
-        # Where it stood is no place to go on from: the others went on.
+        # Do not resume from its position: the others have continued.
         self.loader_states.pop(worker, None)
         if not self._staleness.living and not self._staleness.left:
             raise self._reason(worker, reason)
         warn(f"worker {worker} was lost ({reason}); the others continue without it", all_ranks=True)
 
     def _reason(self, worker: int, reason: str) -> Exception:
-        """Return what ends the job: what the rank said itself, if it did."""
+        """Return the error that ends the job: the rank's own report, if one arrives."""
         deadline = time.monotonic() + EXPLANATION_SECONDS
         while self._detector.error is None and time.monotonic() < deadline:
             with self._connections.changed:
@@ -289,7 +284,7 @@ class ServerLoop:
         return {worker for worker in self._staleness.living if now - self._last_message_at[worker] > seconds}
 
     def _check_for_missing(self) -> None:
-        """Let go of workers that are known to have failed, and raise where one is waited for too long."""
+        """Drop workers that are known to have failed; raise if one has been waited for too long."""
         for worker in sorted(self._staleness.living):
             if self._detector.departed(worker):
                 self._connections.drop(worker)

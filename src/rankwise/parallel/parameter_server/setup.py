@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening both ends: servers begin to listen, take up what was saved, and workers connect."""
+"""Opening both ends: servers listen and load their snapshots, and workers connect."""
 
 from __future__ import annotations
 
 import secrets
 import time
 import weakref
-from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,7 +27,7 @@ from rankwise.parallel.parameter_server.server_loop import ServerLoop
 from rankwise.parallel.parameter_server.shard import ParameterShard
 from rankwise.parallel.parameter_server.snapshot import ServerSnapshots
 from rankwise.parallel.parameter_server.staleness import StalenessBound
-from rankwise.parallel.parameter_server.worker import ServerAddress, Worker, WorkerContext, close_all
+from rankwise.parallel.parameter_server.worker import ServerAddress, Worker, close_all
 from rankwise.parallel.parameter_server.worker_connections import WorkerConnections
 from rankwise.store import bootstrap
 from rankwise.store.wire import listen
@@ -39,11 +38,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.comm.backends.protocol import Exchange
-    from rankwise.health.failure_detector import FailureDetector
-    from rankwise.parallel.parameter_server.checks import ServerSettings
-    from rankwise.store.values import Store
-    from rankwise.world.facts import World
+    from rankwise.parallel.parameter_server.checks import ServerSetup
 
 
 _OF_SEVERAL_TERMS = (
@@ -54,31 +49,13 @@ _OF_SEVERAL_TERMS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerSetup:
-    """What workers and servers are set up from."""
+class RankRole(NamedTuple):
+    """The role of this rank: a worker or a server."""
 
-    world: World
-    detector: FailureDetector
-    store: Store
-    exchange: Exchange
-    settings: ServerSettings
-    optimizer: torch.optim.Optimizer
-    names: Sequence[str]
-    parameters: Sequence[nn.Parameter]
-    """Of the optimizer, in its order."""
-    numbers_of: Sequence[Sequence[int]]
-    """Which of them each server keeps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankRole:
-    """What this rank is: a worker or a server."""
-
-    worker: Worker | None
-    server_loop: ServerLoop | None
-    loader_state: dict[str, Any] | None
-    """Where the workers stood when the state was saved that all go on from."""
+    worker: Worker | None = None
+    server_loop: ServerLoop | None = None
+    loader_state: dict[str, Any] | None = None
+    """The workers' position in the snapshot from which all ranks continue."""
 
 
 def open_worker_or_server(
@@ -121,44 +98,30 @@ def open_worker_or_server(
         loader_state = _load_saved(setup, loader_states)
         log(f"parameter servers continue from update {min(updates)} in {settings.folder}")
     if shard is not None and connections is not None:
-        server_loop = ServerLoop(
-            shard,
-            connections,
-            StalenessBound(settings.workers, settings.max_staleness),
-            is_sync=settings.is_sync,
-            snapshots=snapshots,
-            world=setup.world,
-            detector=setup.detector,
-        )
+        staleness = StalenessBound(settings.workers, settings.max_staleness)
+        server_loop = ServerLoop(setup, shard, connections, staleness, snapshots)
         _wait_for_workers(connections, setup)
         if mapping is not None:
             mapping.settle()
         _noted(model)
         _replace_step(setup.optimizer, _refuse_step)
-        return RankRole(worker=None, server_loop=server_loop, loader_state=loader_state)
-    context = WorkerContext(world=setup.world, detector=setup.detector, store=setup.store)
-    # Where staleness has a bound, what a gradient is computed from is as new as can be had.
-    is_ahead = not settings.is_sync and settings.max_staleness is None
-    worker = Worker(setup.parameters, setup.names, context, is_ahead=is_ahead)
+        return RankRole(server_loop=server_loop, loader_state=loader_state)
+    # With a staleness bound, gradients are computed from the newest parameters.
+    worker = Worker(setup, is_ahead=not settings.is_sync and settings.max_staleness is None)
     servers = [
-        _server(rank, of_rank[rank], numbers, home)
+        ServerAddress(
+            rank=rank,
+            host=of_rank[rank]["host"],
+            port=of_rank[rank]["port"],
+            numbers=numbers,
+            ticket=of_rank[rank]["memory"] if home and of_rank[rank]["home"] == home else "",
+        )
         for rank, numbers in zip(settings.servers, setup.numbers_of, strict=True)
     ]
     worker.connect(servers, secret)
     weakref.finalize(worker, close_all, worker.channels).atexit = False
     _follow(model, setup.optimizer, worker, weight, num_workers=len(settings.workers))
-    return RankRole(worker=worker, server_loop=None, loader_state=loader_state)
-
-
-def _server(rank: int, reported: Mapping[str, Any], numbers: Sequence[int], home: str) -> ServerAddress:
-    can_share = bool(home) and reported["home"] == home
-    return ServerAddress(
-        rank=rank,
-        host=reported["host"],
-        port=reported["port"],
-        numbers=numbers,
-        ticket=reported["memory"] if can_share else "",
-    )
+    return RankRole(worker=worker, loader_state=loader_state)
 
 
 def _snapshots(setup: ServerSetup, index: int) -> ServerSnapshots | None:
@@ -177,14 +140,14 @@ def _snapshots(setup: ServerSetup, index: int) -> ServerSnapshots | None:
 
 
 def _updates_to_load(found: Mapping[int, Sequence[int]], *, is_sync: bool) -> list[int] | None:
-    """Return which update's file each server takes up; ``None`` where nothing has been saved yet.
+    """Return the update whose file each server loads; ``None`` if nothing was saved yet.
 
     Args:
-        found: by server, oldest first.
-        is_sync: whether all have to be of the same update.
+        found: updates of the files of each server, oldest first.
+        is_sync: whether all must be of the same update.
 
     Raises:
-        CheckpointError: servers have files, and there is not one for all.
+        CheckpointError: servers have files, but not one for each.
     """
     if is_sync:
         common = set.intersection(*map(set, found.values()))
@@ -192,7 +155,7 @@ def _updates_to_load(found: Mapping[int, Sequence[int]], *, is_sync: bool) -> li
             return [max(common)] * len(found)
     elif all(found.values()):
         return [updates[-1] for updates in found.values()]
-    # One that ended while servers saved for the first time is the same as nothing saved.
+    # A job that ended during the first save of the servers has saved nothing.
     if max(map(len, found.values())) > 1:
         texts = {server: ", ".join(map(str, updates)) or "none" for server, updates in found.items()}
         raise CheckpointError(
@@ -204,7 +167,7 @@ def _updates_to_load(found: Mapping[int, Sequence[int]], *, is_sync: bool) -> li
 
 
 def _load_saved(setup: ServerSetup, loader_states: dict[str, Any]) -> dict[str, Any] | None:
-    """Give all ranks what the servers have loaded; return where all workers go on.
+    """Give all ranks the state that the servers have loaded; return the position from which all workers continue.
 
     Called by: every rank.
     """
@@ -244,7 +207,7 @@ def _follow(
     *,
     num_workers: int,
 ) -> None:
-    """Have steps of the optimizer go to the servers, with what their gradients are the mean or the sum over."""
+    """Have steps of the optimizer go to the servers, with the number of samples of their gradients."""
     weights: list[float] = []
     sums: list[bool] = []
     num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -277,7 +240,7 @@ def _follow(
         sums.clear()
         return loss
 
-    # What torch puts around every optimizer's step: hooks, and its name in profiles.
+    # Torch wraps every optimizer's step in this, for hooks and for its name in profiles.
     _replace_step(optimizer, torch.optim.Optimizer.profile_hook_step(step))
 
 
@@ -287,7 +250,7 @@ def _replace_step(optimizer: torch.optim.Optimizer, step: Any) -> None:  # noqa:
 
 
 def _noted(model: nn.Module) -> GradientSync:
-    """Note that the model trains on several ranks; return what counts the samples of its gradients."""
+    """Register the model's strategy; return the object that counts the samples of its gradients."""
     named = list(model.named_parameters())
     names, parameters = [name for name, _ in named], [one for _, one in named]
     sync = GradientSync(names, parameters, None, type(model).__name__, strategy="parameter_server")

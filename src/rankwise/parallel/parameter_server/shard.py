@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters that one server keeps: which ones, updating them, and what has changed since when. Sends nothing."""
+"""The parameters that one server keeps: their updates, and what has changed after which. Sends nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROW_LOCAL = {
     "Adagrad": ("weight_decay",),
     "SparseAdam": (),
 }
-"""Optimizers of torch that change no other rows than a sparse gradient has, where these options are zero."""
+"""Optimizers of torch that change only the rows of a sparse gradient, if these options are zero."""
 
 
 class ParameterShard:
@@ -35,7 +35,7 @@ class ParameterShard:
         parameters: those it keeps.
         optimizer: of the whole model.
         step: updates every parameter that has a gradient.
-        mapping: memory to lay out for workers of this host what has changed; ``None`` for none that they see.
+        mapping: memory from which workers of this host read what has changed; ``None`` if there is none.
     """
 
     def __init__(
@@ -51,23 +51,19 @@ class ParameterShard:
         self._step = step
         self._body = TensorBuffer(self.parameters, mapping)
         self._changed_at = [0] * len(self.parameters)
-        """After which update each was last changed as a whole."""
+        """The update that last changed each as a whole."""
         self._rows_changed_at: dict[int, torch.Tensor] = {}
-        """[rows] of those that get sparse gradients: the same for each row."""
+        """The update that last changed each row: [rows], for parameters with sparse gradients."""
         self._is_copied = [False] * len(self.parameters)
-        """Whether the body holds what the parameter is now."""
+        """Whether the body holds the parameter's current value."""
 
     def continue_from(self, num_updates: int) -> None:
-        """Count updates from those that a snapshot was taken after, whose content is in place."""
+        """Count on from a snapshot that was loaded."""
         self.num_updates = num_updates
 
     @torch.no_grad()
     def update(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Have the optimizer take a step.
-
-        Args:
-            gradients: by position; ``None`` for a parameter that is left alone.
-        """
+        """Have the optimizer take a step with gradients by position; ``None`` skips a parameter."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         with torch.enable_grad():
@@ -82,7 +78,7 @@ class ParameterShard:
 
     @torch.no_grad()
     def since(self, update: int) -> tuple[TensorBuffer, list[int], list[TensorRows]]:
-        """Return what has changed after ``update``: a body, which positions in it are meant, and rows of others."""
+        """Return what changed after ``update``: a body, the positions in it that did, and rows of other parameters."""
         whole = [position for position, changed_at in enumerate(self._changed_at) if changed_at > update]
         stale = [position for position in whole if not self._is_copied[position]]
         if stale:
@@ -103,7 +99,7 @@ class ParameterShard:
         return self._body, whole, rows
 
     def _copy_shared_state(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Copy what the optimizer keeps of a gradient as it is: in its memory comes the next one."""
+        """Copy optimizer state that shares the gradient's memory: the next gradient overwrites it."""
         state = self.optimizer.state.get(parameter, {})
         memory = gradient.untyped_storage().data_ptr()
         for key, value in state.items():
@@ -132,14 +128,14 @@ class ParameterShard:
 
 
 def checked_weights(workers: Sequence[int], reported: Sequence[Sequence[float]]) -> list[float]:
-    """Return what each worker's gradients are a mean over.
+    """Return the number of samples that each worker's gradients are a mean over.
 
     Args:
         workers: their ranks.
-        reported: the same of each backward since the last step. The gradients are the sum of several means then.
+        reported: by worker, the number of each backward since the last step; the gradients are a sum of those means.
 
     Raises:
-        ConfigurationError: there is not one weight for all backwards of a worker.
+        ConfigurationError: the workers' shares differ between backwards, so that one weight does not fit all.
     """
     weights = [one[-1] if one else 0.0 for one in reported]
     total = sum(weights)
@@ -161,15 +157,10 @@ def checked_weights(workers: Sequence[int], reported: Sequence[Sequence[float]])
 
 
 def are_sums(workers: Sequence[int], reported: Sequence[Sequence[float]], sums: Sequence[Sequence[bool]]) -> bool:
-    """Return whether the gradients of workers are sums over their samples, to be added up.
-
-    Args:
-        workers: their ranks.
-        reported: what each backward since the last step counts.
-        sums: whether the loss of each was a sum.
+    """Return whether the gradients of workers are sums over samples, given the weight and kind of each backward.
 
     Raises:
-        ConfigurationError: some were, and others were means.
+        ConfigurationError: some are, and others are means.
     """
     kinds = {
         worker: {is_sum for weight, is_sum in zip(weights, flags, strict=True) if weight > 0}
@@ -190,14 +181,10 @@ def are_sums(workers: Sequence[int], reported: Sequence[Sequence[float]], sums: 
 
 
 def weighted_mean(parts: Sequence[tuple[float, torch.Tensor | None]], total: float) -> torch.Tensor | None:
-    """Return sum_r weight_r g_r / total in the order given; ``None`` where no part has a gradient.
+    """Return sum_r weight_r g_r / total in the order given, in the memory of the first dense gradient.
 
-    The memory of the first dense gradient is that of the sum.
-
-    Args:
-        parts: weight and gradient of each worker; a weight of zero leaves its gradient out, also a NaN. Where all
-            weigh nothing, the mean is zero.
-        total: what the weights sum to.
+    A part of weight zero is left out, even if it is NaN. If all weigh nothing, the mean is zero; if no part has a
+    gradient, it is ``None``.
     """
     present = [(weight, gradient) for weight, gradient in parts if gradient is not None]
     found = [(weight / total, gradient) for weight, gradient in present if weight > 0] or [
@@ -218,21 +205,3 @@ def weighted_mean(parts: Sequence[tuple[float, torch.Tensor | None]], total: flo
     for share, gradient in others:
         mean.add_(gradient, alpha=share)
     return mean
-
-
-def assign_to_servers(sizes_bytes: Sequence[int], num_servers: int) -> list[list[int]]:
-    """Return the numbers of the parameters that each server keeps: whole ones, about equally many bytes each.
-
-    The largest go first, each to the server with the least; one that is larger than all others together is not split.
-
-    Args:
-        sizes_bytes: of the parameters, by number.
-        num_servers: at least 1.
-    """
-    loads = [0] * num_servers
-    kept: list[list[int]] = [[] for _ in loads]
-    for number in sorted(range(len(sizes_bytes)), key=lambda one: (-sizes_bytes[one], one)):
-        server = loads.index(min(loads))
-        loads[server] += sizes_bytes[number]
-        kept[server].append(number)
-    return [sorted(numbers) for numbers in kept]

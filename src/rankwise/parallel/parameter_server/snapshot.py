@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one server in a folder: complete files or none, the newest two, checked by a sum of their bytes.
+"""Snapshots of one server's state in a folder: complete files or none, the newest two, with checksums.
 
 Knows no other rank. Nothing is pickled.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,15 +29,6 @@ if TYPE_CHECKING:
 
 FILE = re.compile(r"server-(\d+)-of-(\d+)-update-(\d+)\.safetensors")
 NUM_KEPT = 2
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotContent:
-    """What a file holds."""
-
-    tensors: dict[str, torch.Tensor]
-    reported: dict[str, Any]
-    """The rest, as JSON."""
 
 
 class ServerSnapshots:
@@ -75,10 +65,10 @@ class ServerSnapshots:
         self._newest: int | None = None
 
     def updates(self) -> list[int]:
-        """Return after which updates there are whole files of this server, oldest first.
+        """Return the updates of which there are undamaged files of this server, oldest first.
 
         Raises:
-            CheckpointError: the folder is of another number of servers, or nothing can be written there.
+            CheckpointError: the folder belongs to another number of servers, or cannot be written to.
         """
         self._check_room()
         found: list[int] = []
@@ -98,56 +88,49 @@ class ServerSnapshots:
         return sorted(found)
 
     def load(self, update: int) -> dict[str, Any]:
-        """Take parameters and optimizer state from the file of ``update``; return where the workers stood.
+        """Load parameters and optimizer state from the file of ``update``; return the positions of the workers.
 
         Raises:
-            CheckpointError: the file is of another model or another optimizer.
+            CheckpointError: the file belongs to another model or another optimizer.
         """
-        state = self._read(update)
-        if state is None:
+        found = self._read(update)
+        if found is None:
             raise CheckpointError(
                 f"{self._path(update)} was changed by another process.",
                 do="run only one job at a time with this directory=",
             )
-        if state.reported["kinds"] != self._kinds():
-            there, here = (set(map(tuple, kinds)) for kinds in (state.reported["kinds"], self._kinds()))
+        tensors, reported = found
+        if reported["kinds"] != self._kinds():
+            there, here = (set(map(tuple, kinds)) for kinds in (reported["kinds"], self._kinds()))
             raise CheckpointError(
                 f"{self._path(update)} contains other parameters than this model.",
                 evidence=f"only in the file: {_parameters_text(there - here)}\nonly in this model: "
                 f"{_parameters_text(here - there)}",
                 do="pass another directory=, or the model it was written for",
             )
-        optimizer = type(self._optimizer).__name__
-        if (state.reported["optimizer"], len(state.reported["groups"])) != (
-            optimizer,
-            len(self._optimizer.param_groups),
-        ):
+        there, here = (reported["optimizer"], len(reported["groups"])), self._optimizer_kind()
+        if there != here:
             raise CheckpointError(
-                f"{self._path(update)} belongs to another optimizer: {state.reported['optimizer']} with "
-                f"{len(state.reported['groups'])} parameter groups; this job uses {optimizer} with "
-                f"{len(self._optimizer.param_groups)}.",
+                f"{self._path(update)} belongs to another optimizer: {there[0]} with {there[1]} parameter groups; "
+                f"this job uses {here[0]} with {here[1]}.",
                 do="pass another directory=, or the optimizer it was written for",
             )
         with torch.no_grad():
             for name, parameter in zip(self._names, self._parameters, strict=True):
-                parameter.copy_(state.tensors[f"parameter/{name}"])
-        set_options(self._optimizer, state.reported["groups"])
+                parameter.copy_(tensors[f"parameter/{name}"])
+        set_options(self._optimizer, reported["groups"])
         for name, parameter in zip(self._names, self._parameters, strict=True):
-            own: dict[str, Any] = dict(state.reported["values"].get(name, {}))
-            for key in state.reported["tensors"].get(name, ()):
-                value = state.tensors[f"optimizer/{name}/{key}"]
+            own: dict[str, Any] = dict(reported["values"].get(name, {}))
+            for key in reported["tensors"].get(name, ()):
+                value = tensors[f"optimizer/{name}/{key}"]
                 own[key] = value if value.ndim == 0 else value.to(parameter.device)
             if own:
                 self._optimizer.state[parameter] = own
         self._newest = update
-        return dict(state.reported["workers"])
+        return dict(reported["workers"])
 
     def save(self, update: int, workers: Mapping[int, Any]) -> None:
-        """Write the state after ``update``, unless there is a file of it.
-
-        Args:
-            update: how many there have been.
-            workers: where each of them stands.
+        """Write the state after ``update``, with the positions of the workers, unless its file is there.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -167,7 +150,7 @@ class ServerSnapshots:
                     of_optimizer.setdefault(name, []).append(key)
                 else:
                     values.setdefault(name, {})[key] = value
-        # The format knows no complex numbers of this precision.
+        # The format has no complex numbers of this precision.
         complex_ones = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
         tensors |= {name: torch.view_as_real(tensors[name]) for name in complex_ones}
         reported = {
@@ -194,13 +177,13 @@ class ServerSnapshots:
             name = FILE.fullmatch(path.name)
             if name is not None:
                 own[int(name.group(3))] = path
-        # A newer one was not whole, or not on every server, when this one went on from an older one.
+        # Newer files were damaged, or missing on another server, when this server continued from an older one.
         newest = sorted(update for update in own if self._newest is None or update <= self._newest)[-NUM_KEPT:]
         for update in own.keys() - set(newest):
             own[update].unlink(missing_ok=True)
 
     def _check_room(self) -> None:
-        """Raise if nothing can be written to the folder, and delete what a write that was cut off has left."""
+        """Raise if the folder cannot be written to; delete the files of interrupted writes."""
         try:
             make_folder(self._folder)
             probe = self._folder / f".server-{self._server}-of-{self._num_servers}.new"
@@ -216,6 +199,9 @@ class ServerSnapshots:
             do="make room there, or pass another directory=",
         )
 
+    def _optimizer_kind(self) -> tuple[str, int]:
+        return type(self._optimizer).__name__, len(self._optimizer.param_groups)
+
     def _kinds(self) -> list[list[Any]]:
         """Return name, shape and dtype of every parameter, as JSON has them."""
         named = zip(self._names, self._parameters, strict=True)
@@ -224,8 +210,8 @@ class ServerSnapshots:
     def _path(self, update: int) -> Path:
         return self._folder / f"server-{self._server}-of-{self._num_servers}-update-{update:012d}.safetensors"
 
-    def _read(self, update: int) -> SnapshotContent | None:
-        """Return what a file holds; ``None``, said aloud, where it is damaged."""
+    def _read(self, update: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+        """Return a file's tensors, and the rest as JSON; warn and return ``None`` if it is damaged."""
         path = self._path(update)
         try:
             with safe_open(path, framework="pt") as opened:  # type: ignore[no-untyped-call]
@@ -233,7 +219,7 @@ class ServerSnapshots:
                 reported = json.loads(opened.metadata()["rankwise"])
             if reported["sum"] == _sum_of(tensors):
                 tensors |= {name: torch.view_as_complex(tensors[name]) for name in reported["complex"]}
-                return SnapshotContent(tensors, reported)
+                return tensors, reported
             reason = "its bytes differ from those that were written"
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             reason = str(error)

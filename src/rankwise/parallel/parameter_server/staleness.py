@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the workers are, and which of them may take another step. Values only."""
+"""How many steps and loops the workers have taken, and which may take another step. Values only."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class StalenessBound:
 
     Args:
         workers: their ranks.
-        max_staleness: by how many steps a worker may be ahead of the slowest when it begins one; ``None`` for any.
+        max_staleness: how many steps a worker may be ahead of the slowest when it begins one; ``None`` for any.
     """
 
     def __init__(self, workers: Iterable[int], max_staleness: int | None) -> None:
         self._max_staleness = max_staleness
         self._steps = dict.fromkeys(workers, 0)
         self._loops: dict[int, Counter[int]] = {worker: Counter() for worker in self._steps}
-        """How many loops each has come to the end of: by loader, and under 0 those in which it took steps."""
+        """How many loops each has finished: by loader, and under 0 those in which it took steps."""
         self._resting: set[int] = set()
         self.failed: set[int] = set()
-        """Workers whose connection ended without a message that they leave."""
+        """Workers whose connection ended without a leave message."""
         self.left: set[int] = set()
-        """Workers that sent a message that they leave."""
+        """Workers that sent a leave message."""
 
     @property
     def living(self) -> set[int]:
-        """The workers that are still there."""
+        """The workers that are still connected."""
         return set(self._steps)
 
     def step(self, worker: int) -> None:
@@ -41,13 +41,9 @@ class StalenessBound:
             self._resting.discard(worker)
 
     def end_loop(self, worker: int, loader: int, *, has_stepped: bool, count: int = 1) -> None:
-        """Note that a worker has come to the end of a loop. If it took steps in it, nobody waits for it until the next.
+        """Note that a worker has finished ``count`` loops over a loader, 0 for one that is not rankwise's.
 
-        Args:
-            worker: its rank.
-            loader: number of the loader, 0 for none of ours.
-            has_stepped: whether it took steps in the loop.
-            count: how many such loops.
+        If it took steps in them, no other worker waits for it until its next step.
         """
         if worker in self._steps:
             self._loops[worker][loader] += count
@@ -56,7 +52,7 @@ class StalenessBound:
                 self._resting.add(worker)
 
     def remove(self, worker: int, *, has_failed: bool) -> None:
-        """Note that a worker is not there any more."""
+        """Note that a worker has left or failed."""
         if self._steps.pop(worker, None) is None:
             return
         self._resting.discard(worker)
@@ -78,11 +74,11 @@ class StalenessBound:
         return sorted(worker for worker, steps in others.items() if steps == min(others.values()))
 
     def only_wait_for(self, silent: set[int]) -> set[int]:
-        """Return those of the silent workers that have not come to the end, where some have and all others."""
+        """Return the workers amid a loop, if all of them are silent and another worker has finished or left."""
         amid = self.living - self._resting
         is_anyone_done = bool(self._resting or self.left)
         return amid if is_anyone_done and amid <= silent else set()
 
     def num_loops(self, loader: int) -> int:
-        """Return to the end of how many loops over a loader every worker that is still there has come."""
+        """Return how many loops over a loader every connected worker has finished."""
         return min((self._loops[worker][loader] for worker in self._steps), default=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's steps: gradients go to the servers, parameters come back."""
+"""A worker's steps: it sends gradients to the servers and receives parameters."""
 
 from __future__ import annotations
 
@@ -18,29 +18,16 @@ from rankwise.torch_private import foreach
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torch import nn
-
-    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.parallel.parameter_server.checks import ServerSetup
     from rankwise.parallel.parameter_server.messages import Head, ServerMessage
-    from rankwise.store.values import Store
-    from rankwise.world.facts import World
 
 SPARE_SECONDS = 10.0
-"""How much longer than the servers a worker waits: they know whom all wait for, and say so."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerContext:
-    """Who this worker is, and what its waits can see."""
-
-    world: World
-    detector: FailureDetector
-    store: Store
+"""How much longer than the servers a worker waits: they report the rank that everyone waits for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """One server, as its workers know it."""
+    """One server, as its workers reach it."""
 
     rank: int
     host: str
@@ -48,28 +35,24 @@ class ServerAddress:
     numbers: Sequence[int]
     """Of the parameters that it keeps."""
     ticket: str
-    """Of memory that it shares with workers of its host; empty for none that this worker can see."""
+    """Of the memory that it shares with workers of its host; empty if this worker cannot open it."""
 
 
 class Worker:
-    """One worker's end of all servers, from ``parameter_server`` to the end of the world.
+    """One worker's connections to all servers, from ``parameter_server`` to the end of the world.
 
     Args:
-        parameters: of the optimizer, by number.
-        names: of them.
-        is_ahead: whether a step begins before the servers have answered to the one before.
+        setup: of all ranks.
+        is_ahead: whether a step begins before the servers have answered the previous one.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], names: Sequence[str], context: WorkerContext, *, is_ahead: bool
-    ) -> None:
+    def __init__(self, setup: ServerSetup, *, is_ahead: bool) -> None:
         self.num_steps = 0
         self.num_updates = 0
-        """How many the servers had made when they answered last."""
+        """How many the servers had made at their last answer."""
         self._loader_state: Callable[[], Mapping[str, Any]] | None = None
-        self._parameters = list(parameters)
-        self._names = list(names)
-        self._context = context
+        self._setup = setup
+        self._parameters = setup.parameters
         self._is_ahead = is_ahead
         self._changed = threading.Condition()
         self.channels: list[ServerConnection] = []
@@ -77,34 +60,34 @@ class Worker:
         self._servers: list[ServerAddress] = []
         self._awaits_answer = False
         self._is_broken = False
-        """Whether taking an answer was broken off, as by Ctrl-C: none is waited for any more."""
+        """Whether waiting for an answer was interrupted, as by Ctrl-C: this worker stops waiting for replies."""
         self._sent_groups: list[dict[str, Any]] | None = None
 
     def connect(self, servers: Sequence[ServerAddress], secret: bytes) -> None:
-        """Connect to every server, and wait for it."""
+        """Connect to every server."""
         for server in servers:
             kept = [self._parameters[number] for number in server.numbers]
-            channel = ServerConnection(self._context.world.rank, kept, self._changed, server.ticket)
+            channel = ServerConnection(self._setup.world.rank, kept, self._changed, server.ticket)
             self._servers.append(server)
             self.channels.append(channel)
-            channel.open(server.host, server.port, secret, self._context.detector.timeout_seconds)
+            channel.open(server.host, server.port, secret, self._setup.detector.timeout_seconds)
         for server, channel in self._pairs():
             self._wait("connecting to a parameter server", server, channel, channel.has_connected)
 
     def report_loader(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Have ``state`` say, for snapshots, where the training loop stands."""
+        """Send ``state()``, the position of the training loop, with each step for the snapshots."""
         self._loader_state = state
 
     def step(self, weights: Sequence[float], sums: Sequence[bool], groups: list[dict[str, Any]]) -> None:
-        """Send the gradients there are, and take the parameters that come back.
+        """Send the gradients, and receive the parameters.
 
         Args:
-            weights: what the gradients of each backward since the last step are a mean or a sum over.
-            sums: whether they are a sum.
+            weights: the number of samples of each backward since the last step.
+            sums: whether its gradients are a sum over them, not a mean.
             groups: options of the optimizer's groups.
 
         Raises:
-            ConfigurationError: there are gradients that no backward has made.
+            ConfigurationError: no backward computed the gradients.
             NotJoined: this worker has left.
         """
         if not self.channels:
@@ -126,7 +109,7 @@ class Worker:
         for server, channel in self._pairs():
             positions, rows = self._gradients(server)
             if not weights or not weights[-1]:
-                # What was used is updated, if only by momentum and the like, and what was not is left alone.
+                # Parameters that backward used are updated, if only by momentum; the others stay.
                 channel.request(head | {"zeros": positions}, [], rows)
             else:
                 self._copy(server, positions, channel)
@@ -138,7 +121,7 @@ class Worker:
     def end_loop(self, loader: int, *, has_stepped: bool) -> None:
         """Notify the servers that a loop is over, and take the newest parameters if steps were taken in it.
 
-        Without steps nothing is waited for: this worker may be the only one that went through such a loop.
+        Without steps it does not wait: this worker may be the only one that ran such a loop.
         """
         if self._is_broken:
             return
@@ -155,21 +138,17 @@ class Worker:
         self._take()
 
     def leave(self) -> None:
-        """Take what is under way, and say goodbye."""
+        """Take the outstanding answers, and leave the servers."""
         if self._is_broken:
-            self.close()
+            close_all(self.channels)
             return
         self._take()
         for channel in self.channels:
             channel.leave()
         for server, channel in self._pairs():
             self._wait("leaving the parameter servers", server, channel, channel.has_left)
-        # The optimizer holds this worker, and their memory is as large as the model.
+        # The optimizer keeps this worker, and the channels' memory is as large as the model.
         self.channels.clear()
-
-    def close(self) -> None:
-        """Close every connection at once."""
-        close_all(self.channels)
 
     def _pairs(self) -> Iterator[tuple[ServerAddress, ServerConnection]]:
         return zip(self._servers, self.channels, strict=True)
@@ -180,7 +159,7 @@ class Worker:
         return any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients if g is not None)
 
     def _gradients(self, server: ServerAddress) -> tuple[list[int], list[TensorRows]]:
-        """Return for which parameters there are gradients that go whole, and the rows of the sparse ones."""
+        """Return the positions of the parameters with dense gradients, and the rows of the sparse gradients."""
         whole: list[int] = []
         rows: list[TensorRows] = []
         for position, number in enumerate(server.numbers):
@@ -191,7 +170,7 @@ class Worker:
                 added = gradient.coalesce()
                 if added.sparse_dim() != 1:
                     raise ConfigurationError(
-                        f"The gradient of {self._names[number]} is sparse in {added.sparse_dim()} dimensions.",
+                        f"The gradient of {self._setup.names[number]} is sparse in {added.sparse_dim()} dimensions.",
                         do="parameter_server supports dense gradients and row-sparse gradients such as those "
                         "of nn.Embedding",
                     )
@@ -202,14 +181,14 @@ class Worker:
 
     @torch.no_grad()
     def _copy(self, server: ServerAddress, positions: Sequence[int], channel: ServerConnection) -> None:
-        """Copy gradients into what goes out."""
+        """Copy gradients into the outgoing buffer."""
         gradients = [self._parameters[server.numbers[position]].grad for position in positions]
         if gradients:
             views = [channel.outgoing.views[position] for position in positions]
             foreach.copy_(views, [one for one in gradients if one is not None])
 
     def _take(self) -> None:
-        """Wait for the answers to the requests, and put the parameters in place."""
+        """Wait for the answers to the requests, and copy their parameters."""
         if not self._awaits_answer:
             return
         try:
@@ -238,7 +217,7 @@ class Worker:
         peer_wait = PeerWait(
             what=what,
             peer=server.rank,
-            detector=self._context.detector,
+            detector=self._setup.detector,
             broken=lambda: channel.error,
             spare_seconds=SPARE_SECONDS,
             do=f"look at the output of rank {server.rank}, a parameter server, and of the slowest worker",
@@ -247,7 +226,7 @@ class Worker:
 
 
 def left(what: str) -> NotJoined:
-    """Return the error of who calls ``what`` when the world of the parameter servers has been left."""
+    """Return the error for calling ``what`` after the world of the parameter servers was left."""
     return NotJoined(
         f"{what} was called after the world of the parameter servers ended.",
         do="call it within the world; to continue on one process, load model.state_dict() into a new model with "

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connections of a server to its workers: messages received, and answers sent. Decides nothing.
 
-Lives on the thread of an authenticated server; the main thread takes what has come out of a queue.
+Runs on the thread of an authenticated server; the main thread takes the messages from a queue.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedMessage:
-    """What has come from a worker; no message where the worker itself has gone."""
+    """A message from a worker; ``None`` if the worker has left or was lost."""
 
     worker: int
     message: ServerMessage | None
     reason: str = ""
-    """Why it is gone; empty where it said so."""
+    """Why it was lost; empty if it left."""
 
 
 class WorkerConnections:
     """Serves workers, from the first connection to ``close``.
 
     Args:
-        listener: a socket that listens.
-        secret: that workers must hold.
+        listener: a listening socket.
+        secret: of the job.
         workers: their ranks.
-        parameters: what this server keeps.
+        parameters: that this server keeps.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class WorkerConnections:
         self.arrivals: deque[ReceivedMessage] = deque()
         self.connected: set[int] = set()
         self.bodies = {worker: TensorBuffer(parameters) for worker in workers}
-        """What each worker has sent; it sends no more before it has an answer."""
+        """Tensors from each worker, which sends no more before it has an answer."""
         self._unanswered: set[int] = set()
-        """Workers that wait for an answer. One message of each at most is here, so memory does not grow."""
+        """Workers that wait for an answer. At most one message of each is here, so memory does not grow."""
         self._parameters = parameters
         self._sharing: set[int] = set()
-        """Workers of this host, which lay out what they send in memory that is seen from here, and the other way."""
+        """Workers of this host whose outgoing memory this server has mapped, and that have mapped its own."""
         self._sockets: dict[int, socket.socket] = {}
         self._server = AuthenticatedServer(listener, secret, {}, {PURPOSE: self._serve})
         self._server.start()
@@ -76,19 +76,15 @@ class WorkerConnections:
     def answer(
         self, worker: int, head: Head, body: TensorBuffer, positions: Sequence[int], rows: Sequence[TensorRows]
     ) -> None:
-        """Send an answer, without waiting for it to go. One that is gone gets none."""
+        """Send an answer to a connected worker, without waiting until it is sent."""
         sock = self._sockets.get(worker)
         if sock is not None:
             self._unanswered.discard(worker)
             message = packed(head, body, positions, rows, is_shared=worker in self._sharing)
             asyncio.run_coroutine_threadsafe(_send(sock, message), self._server.loop)
 
-    def confirm(self, worker: int) -> None:
-        """Send an answer with nothing in it."""
-        self.answer(worker, {}, self.bodies[worker], [], [])
-
     def drop(self, worker: int) -> None:
-        """End the connection of a worker that is known to be gone."""
+        """End the connection of a worker that is known to have exited."""
         sock = self._sockets.get(worker)
         if sock is not None:
             self._server.loop.call_soon_threadsafe(_shut, sock)
@@ -131,7 +127,7 @@ class WorkerConnections:
             self._put(ReceivedMessage(worker, None, reason))
 
     def _share(self, worker: int, ticket: str) -> bool:
-        """Return whether a worker's memory can be seen from here, and take it for what it sends if so."""
+        """Map a worker's outgoing memory, and return whether that worked."""
         mapping = open_memory(ticket, self._parameters)
         if mapping is None:
             return False

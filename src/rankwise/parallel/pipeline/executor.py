@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a pipeline on this rank: its actions in order, and when each ran.
+"""One step of a pipeline on this rank: runs its actions in order, and notes when each ran.
 
-Used by pipeline. Which actions there are is decided by schedule; a stage is computed by stage_executor.
+The actions come from schedule; a stage is computed by stage_executor. Used by step_api.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +20,7 @@ from rankwise.parallel.pipeline import schedule as kinds
 from rankwise.parallel.pipeline.stage_executor import BoundStage, HeldActivations, received_like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from rankwise.parallel.pipeline.link import PipelineLink, Transfer
     from rankwise.parallel.pipeline.schedule import Action
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a rank computed one thing, in seconds since the step began."""
+    """When a rank ran one forward or backward, in seconds since the step began."""
 
     rank: int
     kind: str
@@ -44,10 +46,10 @@ class MicroBatch:
     """Of the model's arguments."""
     target: Any
     share: float
-    """What its loss counts of the whole, as far as that is known before it is computed."""
+    """The weight of its loss in the whole, as far as it is known beforehand."""
     num_samples: int
     stages: dict[int, BoundStage]
-    """Those of this rank, for its number of samples."""
+    """The stages of this rank, for its number of samples."""
 
 
 @dataclass(eq=False)
@@ -77,14 +79,12 @@ class StepRun:
         scale_of: Callable[[torch.Tensor, Any, MicroBatch], float] | None = None,
         spans: list[tuple[str, int, int, float, float]] | None = None,
     ) -> None:
-        """Do everything this rank does in the step.
-
-        Called by: every rank of the pipeline, with the actions of one schedule.
+        """Run the actions of this rank. Called by: every rank of the pipeline, with the actions of one schedule.
 
         Args:
             actions: in their order.
-            scale_of: returns what to multiply a micro-batch's loss with, given the loss, the output and the
-                micro-batch; without it, its share.
+            scale_of: returns the factor of a micro-batch's loss, given the loss, the output and the micro-batch; by
+                default its share.
             spans: is filled with (kind, stage, micro-batch, start, end).
         """
         self._scale_of = scale_of
@@ -94,8 +94,8 @@ class StepRun:
             kinds.BACKWARD: self._backward,
             kinds.BACKWARD_INPUT: self._backward_input,
             kinds.BACKWARD_WEIGHT: self._backward_weight,
-            kinds.SEND_FORWARD: self._send_forward,
-            kinds.SEND_BACKWARD: self._send_backward,
+            kinds.SEND_FORWARD: partial(self._send, kinds.SEND_FORWARD, 1),
+            kinds.SEND_BACKWARD: partial(self._send, kinds.SEND_BACKWARD, -1),
             kinds.RECEIVE_FORWARD: self._receive_forward,
             kinds.RECEIVE_BACKWARD: self._receive_backward,
         }
@@ -137,7 +137,7 @@ class StepRun:
         scale = micro_batch.share if self._scale_of is None else self._scale_of(loss, held.output, micro_batch)
         if scale == 0.0:
             held.end_forward(None)
-            # A mean over nothing is NaN, and so would be all its gradients: without a loss there are none.
+            # A mean over nothing is NaN, and so are its gradients: without a loss there are none.
             self.losses.append(loss.detach().new_zeros(()))
             return
         scaled = loss.reshape(()) * scale
@@ -166,7 +166,7 @@ class StepRun:
         return self._gradients.pop((stage, number), [])
 
     def _return(self, stage: int, number: int, found: Sequence[torch.Tensor | None]) -> None:
-        """Have the gradients of what was received go back; zero where backward did not come by."""
+        """Return the gradients of the received values to the previous stage; zeros if backward computed none."""
         if stage == 0:
             return
         bound = self._bound(stage, number)
@@ -184,7 +184,7 @@ class StepRun:
     # -- travelling --------------------------------------------------------------------------------
 
     def _hand_on(self, how: str, stage: int, number: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep tensors for the sending that comes next, or give them to a stage of this rank."""
+        """Keep tensors until they are sent, or give them to the neighbouring stage if it is on this rank."""
         neighbour = stage + 1 if how == kinds.SEND_FORWARD else stage - 1
         bound = self._bound(stage, number)
         if self.rank_of(neighbour) != self.rank_of(stage):
@@ -201,18 +201,14 @@ class StepRun:
             self._gradients[neighbour, number] = self._with_gaps(neighbour, number, tensors)
 
     def _with_gaps(self, stage: int, number: int, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return a gradient per value that ``stage`` has sent, ``None`` for those that have none."""
+        """Return a gradient per value that ``stage`` has sent, ``None`` for values without one."""
         bound = self._bound(stage, number)
         rest = iter(gradients)
         return [next(rest) if bound.program.kinds[value].requires_grad else None for value in bound.stage.sends]
 
-    def _send_forward(self, stage: int, number: int) -> None:
-        for tensor in self._leaving.pop((kinds.SEND_FORWARD, stage, number)):
-            self.link.send(tensor, self.rank_of(stage + 1))
-
-    def _send_backward(self, stage: int, number: int) -> None:
-        for tensor in self._leaving.pop((kinds.SEND_BACKWARD, stage, number)):
-            self.link.send(tensor, self.rank_of(stage - 1))
+    def _send(self, kind: str, direction: int, stage: int, number: int) -> None:
+        for tensor in self._leaving.pop((kind, stage, number)):
+            self.link.send(tensor, self.rank_of(stage + direction))
 
     def _receive_forward(self, stage: int, number: int) -> None:
         bound = self._bound(stage, number)
@@ -229,42 +225,26 @@ class StepRun:
         source = self.rank_of(stage + 1)
         self._works[kinds.RECEIVE_BACKWARD, stage, number] = [self.link.receive(place, source) for place in places]
 
-    def _timed(self, kind: str, stage: int, number: int) -> _Timed:
-        return _Timed(self._spans, self.link.device, (kind, stage, number))
-
-
-class _Timed:
-    """Notes when a block of code began and ended, where spans are asked for."""
-
-    def __init__(
-        self,
-        spans: list[tuple[str, int, int, float, float]] | None,
-        device: torch.device,
-        what: tuple[str, int, int],
-    ) -> None:
-        self._spans = spans
-        self._device = device
-        self._what = what
-        self._start = 0.0
-
-    def __enter__(self) -> None:
-        if self._spans is not None:
-            self._start = now(self._device)
-
-    def __exit__(self, *_: object) -> None:
-        if self._spans is not None:
-            self._spans.append((*self._what, self._start, now(self._device)))
+    @contextmanager
+    def _timed(self, kind: str, stage: int, number: int) -> Generator[None]:
+        """Note when the block began and ended, if spans are wanted."""
+        if self._spans is None:
+            yield
+            return
+        start = now(self.link.device)
+        yield
+        self._spans.append((kind, stage, number, start, now(self.link.device)))
 
 
 def now(device: torch.device) -> float:
-    """Return the time in seconds, when the device has done what it was given."""
+    """Return the time in seconds, once the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor, or a copy of it, with these strides: what the receiver takes it to have."""
+    """Return the tensor, or a copy of it, with the strides that the receiver expects."""
     if tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first steps of a pipeline look at: a mistake here would be wrong numbers, and no error. Used by pipeline."""
+"""Checks of the first steps of a pipeline: mistakes found here would give wrong numbers and no error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class FirstSteps:
-    """Compares the first batches of the ranks, and looks for optimizers and parameters that were left behind."""
+    """Compares the first batches of the ranks, and looks for unfilled parameters and outdated optimizers."""
 
     def __init__(
         self,
@@ -32,12 +32,12 @@ class FirstSteps:
         replaced: Sequence[ref[nn.Parameter]],
         empty: Sequence[tuple[str, torch.Tensor, int]],
     ) -> None:
-        """Note what to look at.
+        """Note what to check.
 
         Args:
             along: the ranks of the pipeline.
-            replaced: parameters that have given way to others.
-            empty: what was on the meta device, with its version.
+            replaced: parameters in whose place the model has others now.
+            empty: tensors that were on the meta device: name, tensor, version.
         """
         self._along = along
         self._replaced = list(replaced)
@@ -45,11 +45,11 @@ class FirstSteps:
         self._num_left = CHECKED_STEPS
 
     def __call__(self, model: nn.Module, batch: object) -> None:
-        """Raise if something is wrong. Called by: every rank of the pipeline, at the beginning of each step.
+        """Check a step. Called by: every rank of the pipeline, at the beginning of each step.
 
         Raises:
-            ConfigurationError: parameters are not filled yet, an optimizer holds what is trained no more, or the ranks
-                were given different values.
+            ConfigurationError: parameters are not filled yet, an optimizer holds replaced parameters, or the ranks
+                received different values.
         """
         if self._num_left <= 0:
             return
@@ -57,12 +57,9 @@ class FirstSteps:
         name = find_unfilled(model, self._empty) if self._empty else None
         if self._along is not None:
             own = torch.tensor([digest_of_tensors(batch), int(name is not None)])
-            digests, flags = self._along.all_gather(own, what="values of the batch").unbind(1)
-            if name is None and bool(flags.any()):
-                places = [place for place, flag in enumerate(flags.tolist()) if flag]
-                raise _others_empty(places)
+            digests, flags = self._along.all_gather(own, what="values of the batch").T.tolist()
             if name is None:
-                _compare(digests.tolist())
+                _compare(digests, [place for place, flag in enumerate(flags) if flag])
         if name is not None:
             raise unfilled("pipeline", name, is_saved=name in model.state_dict())
         self._empty.clear()
@@ -70,7 +67,14 @@ class FirstSteps:
         self._replaced.clear()
 
 
-def _compare(digests: Sequence[int]) -> None:
+def _compare(digests: Sequence[int], unfilled_places: Sequence[int]) -> None:
+    if unfilled_places:
+        raise ConfigurationError(
+            f"The stages of pp {', '.join(map(str, unfilled_places))} were on the meta device and have not been "
+            "initialized since.",
+            where=f"reported on {current().world}",
+            do="initialize the model first: rankwise.load_weights(path, model), or restore a checkpoint",
+        )
     if len(set(digests)) > 1:
         raise ConfigurationError(
             "The ranks of one pipeline received different batches.",
@@ -79,11 +83,3 @@ def _compare(digests: Sequence[int]) -> None:
             do="take batches from rankwise.DataLoader, which yields the same to all ranks along pp; use the same "
             "seed for random inputs",
         )
-
-
-def _others_empty(places: Sequence[int]) -> ConfigurationError:
-    return ConfigurationError(
-        f"The stages of pp {', '.join(map(str, places))} were on the meta device and have not been initialized since.",
-        where=f"reported on {current().world}",
-        do="initialize the model first: rankwise.load_weights(path, model), or restore a checkpoint",
-    )

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends and receives between the ranks of a pipeline, with waits that end when a peer fails.
 
-A wait of Gloo's that runs out of time closes the connection, and whether it is over cannot be asked: so it is made in
-one piece, and a thread that finds a wait has become long takes it to the failure detector, and breaks it off for a
-reason. Used by executor.
+A wait of Gloo cannot be polled, and one that times out closes the connection. So each wait is one call, and a thread
+asks the failure detector about long waits and aborts them for a reason. Used by executor.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ class Transfer:
 
     work: dist.Work
     rank: int
-    """The other one, in the world."""
+    """The other rank, in the world."""
 
 
 class PipelineLink:
-    """This rank's way to the other ranks of its pipeline: torch's sends and receives, watched."""
+    """torch's sends and receives to the other ranks of a pipeline, watched by the failure detector."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class PipelineLink:
         self._waiter: Waiter | None = None
 
     def begin(self, what: str) -> None:
-        """Say what is sent from here on, for the error of a wait that does not end."""
+        """Name the transfers that follow, for the error of a wait that does not end."""
         if self._detector is not None:
             self._ticket = self._detector.ticket(what, self._exchange_id)
 
@@ -80,14 +79,14 @@ class PipelineLink:
             work = how(_flat(tensor), self._ranks[place], group=self._group)
         except RuntimeError:
             if self._detector is not None:
-                # The connection is broken already: what a peer did explains it.
+                # The connection is broken already: the failure of a peer explains it.
                 with CollectiveWait(self._detector, self._ticket):
                     raise
             raise
         return None if work is None else Transfer(work, self._ranks[place])
 
     def wait(self, started: Iterable[Transfer | None]) -> None:
-        """Return when what was started is there; raise what the failure detector found out if it will not come."""
+        """Wait for transfers; raise the error that the failure detector finds if they will not complete."""
         under_way = [one for one in started if one is not None]
         if not under_way:
             return
@@ -106,7 +105,7 @@ class PipelineLink:
             raise
 
     def _disconnect(self, ranks: Sequence[int]) -> None:
-        # A wait of Gloo's that runs out of time closes the connection, and so ends every other wait for it.
+        # A wait of Gloo that times out closes the connection, which ends every other wait for it.
         for rank in ranks:
             with contextlib.suppress(RuntimeError):
                 work = dist.irecv(torch.empty(1), rank, group=self._group)
@@ -114,24 +113,24 @@ class PipelineLink:
                     work.wait(timedelta(milliseconds=1))
 
     def finish(self) -> None:
-        """Return when everything sent has left."""
+        """Wait for all sends."""
         self.wait([started for started, _ in self._sent])
         self._sent.clear()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor without holes that is contiguous, as sends need it."""
+    """Return a contiguous view of a tensor without gaps, as sends require."""
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 LONG_SECONDS = 0.5
-"""After how long a wait is looked at."""
+"""A wait is checked after this time."""
 LONGER_SECONDS = 60.0
-"""By which Gloo waits longer than the failure detector, which knows more to say."""
+"""Gloo waits longer than the failure detector, whose error says more, by this time."""
 
 
 class Waiter:
-    """The waits of one rank, one at a time, and the thread that looks at them."""
+    """The waits of one rank, one at a time, and the thread that checks them."""
 
     def __init__(self, detector: FailureDetector) -> None:
         self._detector = detector
@@ -140,12 +139,12 @@ class Waiter:
         self._has_ended: threading.Event | None = None
 
     def wait(self, works: Sequence[dist.Work], ticket: Ticket, disconnect: Callable[[], None]) -> None:
-        """Return when all of ``works`` are over.
+        """Wait for all of ``works``.
 
         Args:
-            works: sends and receives under way.
-            ticket: of what they belong to.
-            disconnect: has a wait for them end with an error. Called from another thread.
+            works: sends and receives that were started.
+            ticket: names them.
+            disconnect: makes a wait for them end with an error. Called from another thread.
 
         Raises:
             PeerFailed, PeerMissing: as :class:`rankwise.health.collective_timeout.CollectiveWait`.
@@ -174,7 +173,7 @@ class Waiter:
             self._wait = None
 
     def check(self) -> None:
-        """Take a wait that has become long to the failure detector, until it is over. Called by: the thread."""
+        """Watch a long wait with the failure detector until it is over. Called by: the thread."""
         own = self._wait
         if own is None or time.monotonic() - own.since < LONG_SECONDS:
             return

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a step on all ranks of a pipeline and of its copies: what the gradients count, and the value returned.
+"""The loss of a step on all ranks of a pipeline and of its copies: the weight of the gradients, and the value returned.
 
-The last stages of the copies exchange what they have read, and each tells the other stages of its copy.
+The last stages of the copies exchange their readings, and each sends the result to the other stages of its copy.
 """
 
 from __future__ import annotations
@@ -15,14 +15,7 @@ from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
 from rankwise.parallel.loss.hooks import warn_once
 from rankwise.parallel.loss.reports import Mode, TermReadings
-from rankwise.parallel.pipeline.step_weight import (
-    NO_STEP,
-    NOTHING,
-    CopyLosses,
-    StepLosses,
-    StepWeight,
-    settled,
-)
+from rankwise.parallel.pipeline.step_weight import NO_STEP, NOTHING, CopyLosses, StepLosses, StepWeight, settled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,14 +48,14 @@ class LossOnStages:
         cautions: Mapping[Mode, str],
         device: torch.device,
     ) -> None:
-        """Connect what reads the losses with the other ranks.
+        """Connect the reader of the losses, on ranks with the last stage, with the other ranks.
 
         Args:
-            losses: reads them, on ranks with the last stage.
-            along: the ranks of the pipeline; ``None`` for one alone.
+            losses: ``None`` on ranks without the last stage.
+            along: the ranks of the pipeline; ``None`` for one rank.
             copies: the ranks with the same stages; ``None`` for one copy.
             last_place: of the last stage, along the pipeline.
-            cautions: what to warn of where a loss is of a mode.
+            cautions: a warning by mode of a loss.
             device: of the loss.
         """
         self._losses = losses
@@ -76,16 +69,13 @@ class LossOnStages:
         self._dtype: torch.dtype | None = None
 
     def agree(self, losses: Sequence[torch.Tensor]) -> tuple[StepWeight, torch.Tensor]:
-        """Return what the gradients of a step count, and its loss, when those of all its micro-batches are known.
+        """Return the weight of the gradients of a step, and its loss, from the scaled losses of the micro-batches.
 
         Called by: every rank of the pipeline and of its copies, also where a copy had no samples.
 
-        Args:
-            losses: of the micro-batches, scaled; on the last stage.
-
         Raises:
-            ConfigurationError: on the last stages, the losses of the micro-batches are not of the same terms, or can
-                be read in two ways.
+            ConfigurationError: on the last stages, the losses of the micro-batches have different terms, or are
+                ambiguous.
         """
         step = NO_STEP if self._losses is None else self._settle(self._losses)
         loss = self._sum(losses)
@@ -95,21 +85,21 @@ class LossOnStages:
             return step, loss
         # One message for both, except where the loss would have to be waited for.
         is_here = self._device.type == "cpu"
-        own = [*step.numbers(), float(LOSS_DTYPES.index(loss.dtype)), float(loss) if is_here else 0.0]
+        own = [
+            *(number or 0.0 for number in step),
+            float(LOSS_DTYPES.index(loss.dtype)),
+            float(loss) if is_here else 0.0,
+        ]
         message = torch.tensor(own, dtype=torch.float64)
         found = self._along.broadcast(message, self._last_place, what="loss of the pipeline, and what it counts")
         *numbers, code, value = found.tolist()
         dtype = LOSS_DTYPES[round(code)]
         if is_here:
-            return StepWeight.of(numbers), torch.tensor(value, dtype=dtype)
-        return StepWeight.of(numbers), self._along.broadcast(loss.to(dtype), self._last_place, what=_OF_PIPELINE)
+            return StepWeight(*numbers), torch.tensor(value, dtype=dtype)
+        return StepWeight(*numbers), self._along.broadcast(loss.to(dtype), self._last_place, what=_OF_PIPELINE)
 
     def value(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the loss of a step whose weight is known, on every rank of the pipeline.
-
-        Args:
-            losses: of the micro-batches, scaled; on the last stage.
-        """
+        """Return the loss of a step whose weight is known. Called by: every rank of the pipeline."""
         loss = self._sum(losses)
         if self._along is None:
             return loss
@@ -132,7 +122,7 @@ class LossOnStages:
         together = settled(copies, self._readings, line)
         if together is None:
             raise _unlike(losses)
-        # One copy's last stage speaks for all.
+        # The last stage of the first copy warns for all.
         if place == 0 and losses.of_copy is not NOTHING:
             self._warn(losses, together, line)
         return together.weight_of(copies, place)

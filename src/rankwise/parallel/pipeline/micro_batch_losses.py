@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the loss of each micro-batch as soon as it is computed, and says what to scale it with. Knows no other rank.
+"""Reads the loss of each micro-batch as soon as it is computed, and returns its scale. Does no communication.
 
-What a micro-batch is of the whole is known after the last one only, when gradients of the first have gone to the other
-stages. So each is scaled by what it is a mean over as a multiple of the first one's, and step_weight has the rest.
+The share of a micro-batch in the whole is known only after the last one, when gradients of the first have already gone
+to other stages. So each is scaled by the number it is a mean over relative to the first one's, and step_weight computes
+the remaining factor.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.comm.session import current
-from rankwise.parallel.loss.hooks import mark_output, tensors_with_grad
 from rankwise.parallel.loss.loss_on_ranks import model_numbers
-from rankwise.parallel.loss.reports import MOST_TERMS, REPORT_LENGTH, Mode, Verdict, report_of, verdict_of
-from rankwise.parallel.loss.row_lengths import RowLengthsInSteps
-from rankwise.parallel.loss.terms import ForwardCall, LossReader
+from rankwise.parallel.loss.reports import (
+    MOST_TERMS,
+    REPORT_LENGTH,
+    Mode,
+    RowLengthsInSteps,
+    Verdict,
+    report_of,
+    verdict_of,
+)
+from rankwise.parallel.loss.terms import ForwardCall, LossReader, mark_output
 from rankwise.parallel.pipeline.step_weight import NOTHING, CopyLosses, times
 
 if TYPE_CHECKING:
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.parallel.loss.row_lengths import RowLengths
+    from rankwise.parallel.loss.reports import RowLengths
     from rankwise.parallel.loss.terms import Term
     from rankwise.parallel.pipeline.executor import MicroBatch
 
@@ -33,13 +40,7 @@ class MicroBatchLosses:
     """The losses of one copy's micro-batches, step by step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Read nothing yet.
-
-        Called by: every rank, in the same order as other strategies' calls.
-
-        Args:
-            parameters: of this rank's stages.
-        """
+        """Take the parameters of this rank's stages. Called by: every rank, in the order of other strategies' calls."""
         self.number = next(model_numbers)
         """Of the model, as :class:`rankwise.parallel.loss.terms.Model` has one."""
         self.terms: tuple[Term, ...] = ()
@@ -48,7 +49,7 @@ class MicroBatchLosses:
         """Of the latest loss, where padding may count in it."""
         self._ids = set(map(id, parameters))
         self._is_unlike = False
-        """Whether the terms of a loss have been means over unlike numbers: micro-batches are averaged by samples then,
+        """Whether terms of a loss have been means over different numbers: micro-batches are then averaged by samples,
         in all later steps too."""
         self._copy = NOTHING
         self._first: tuple[float, ...] | None = None
@@ -71,23 +72,18 @@ class MicroBatchLosses:
 
     @property
     def of_copy(self) -> CopyLosses:
-        """What the losses since :meth:`begin` amount to."""
+        """The losses since :meth:`begin` together."""
         return self._copy
 
     def scaled_mean(self) -> Term | None:
-        """Return a mean that is multiplied by a number which each micro-batch has samples, if there is one."""
+        """Return a mean that is multiplied by each micro-batch's number of samples, if there is one."""
         is_always = 0 < self._num_odd == self._copy.reports[2]
         return next((term for term in self.terms if _is_scaled_mean(term)), None) if is_always else None
 
     def scale(self, loss: torch.Tensor, output: object, part: MicroBatch) -> float:
-        """Read the loss of a micro-batch; return what to multiply it with, zero where nothing of it counts.
+        """Return the factor of the loss of a micro-batch, zero if nothing in it counts.
 
         Called by: ranks with the last stage, before backward.
-
-        Args:
-            loss: of the micro-batch.
-            output: of the model, that the loss was computed from.
-            part: the micro-batch.
         """
         terms = self._terms(loss, output, part)
         verdict = verdict_of(terms)
@@ -107,7 +103,7 @@ class MicroBatchLosses:
         if loss.grad_fn is None:
             return []
         call = ForwardCall(self.number, float(part.num_samples), _first_sizes(part.leaves))
-        mark_output(tensors_with_grad(output), call)
+        mark_output(output, call)
         reader = LossReader((self,))
         reader.read(loss)
         self.rows = self._rows_in_steps.read(reader.terms, call, part.num_samples if self._are_samples_first else None)
@@ -121,7 +117,7 @@ class MicroBatchLosses:
         per_sample = tuple(one / num_samples for one in amounts)
         self._first = self._first or per_sample
         if len(per_sample) != len(self._first):
-            # Losses of unlike terms are an error once all are known.
+            # Losses of different terms are an error once all are known.
             return 1.0
         multiple = times(per_sample, self._first)
         if multiple is None:
@@ -152,7 +148,7 @@ class MicroBatchLosses:
 
 
 def _amounts(verdict: Verdict, *, has_penalty: bool) -> tuple[float, ...] | None:
-    """Return what each term of a loss is a mean over; ``None`` where that is no matter of one factor."""
+    """Return the number each term of a loss is a mean over; ``None`` if one factor cannot scale all of them."""
     if verdict.mode is Mode.MEAN:
         return (verdict.weight,)
     undivided = [term for term in verdict.terms if term.kind == "sum" and not term.divisor]

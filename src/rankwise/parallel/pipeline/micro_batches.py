@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch in parts of nearly equal size, and outputs of the parts as one again. Pure. Used by pipeline."""
+"""A batch as parts of nearly equal size. Pure. Used by pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 def arguments(x: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -43,13 +43,13 @@ def num_samples(value: object, what: str) -> int:
 
 
 def sizes_of(total: int, count: int) -> list[int]:
-    """Return ``count`` sizes that sum to ``total``, as even as they go, the first ones larger."""
+    """Return ``count`` sizes that sum to ``total``, as equal as possible, the first ones larger."""
     least, larger = divmod(total, count)
     return [least + (index < larger) for index in range(count)]
 
 
 def split(value: object, sizes: Sequence[int]) -> list[list[Any]]:
-    """Return per part the leaves of a tree; tensors split along dimension 0, everything else as it is."""
+    """Return per part the leaves of a tree; tensors are split along dimension 0, other leaves repeated."""
     columns: list[Sequence[Any]] = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
@@ -59,24 +59,15 @@ def split(value: object, sizes: Sequence[int]) -> list[list[Any]]:
     return [[column[index] for column in columns] for index in range(len(sizes))]
 
 
-def check_rows(shapes: Sequence[Sequence[tuple[int, ...]]], sizes: Sequence[int]) -> None:
-    """Raise unless every tensor of every part's output has a row per sample.
-
-    Args:
-        shapes: per part, of the tensors of its output.
-        sizes: samples of the parts.
-
-    Raises:
-        ConfigurationError: one has not.
-    """
-    for of_part, size in zip(shapes, sizes, strict=True):
-        for shape in of_part:
-            if not shape or shape[0] != size:
-                raise ConfigurationError(
-                    "The model's output has a tensor without a row per sample.",
-                    evidence=f"{list(shape)} for a micro-batch of {size} samples",
-                    do="return values per sample from the model",
-                )
+def check_rows(shapes: Iterable[tuple[int, ...]], size: int) -> None:
+    """Raise a ConfigurationError unless tensors of these shapes have a row for each of ``size`` samples."""
+    for shape in shapes:
+        if shape[:1] != (size,):
+            raise ConfigurationError(
+                "The model's output has a tensor without a row per sample.",
+                evidence=f"{list(shape)} for a micro-batch of {size} samples",
+                do="return values per sample from the model",
+            )
 
 
 def first_part(example: object, num_micro_batches: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model in stages on different ranks, through which a batch goes in micro-batches.
 
-Works in place: the model keeps its class, its modules and its keys; what other ranks hold is on the meta device here.
-Holds the public call; the model is cut by plan, and a step is run by step_api.
+Works in place: the model keeps its class, its modules and its keys; tensors of other ranks are on the meta device.
+Holds the public call; plan cuts the model, and step_api runs a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rankwise.parallel.core.self_check import check_torch, gradients
 from rankwise.parallel.core.self_check import loss_fn as trial_loss
 from rankwise.parallel.core.strategy_registry import check_unregistered, register
 from rankwise.parallel.pipeline import micro_batches as parts
-from rankwise.parallel.pipeline.argument_checks import check_axes, check_functions, checked_count, checked_split
 from rankwise.parallel.pipeline.first_step_checks import FirstSteps
 from rankwise.parallel.pipeline.plan import StagedModel, plan_of
 from rankwise.parallel.pipeline.schedule import schedule_of
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.parallel.core.self_check import Bench, Compared
+    from rankwise.parallel.pipeline.schedule import PipelineSchedule
+    from rankwise.world.mesh import Axes
 
 
 def pipeline(
@@ -56,43 +57,43 @@ def pipeline(
 
     Called by: every rank, with the same model, before the optimizer is built.
 
-    ``loss = step(x, target)`` stands for ``loss = loss_fn(model(x), target); loss.backward()``: afterwards every rank
-    has, in the parameters of its stages, the gradients one device would have, for every batch size and number of
-    micro-batches. Every rank starts from rank zero's parameters and keeps those of its stages; the others become
-    meta tensors, without memory, so that names, order and ``state_dict`` keys stay, and an optimizer built afterwards
-    numbers parameters alike on every rank. The ranks lie along ``pp``; where :func:`rankwise.mesh` has
+    ``loss = step(x, target)`` replaces ``loss = loss_fn(model(x), target); loss.backward()``: afterwards the parameters
+    of each rank's stages have the gradients one device would have, for every batch size and number of micro-batches.
+    Every rank starts from rank zero's parameters and keeps those of its stages; the others become meta tensors,
+    without memory, so that names, order and ``state_dict`` keys stay, and an optimizer built afterwards numbers
+    parameters the same on every rank. The ranks of a pipeline lie along ``pp``; if :func:`rankwise.mesh` has
     ``dp_replicate`` too, gradients are those of all pipelines' batches together.
 
-    The model is cut between blocks: layers, and what repeats (a residual block, a decoder layer) as a whole. What
-    ``forward`` does between blocks may be anything whose shapes follow from the shapes of the inputs; values that skip
-    stages travel through those in between, and what depends on the inputs alone is computed by every stage.
+    The model is cut between blocks: layers, and repeated modules (a residual block, a decoder layer) as a whole.
+    Between blocks ``forward`` may do anything whose shapes follow from the shapes of the inputs; values that skip
+    stages pass through those in between, and values of the inputs alone are computed by every stage.
 
-    BatchNorm in training mode takes its statistics per micro-batch, so that the result depends on their number;
-    dropout is drawn per stage. This rank has the gradients of its own stages only: clip them with
+    BatchNorm in training mode takes its statistics per micro-batch, so the result depends on their number; dropout is
+    drawn per stage. This rank has the gradients of its own stages only: clip them with
     :meth:`Pipeline.clip_grad_norm_`. Hooks on ``model`` itself do not run; those on its blocks do.
 
     Args:
-        model: whole on every rank, on its device already; or on the CPU or the meta device, of which each rank then
-            takes its own stages to its device. What was on meta is filled with NaN there, and to be loaded with
+        model: whole on every rank, already on its device; or on the CPU or the meta device, from which each rank moves
+            its own stages to its device. Tensors from meta are filled with NaN, and must be loaded with
             :func:`rankwise.load_weights` or a checkpoint before the first step. Change layers and dtype before.
-        loss_fn: called with the model's output and the target of a micro-batch; returns a mean or a sum over what is in
-            it: samples, tokens, what a mask leaves. Its graph shows which; what is neither is warned of.
-        example: a batch as ``model`` would be called with: a tensor, a tuple of arguments or a dict of them by name.
-            Of any size; the closer to the training's, the better the balance.
-        micro_batches: how many parts a batch is run in. Default: the number of stages.
+        loss_fn: called with the model's output and the target of a micro-batch; returns a mean or a sum over its
+            samples, its tokens or the elements of a mask, as its graph shows. Other losses are warned about.
+        example: a batch as passed to ``model``: a tensor, a tuple of arguments or a dict of them by name. Of any size;
+            the closer to the training's, the better the balance.
+        micro_batches: the number of parts a batch is split into. Default: the number of stages.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"`` or
             ``"zbv_zero_bubble"``; the last three have two stages per rank.
-        split: names of the modules that each stage but the first begins with. Default: so that the measured forward
-            and backward of the most expensive stage is shortest; by numbers of parameters where the model is not on
+        split: names of the modules that each stage but the first begins with. Default: the split that minimizes the
+            measured forward and backward of the most expensive stage; by numbers of parameters if the model is not on
             its device yet.
-        weight: called with the target of a micro-batch; returns what its loss is a mean over, at least zero. The loss
-            is not read then.
+        weight: called with the target of a micro-batch; returns the number its loss is a mean over, at least zero. The
+            loss is then not read.
 
     Raises:
         NotJoined: before :func:`rankwise.join`.
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
-        ConfigurationError: the model cannot be cut so, or ranks were given different things; on every rank, and
-            nothing has changed.
+        ConfigurationError: the model cannot be cut in this way, or arguments differ between ranks; raised on every
+            rank, and nothing has changed.
         WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
 
     Source: torch.distributed.pipelining, whose schedules order a step.
@@ -101,17 +102,13 @@ def pipeline(
     axes = axes_for("pipeline", "pp")
     with all_ranks_succeed("rankwise.pipeline()"):
         check_unregistered(model, "pipeline")
-        check_axes(axes, model)
-        check_functions(loss_fn, weight)
+        _check_axes(axes, model)
+        _check_functions(loss_fn, weight)
         chosen = schedule_of(schedule)
         num_micro_batches = checked_count(micro_batches, chosen, axes.pp)
-        names = checked_split(split)
+        names = _checked_split(split)
         plan = plan_of(model, chosen, axes.pp, session.world.device)
-
-    def small(model: nn.Module, example: object, split: Sequence[str]) -> Pipeline:
-        return pipeline(model, trial_loss, example=example, schedule=schedule, split=split or None)
-
-    check_torch("pipeline", partial(_trial, small, plan.num_stages), variant=chosen.name)
+    check_torch("pipeline", partial(_trial, schedule, plan.num_stages), variant=chosen.name)
     same_on_all_ranks(
         "the configuration of pipeline()",
         {
@@ -157,6 +154,70 @@ def pipeline(
     return step
 
 
+def _check_functions(loss_fn: object, weight: object) -> None:
+    if not callable(loss_fn):
+        raise ConfigurationError(
+            f"loss_fn must be a function, not {loss_fn!r}.",
+            do="pass loss_fn(output, target), which returns a mean or a sum",
+        )
+    if weight is not None and not callable(weight):
+        raise ConfigurationError(
+            f"weight must be a function, not {weight!r}.",
+            do="pass weight(target), which returns a number: lambda y: (y != -100).sum()",
+        )
+
+
+def _checked_split(split: object) -> list[str] | None:
+    """Return the names of the modules that stages begin with."""
+    if split is None:
+        return None
+    names = list(cast("Sequence[object]", split)) if isinstance(split, list | tuple) else [split]
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ConfigurationError(
+            f"split must be names of modules, not {wrong[0]!r}.", do='pass split=["layers.8"], the first of each stage'
+        )
+    return cast("list[str]", names)
+
+
+def _check_axes(axes: Axes, model: nn.Module) -> None:
+    """Raise if the mesh has an axis that pipeline() does not support, or that the model is not split along."""
+    islands = f"islands={axes.islands}, " if axes.islands > 1 else ""
+    if axes.dp_shard > 1:
+        raise ConfigurationError(
+            f"pipeline() does not shard its stages, but the mesh has dp_shard={axes.dp_shard}.",
+            evidence=f"mesh: {axes}",
+            do=f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.data_ranks_per_island}, tp={axes.tp}), "
+            "or rankwise.shard() without pp",
+        )
+    if axes.tp > 1 and all(own_part(parameter) is parameter for parameter in model.parameters()):
+        raise ConfigurationError(
+            f"The mesh has tp={axes.tp}, but the model is not split along tp.",
+            evidence=f"mesh: {axes}",
+            do="call rankwise.tensor_parallel(model) first, or "
+            f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.dp_replicate * axes.tp})",
+        )
+
+
+def checked_count(micro_batches: int | None, schedule: PipelineSchedule, num_ranks: int) -> int:
+    """Return how many micro-batches a batch is split into, by default one per stage.
+
+    Raises:
+        ConfigurationError: the schedule cannot run so many.
+    """
+    count = schedule.num_stages(num_ranks) if micro_batches is None else micro_batches
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigurationError(f"micro_batches must be an integer of at least 1, got {count!r}.", do="pass 4")
+    if not schedule.allows(count, num_ranks):
+        near = [number for number in range(1, 2 * count) if schedule.allows(number, num_ranks)]
+        near.sort(key=lambda number: (abs(number - count), number))
+        raise ConfigurationError(
+            f"{schedule.name} on {num_ranks} ranks cannot run {count} micro-batches.",
+            evidence=f"it runs them in rounds of equal length, each of at least {num_ranks}",
+            do=f"pass micro_batches={near[0]} or {near[1]}",
+        )
+    return count
+
+
 def _start_equal(model: nn.Module, along: Exchange) -> None:
     """Give every rank the parameters and buffers of the first of ``along``."""
     own = [own_part(tensor).detach() for tensor in (*model.parameters(), *model.buffers())]
@@ -164,25 +225,16 @@ def _start_equal(model: nn.Module, along: Exchange) -> None:
         broadcast_tensors([part for part in own if not part.is_meta], along, what="parameters of rank 0")
 
 
-def _trial(
-    pipeline: Callable[[nn.Module, torch.Tensor, Sequence[str]], Pipeline], num_stages: int, bench: Bench
-) -> Generator[Compared]:
-    """Train a small model in stages, and yield the gradients of those of this rank: two steps that add up.
-
-    Called by: every rank.
-
-    Args:
-        pipeline: called with a model, an example and the names that the stages begin with.
-        num_stages: of all ranks of a pipeline together.
-        bench: what to train on.
-    """
+def _trial(schedule: str, num_stages: int, bench: Bench) -> Generator[Compared]:
+    """Train a small model in stages for two steps, and yield the gradients of this rank's stages."""
     model, plain = bench.net(num_stages), bench.net(num_stages)
     if bench.tp > 1:
         from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel  # noqa: PLC0415 - takes long
 
         tensor_parallel(model)
     x, _, first, last = bench.batch(0)
-    step = pipeline(model, x[first:last], [str(number) for number in range(1, num_stages)])
+    split = [str(number) for number in range(1, num_stages)]
+    step = pipeline(model, trial_loss, example=x[first:last], schedule=schedule, split=split or None)
     for number in range(2):
         x, y, first, last = bench.batch(number)
         step(x[first:last], y[first:last])

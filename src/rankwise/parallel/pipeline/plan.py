@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank of a pipeline holds what: found from an example, before anything is changed.
+"""The stages of a model and the ranks that hold them, found from an example before anything is changed.
 
-Used by pipeline. Communicates only to agree on the measured costs.
+Used by pipeline. Does no communication.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -34,23 +33,23 @@ if TYPE_CHECKING:
 
 
 MOST_PROGRAMS = 64
-"""So many shapes and modes are kept; what comes again later is followed anew."""
+"""Programs are kept for so many shapes and modes; others are traced again."""
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one stage is."""
+    """A description of one stage."""
 
     number: int
     rank: int
     """Along pp."""
     blocks: tuple[str, ...]
     cost_share: float | None
-    """Of the forward and backward of the whole model, as measured; ``None`` where the split was given by hand."""
+    """Of the measured forward and backward of the whole model; ``None`` if the split was given."""
 
 
 class StagedModel:
-    """What is noted of a model in stages, so that no other strategy takes it, and nobody speaks of its backward."""
+    """The registered entry of a model in stages: refuses other strategies, ``no_sync()`` and ``weight()``."""
 
     strategy = "pipeline"
 
@@ -58,14 +57,14 @@ class StagedModel:
         self.parameters = parameters
         self.on_mean: Callable[[float], None] | None = None
         self.cautions: dict[Mode, str] = {}
-        """What to warn of where a loss is of a mode, since the result is then not that of one rank."""
+        """A warning by mode of a loss, if the result is then not that of one rank."""
 
     def report_mean_to(self, listener: Callable[[float], None]) -> None:
-        """Call ``listener`` at the end of a step with what gradients are the mean over, on all ranks together."""
+        """Call ``listener`` at the end of a step with the number that gradients of all ranks are the mean over."""
         self.on_mean = listener
 
     def note_weight(self, total: float) -> None:
-        """Note what the gradients of a step are a mean of."""
+        """Note the number that the gradients of a step are the mean over."""
         if self.on_mean is not None:
             self.on_mean(total)
 
@@ -80,7 +79,7 @@ class StagedModel:
         return False
 
     def set_given_weight(self, amount: float | None) -> float | None:
-        """Refuse: there is no backward to say it for."""
+        """Refuse: the pipeline calls backward itself."""
         if amount is not None:
             raise ConfigurationError(
                 "weight() does not apply to a pipeline, which calls backward() itself.",
@@ -91,7 +90,7 @@ class StagedModel:
 
 @dataclass(eq=False)
 class StagePlan:
-    """A model, and where its parts go."""
+    """A model, and the stages of its parts."""
 
     model: nn.Module
     schedule: PipelineSchedule
@@ -99,7 +98,7 @@ class StagePlan:
     device: torch.device
     blocks: list[str]
     can_run: bool = True
-    """Whether all of the model is on the device already."""
+    """Whether the whole model is on its device already."""
     order: list[str] = field(default_factory=list[str])
     """Blocks in the order of their calls."""
     stage_of: dict[str, int] = field(default_factory=dict[str, int])
@@ -108,11 +107,11 @@ class StagePlan:
     costs: dict[str, float] | None = None
     _modules: list[nn.Module] = field(init=False)
     _open: list[tuple[str, nn.Module]] = field(init=False)
-    """Modules whose forward is followed: those in no block."""
+    """Modules whose forward is traced: those in no block."""
     _programs: OrderedDict[Any, tuple[Program, dict[int, BoundStage]]] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        # Looked at in every step.
+        # Kept, since every step reads them.
         self._modules = list(self.model.modules())
         named = self.model.named_modules()
         self._open = [(path, module) for path, module in named if block_of(path, self.blocks) is None]
@@ -123,7 +122,7 @@ class StagePlan:
         return self.schedule.num_stages(self.num_ranks)
 
     def trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
-        """Return what the model calls for these arguments."""
+        """Return the calls of the model for these arguments."""
         try:
             return trace(self.model, args, kwargs, self.blocks, self.device)
         except RankwiseError:
@@ -139,13 +138,11 @@ class StagePlan:
             ) from error
 
     def measure(self, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, float]:
-        """Return the seconds of each block; where the model is not on its device yet, numbers of parameters."""
+        """Return the seconds of each block, or its number of parameters if the model is not on its device yet."""
         if not self.can_run:
             sizes = {name: self.model.get_submodule(name).parameters() for name in called_blocks(program)}
             return {name: 1.0 + sum(own_part(one).numel() for one in found) for name, found in sizes.items()}
-        reads = {number for call in program.calls for number in call.reads}
-        states = {number: attrgetter(name) for number, name in program.states.items() if number in reads}
-        return block_costs(program, self.model, pytree.tree_leaves((tuple(args), kwargs)), self.device, states)
+        return block_costs(program, self.model, pytree.tree_leaves((tuple(args), kwargs)), self.device)
 
     def settle(self, program: Program, split: Sequence[str] | None, costs: dict[str, float] | None) -> None:
         """Decide the stage of every block, parameter and buffer.
@@ -172,8 +169,11 @@ class StagePlan:
             cuts = self._balanced(costs, tied)
         self.stage_of = stages_of_blocks(self.order, cuts)
         stages = cut(program, self.stage_of, self.num_stages)
-        state_names = [name for name, _ in _states(self.model)]
-        self.homes = owners([(program, stages)], state_names, self.stage_of)
+        state_names = [
+            *(name for name, _ in self.model.named_parameters(remove_duplicate=False)),
+            *(name for name, _ in self.model.named_buffers(remove_duplicate=False)),
+        ]
+        self.homes = owners(program, stages, state_names, self.stage_of)
         self._refuse_shared(tied)
 
     def _balanced(self, costs: dict[str, float], tied: Sequence[Sequence[str]]) -> list[int]:
@@ -224,17 +224,17 @@ class StagePlan:
         return [parameter for name, parameter in self.model.named_parameters() if self.holds(name, place)]
 
     def own_buffers(self, place: int) -> nn.Module:
-        """Return a module that has the buffers of the rank at ``place``, and nothing else."""
+        """Return a module with only the buffers of the rank at ``place``."""
         holder = nn.Module()
         for number, (name, buffer) in enumerate(self.model.named_buffers()):
             if self.holds(name, place):
                 holder.register_buffer(str(number), buffer)
         return holder
 
-    # -- programs for what comes -------------------------------------------------------------------
+    # -- programs for each shape -------------------------------------------------------------------
 
     def bound(self, args: Sequence[Any], kwargs: dict[str, Any], place: int) -> tuple[Program, dict[int, BoundStage]]:
-        """Return the stages of the rank at ``place`` for arguments of these shapes, kept for the next time."""
+        """Return the program and own stages for arguments of these shapes; both are kept."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
         key = (self._mode(), str(spec), tuple(_signature(leaf) for leaf in leaves))
         if key not in self._programs:
@@ -263,7 +263,7 @@ class StagePlan:
         }
 
     def _mode(self) -> tuple[Any, ...]:
-        """Return what a program depends on besides the arguments."""
+        """Return the state that a program depends on besides the arguments."""
         kind = self.device.type
         return (
             torch.is_grad_enabled(),
@@ -281,7 +281,7 @@ class StagePlan:
         )
 
     def _plain_values(self) -> tuple[tuple[str, object], ...]:
-        """Return the numbers and words that forward may read between blocks: attributes of modules that are open."""
+        """Return the plain attributes of open modules, which forward may read between blocks."""
         return tuple(
             (f"{path}.{key}", value)
             for path, module in self._open
@@ -290,7 +290,7 @@ class StagePlan:
         )
 
     def _refuse_elsewhere(self, program: Program, stages: Sequence[Stage]) -> None:
-        for name, found in owners([(program, stages)], list(self.homes), {}).items():
+        for name, found in owners(program, stages, self.homes, {}).items():
             used = any(program.states.get(number) == name for call in program.calls for number in call.reads)
             if used and not found <= self.homes[name]:
                 raise ConfigurationError(
@@ -311,7 +311,7 @@ class StagePlan:
 
 
 def plan_of(model: nn.Module, schedule: PipelineSchedule, num_ranks: int, world_device: str) -> StagePlan:
-    """Return a plan in which nothing is decided yet.
+    """Return a plan without decisions.
 
     Raises:
         ConfigurationError: the model is on several devices, has no parameters, or is compiled.
@@ -329,7 +329,7 @@ def plan_of(model: nn.Module, schedule: PipelineSchedule, num_ranks: int, world_
             evidence=f"they are on {', '.join(sorted(devices)) or 'none: it has no parameters'}",
             do="create it on every rank and move it to world.device first, or create it on the meta device",
         )
-    # What is not on this rank's device yet goes there stage by stage, so that a model need not fit on one.
+    # A model that is not on this rank's device yet is moved stage by stage, so it need not fit on one.
     is_there = bool(where) and where != {"cpu"}
     device = torch.device(next(iter(where)) if is_there else world_device)
     return StagePlan(model, schedule, num_ranks, device, blocks(model), devices == {str(device)})
@@ -341,13 +341,6 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
     return [names for names in names_of.values() if len(names) > 1]
-
-
-def _states(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
 
 
 def _is_plain(value: object) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward pass calls, as values: calls, the tensors between them, and what is known of those.
+"""The calls of a forward pass, and the tensors between them, as values.
 
-Written by traced, cut by stages, run by stage_executor.
+Recorded by traced, cut by stages, run by stage_executor.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands in arguments for the value of this number."""
+    """A reference, within arguments, to the value of this number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """What a tensor is, without its values."""
+    """The properties of a tensor, without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -83,19 +83,19 @@ class Program:
 
     calls: list[TracedCall] = field(default_factory=list[TracedCall])
     inputs: dict[int, int] = field(default_factory=dict[int, int])
-    """Number of a value to which leaf of ``(args, kwargs)`` it is."""
+    """From the number of a value to its leaf of ``(args, kwargs)``."""
     states: dict[int, str] = field(default_factory=dict[int, str])
-    """Number of a value to the parameter or buffer it is."""
+    """From the number of a value to its parameter or buffer."""
     changed_states: tuple[str, ...] = ()
-    """Parameters and buffers that forward changes, within blocks too."""
+    """Parameters and buffers that forward changes, also within blocks."""
     constants: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     kinds: dict[int, TensorKind] = field(default_factory=dict[int, TensorKind])
     output: list[Any] = field(default_factory=list[Any])
-    """Leaves of what forward returns, a :class:`Ref` in place of each tensor."""
+    """Leaves of the result of forward, a :class:`Ref` in place of each tensor."""
     output_spec: pytree.TreeSpec | None = None
 
     def end(self, output: list[Any], spec: pytree.TreeSpec) -> None:
-        """Note what forward returns: leaves, a :class:`Ref` in place of each tensor, and the tree they are in."""
+        """Set the leaves of the output, a :class:`Ref` in place of each tensor, and their tree."""
         self.output = output
         self.output_spec = spec
 

@@ -10,7 +10,7 @@ import difflib
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -23,9 +23,6 @@ from rankwise.torch_private.pipelining import (
     with_sends,
 )
 from rankwise.world import torch_versions
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -52,7 +49,7 @@ _KIND_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a rank does in a step."""
+    """One operation of a rank in a step."""
 
     kind: str
     stage: int
@@ -72,15 +69,15 @@ class PipelineSchedule:
     torch_name: str
     stages_per_rank: int = 1
     is_v: bool = False
-    """Whether the stages go down the ranks and up again; otherwise round and round."""
+    """Whether the order of ranks is reversed for every other round of stages."""
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
+        """Whether gradients of inputs and of weights are computed separately."""
         return "ZeroBubble" in self.torch_name
 
     def num_stages(self, num_ranks: int) -> int:
-        """Return how many stages there are on so many ranks."""
+        """Return the number of stages on ``num_ranks`` ranks."""
         return self.stages_per_rank * num_ranks
 
     def rank_of(self, stage: int, num_ranks: int) -> int:
@@ -94,7 +91,7 @@ class PipelineSchedule:
             return False
         if not self.torch_name.startswith("Interleaved"):
             return True
-        # In rounds of one micro-batch per rank, and a last one that is not shorter than the others.
+        # Rounds of at least one micro-batch per rank must be of equal length.
         return num_micro_batches % max(1, num_micro_batches // num_ranks) == 0
 
     def most(self, limit: int, num_ranks: int) -> int:
@@ -195,18 +192,17 @@ def predicting_order(name: str, num_ranks: int, num_micro_batches: int) -> tuple
 
 
 def _with_sends(schedule: PipelineSchedule, num_ranks: int, order: dict[int, Any]) -> tuple[tuple[Action, ...], ...]:
-    computing = {rank: [one for one in actions if _is_computed(one)] for rank, actions in order.items()}
+    # None stands for waiting.
+    computing = {
+        rank: [one for one in actions if one is not None and _KIND_OF.get(read_action(one)[0]) in COMPUTING]
+        for rank, actions in order.items()
+    }
     whole = with_sends(
         computing,
         stage_to_rank=lambda stage: schedule.rank_of(stage, num_ranks),
         num_stages=schedule.num_stages(num_ranks),
     )
-    return tuple(tuple(_own(whole[rank])) for rank in range(num_ranks))
-
-
-def _is_computed(action: Any) -> bool:  # noqa: ANN401 - torch's _Action, or None for waiting
-    return action is not None and read_action(action)[0] in {"F", "B", "I", "W"}
-
-
-def _own(actions: Iterable[Any]) -> Sequence[Action]:
-    return [Action(_KIND_OF[kind], stage, number) for kind, stage, number in map(read_action, actions)]
+    return tuple(
+        tuple(Action(_KIND_OF[kind], stage, number) for kind, stage, number in map(read_action, whole[rank]))
+        for rank in range(num_ranks)
+    )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One stage of a pipeline on one micro-batch: forward, and backward in one piece or in two.
 
-Values in, values out: what arrives from the stage before, and what is for the next. Sends nothing. Used by
-pipeline_step.
+Takes the values of the stage before, and returns those for the next. Sends nothing. Used by executor and cost.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from rankwise.torch_private.autograd import is_view
 from rankwise.torch_private.pipelining import backward_of_inputs, backward_of_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 
     from torch import nn
     from torch.autograd.graph import Node
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class HeldActivations:
-    """What a stage keeps of a micro-batch from forward to backward."""
+    """The tensors of a micro-batch that a stage keeps from forward to backward."""
 
     leaves: dict[int, torch.Tensor]
     """Received values that need a gradient."""
     outputs: dict[int, torch.Tensor]
     """Values for the next stage that carry a gradient."""
     output: Any = None
-    """What the model returns, on the last stage."""
+    """The model's output, on the last stage."""
     loss: torch.Tensor | None = None
     passed: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     """Gradients of values that this stage only passes on."""
@@ -46,7 +46,7 @@ class HeldActivations:
     gradients: list[torch.Tensor] | None = None
 
     def end_forward(self, loss: torch.Tensor | None) -> None:
-        """Let go of the output; keep its loss, without which backward has nothing to begin with."""
+        """Release the output, and keep its loss for backward."""
         self.output = None
         self.loss = loss
 
@@ -58,11 +58,11 @@ class BoundStage:
     stage: Stage
     program: Program
     model: nn.Module
-    blocks: Mapping[str, nn.Module]
+    blocks: Mapping[str, Callable[..., Any]]
     parameters: list[nn.Parameter]
     is_last: bool
     splits_backward: bool | None = None
-    """Whether gradients of the inputs can be had without those of the weights; found out at the first backward."""
+    """Whether gradients of inputs can be computed without those of weights; determined at the first backward."""
     _states: tuple[tuple[int, Callable[[Any], Any]], ...] = ()
 
     def __post_init__(self) -> None:
@@ -73,11 +73,11 @@ class BoundStage:
     def forward(
         self, leaves: Sequence[Any], received: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], HeldActivations]:
-        """Return what the next stage is sent, and what backward needs.
+        """Return the values for the next stage, and those that backward needs.
 
         Args:
             leaves: of the model's arguments for this micro-batch.
-            received: what the stage before sent.
+            received: from the stage before.
         """
         stage, program = self.stage, self.program
         env: dict[int, Any] = {number: leaves[index] for number, index in program.inputs.items()}
@@ -87,7 +87,7 @@ class BoundStage:
         for number, value in zip(stage.receives, received, strict=True):
             if program.kinds[number].requires_grad and torch.is_grad_enabled():
                 needing[number] = value.requires_grad_()
-            # What is changed in place must not be a leaf, nor memory that the stage before on this rank still needs.
+            # A value changed in place must not be a leaf, nor memory that the previous stage on this rank still needs.
             env[number] = value.clone() if number in stage.changed else value
         for call, drops in zip(stage.calls, stage.drops, strict=True):
             args, kwargs = call.arguments(env)
@@ -112,7 +112,7 @@ class BoundStage:
         return sent, held
 
     def _checked(self, number: int, value: torch.Tensor) -> torch.Tensor:
-        """Raise unless a value is what the next stage has made room for."""
+        """Raise unless a value has the shape and dtype that the next stage expects."""
         kind = self.program.kinds[number]
         if tuple(value.shape) != kind.shape or value.dtype != kind.dtype:
             raise ConfigurationError(
@@ -131,11 +131,9 @@ class BoundStage:
     # -- backward ----------------------------------------------------------------------------------
 
     def backward(self, held: HeldActivations, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Add to the gradients of the parameters; return those of what was received.
+        """Add to the gradients of the parameters; return those of the received values.
 
-        Args:
-            held: of the forward.
-            gradients: of what was sent, in its order.
+        ``gradients`` are those of the sent values, in their order.
         """
         self._gather_roots(held, gradients)
         return self._whole_backward(held)
@@ -143,7 +141,7 @@ class BoundStage:
     def backward_input(
         self, held: HeldActivations, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of what was received; those of the parameters may wait for :meth:`backward_weight`."""
+        """Return the gradients of the received values; :meth:`backward_weight` may add those of the parameters."""
         self._gather_roots(held, gradients)
         if not held.leaves:
             return [None] * len(self.stage.receives)
@@ -155,7 +153,7 @@ class BoundStage:
             return self._whole_backward(held)
         leaves = list(held.leaves.values())
         if held.roots:
-            # torch detaches them in place, which a view does not allow.
+            # torch detaches them in place, which views do not allow.
             roots = [root.clone() if is_view(root) else root for root in held.roots]
             found, held.groups = backward_of_inputs(roots, held.gradients, leaves, iter(self.parameters))
         else:
@@ -164,7 +162,7 @@ class BoundStage:
         return self._of_received(held, dict(zip(held.leaves, found, strict=True)))
 
     def backward_weight(self, held: HeldActivations) -> None:
-        """Add to the gradients of the parameters what :meth:`backward_input` has left."""
+        """Add the gradients of the parameters that :meth:`backward_input` has not added."""
         if held.groups is not None:
             backward_of_weights(iter(self.parameters), held.groups)
         elif not held.leaves:
@@ -199,45 +197,41 @@ class BoundStage:
 
 
 def received_like(kind: TensorKind, device: torch.device) -> torch.Tensor:
-    """Return memory for a value of this kind."""
+    """Return uninitialized memory for a value of this kind."""
     return torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=device)
 
 
-def _reaches(root: torch.Tensor, leaves: Any) -> bool:  # noqa: ANN401 - any iterable of tensors
-    """Return whether a tensor was computed from one of ``leaves``.
-
-    torch's backward in two halves finds the parameters by what they share with the way from the inputs to each
-    output; those of an output without an input would be lost.
-    """
-    if any(root is leaf for leaf in leaves):
-        return True
-    targets = {leaf.view_as(leaf).grad_fn.next_functions[0][0] for leaf in leaves}
-    seen: set[Node] = set()
-    waiting = [root.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in targets:
-            return True
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+def _nodes_of(leaves: Iterable[torch.Tensor]) -> set[Node | None]:
+    """Return the nodes of a graph in which gradients of leaves accumulate."""
+    views = [leaf.view_as(leaf).grad_fn for leaf in leaves]
+    return {node.next_functions[0][0] for node in views if node is not None}
 
 
-def _uses_one_twice(roots: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether a parameter comes into what was computed in two places, of which torch's halves see one."""
-    made = [parameter.view_as(parameter).grad_fn for parameter in parameters]
-    targets = {node.next_functions[0][0]: 0 for node in made if node is not None}
+def _edges(roots: Iterable[torch.Tensor]) -> Generator[Node]:
+    """Yield the node at the end of every edge of the graph of ``roots``, once per edge."""
     seen: set[Node] = set()
     waiting = [root.grad_fn for root in roots]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None:
             continue
-        seen.add(node)
-        for following, _ in node.next_functions:
-            if following in targets:
-                targets[following] += 1
-            waiting.append(following)
-    return any(count > 1 for count in targets.values())
+        yield node
+        if node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+
+
+def _reaches(root: torch.Tensor, leaves: Collection[torch.Tensor]) -> bool:
+    """Return whether a tensor was computed from one of ``leaves``.
+
+    torch's backward in two halves finds parameters on the paths from the inputs to each output; it would miss those of
+    an output that does not depend on an input.
+    """
+    targets = _nodes_of(leaves)
+    return any(root is leaf for leaf in leaves) or any(node in targets for node in _edges([root]))
+
+
+def _uses_one_twice(roots: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether a parameter is used in two places, of which torch's backward in two halves sees one."""
+    targets = _nodes_of(parameters)
+    return any(count > 1 for count in Counter(node for node in _edges(roots) if node in targets).values())

@@ -1,35 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank of a pipeline holds of the model: the tensors of its stages, and meta tensors for all others.
+"""The tensors of a model on one rank of a pipeline: those of its own stages, and meta tensors for all others.
 
-Names, order and tied weights stay as they are. Used by pipeline; plan decides which rank holds which stages.
+Names, order and tied weights do not change. Used by pipeline; plan decides which rank holds which stages.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.core.from_meta import fill, is_as_filled
+from rankwise.parallel.pipeline.traced import tensor_places
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part, placed_like
-from rankwise.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from rankwise.parallel.pipeline.plan import StagePlan
 
 META = torch.device("meta")
 
 
 class RefuseForward:
-    """Stands before the forward of a model whose parameters are on several ranks."""
+    """A hook before the forward of a model whose parameters are on several ranks."""
 
     def __call__(self, module: nn.Module, _: object) -> None:
-        """Raise, before forward runs."""
+        """Raise before forward runs."""
         raise ConfigurationError(
             f"This {type(module).__name__} is divided into stages: no rank can run all of it.",
             do="call the step that rankwise.pipeline() returned, or its predict()",
@@ -37,15 +35,15 @@ class RefuseForward:
 
 
 def hold_own_stages(plan: StagePlan, place: int) -> list[tuple[str, torch.Tensor, int]]:
-    """Have the rank at ``place`` hold its stages on its device, and nothing else.
+    """Keep only the stages of the rank at ``place``, on its device.
 
     Returns:
-        What was on the meta device and is to be filled, with its version: name, tensor, version.
+        Tensors that were on the meta device and must be filled: name, tensor, version.
     """
     model = plan.model
     new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     empty: list[tuple[str, torch.Tensor, int]] = []
-    for name, table, key, tensor in list(_entries(model)):
+    for name, table, key, tensor in list(tensor_places(model)):
         is_own = plan.holds(name, place)
         part = own_part(tensor)
         if part.device == (plan.device if is_own else META):
@@ -63,8 +61,8 @@ def hold_own_stages(plan: StagePlan, place: int) -> list[tuple[str, torch.Tensor
 
 
 def find_unfilled(model: nn.Module, empty: list[tuple[str, torch.Tensor, int]]) -> str | None:
-    """Return the name of a tensor that nothing has been written to since, if there is one."""
-    now = {name: tensor for name, _, _, tensor in _entries(model)}
+    """Return the name of a tensor that has not been written to since, if there is one."""
+    now = {name: tensor for name, _, _, tensor in tensor_places(model)}
     for name, tensor, version in empty:
         part = own_part(tensor)
         if now.get(name) is tensor and version_of(part) == version and is_as_filled(part):
@@ -72,17 +70,8 @@ def find_unfilled(model: nn.Module, empty: list[tuple[str, torch.Tensor, int]]) 
     return None
 
 
-def _entries(model: nn.Module) -> Generator[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    for path, module in model.named_modules():
-        tables = (own_parameters(module), own_buffers(module))
-        for table in cast("tuple[dict[str, Any], ...]", tables):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    yield f"{path}.{key}" if path else key, table, key, tensor
-
-
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on another device; from the meta device so that it cannot pass for loaded."""
+    """Return a tensor on another device; one from the meta device is filled so that it cannot pass for loaded."""
     part = own_part(tensor).detach()
     if device.type == "meta":
         part = torch.empty_like(part, device="meta")
@@ -97,8 +86,8 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _leave_others(model: nn.Module, state: dict[str, Any], prefix: str, *_given: object) -> None:
-    """Have ``load_state_dict`` pass over what other ranks hold: torch would warn of each."""
-    for name, _table, _key, tensor in _entries(model):
+    """Have ``load_state_dict`` skip the tensors of other ranks: torch would warn of each."""
+    for name, _table, _key, tensor in tensor_places(model):
         given = state.get(prefix + name)
         if own_part(tensor).is_meta and isinstance(given, torch.Tensor) and given.shape == tensor.shape:
             state[prefix + name] = tensor

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a forward pass is cut into stages, and what each stage then computes, receives and sends.
+"""Where a forward pass is cut into stages, and what each stage computes, receives and sends.
 
-Pure: programs, names and costs in, stages out. Used by pipeline.
+Pure: programs, names and costs in, stages out. Used by plan and cost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 ANYWHERE = -1
-"""The stage of what depends on nothing but the model's inputs: each stage computes it for itself."""
+"""The stage of values that depend only on the model's inputs: each stage computes them itself."""
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class Stage:
     number: int
     calls: list[TracedCall] = field(default_factory=list[TracedCall])
     drops: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
-    """Values that are not needed after each call."""
+    """By call: values that are not needed after it."""
     receives: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
     changed: frozenset[int] = frozenset()
@@ -44,16 +44,16 @@ def called_blocks(program: Program) -> list[str]:
 
 
 def cuts_before(split: Sequence[str], order: Sequence[str], modules: Iterable[str], num_stages: int) -> list[int]:
-    """Return before which block of ``order`` each stage but the first begins.
+    """Return the index in ``order`` at which each stage but the first begins.
 
     Args:
         split: names of modules, each the first of a stage.
         order: the blocks, as they are called.
         modules: the names of all modules.
-        num_stages: how many stages there are to be.
+        num_stages: the wanted number of stages.
 
     Raises:
-        ConfigurationError: a name is unknown, lies in a block, is not called, or the names are not in the order of
+        ConfigurationError: a name is unknown, within a block or not called, or the names are in another order than
             the calls, or too many or too few.
     """
     known = [name for name in modules if name]
@@ -100,12 +100,12 @@ def _cut_before(name: str, order: Sequence[str], known: Sequence[str]) -> int:
 
 
 def balanced(costs: Sequence[float], num_stages: int, together: Iterable[tuple[int, int]] = ()) -> list[int]:
-    """Return the cuts that make the most expensive stage cheapest.
+    """Return the cuts that minimize the cost of the most expensive stage.
 
     Args:
         costs: per block, in the order of their calls.
-        num_stages: how many stages there are to be.
-        together: (first, last) of blocks that share a parameter, so that no cut may come between.
+        num_stages: the wanted number of stages.
+        together: (first, last) of blocks that share a parameter and must be in one stage.
 
     Raises:
         ConfigurationError: there are too few places to cut.
@@ -122,7 +122,7 @@ def balanced(costs: Sequence[float], num_stages: int, together: Iterable[tuple[i
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[place]: (cost of the most expensive stage, cuts) of what comes before the place.
+    # best[place]: (cost of the most expensive stage, cuts) of the blocks before the place.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for _ in range(num_stages - 1):
         best = {
@@ -148,16 +148,12 @@ def stages_of_blocks(order: Sequence[str], cuts: Sequence[int]) -> dict[str, int
 def cut(program: Program, stage_of: Mapping[str, int], num_stages: int) -> list[Stage]:
     """Return the stages of a program.
 
-    Functions between blocks run where their arguments are, as early as can be; what depends on the model's inputs
-    only, on every stage that needs it. A value that a later stage needs passes through the stages in between.
-
-    Args:
-        program: what forward calls.
-        stage_of: the stage of each block.
-        num_stages: how many stages there are.
+    Functions between blocks run as early as their arguments allow; those of the model's inputs alone, on every stage
+    that needs them. A value that a later stage needs passes through the stages in between. ``stage_of`` is the stage
+    of each block.
 
     Raises:
-        ConfigurationError: something stands in the way of running the stages one after the other.
+        ConfigurationError: the stages cannot run one after the other.
     """
     homes, stage_of_call = _assign(program, stage_of)
     last = num_stages - 1
@@ -176,16 +172,21 @@ def cut(program: Program, stage_of: Mapping[str, int], num_stages: int) -> list[
         stage.sends = crossing[stage.number] if stage.number < last else ()
         stage.changed = _changed(program, stage)
         stage.drops = _drops(program, stage, program.output_reads() if stage.number == last else stage.sends)
-    _check_sent(program, stages)
+        if not all(program.kinds[number].is_plain for number in stage.sends):
+            raise ConfigurationError(
+                f"A sparse tensor or a tensor that is split over ranks would be sent from stage {stage.number} to the "
+                "next.",
+                do="gather it at the end of the block: tensor_parallel leaves whole tensors between blocks",
+            )
     _check_aliases(program, stages, homes)
     return stages
 
 
 def _assign(program: Program, stage_of: Mapping[str, int]) -> tuple[dict[int, int], list[int]]:
-    """Return the stage that makes each value, and the stage of each call."""
+    """Return the stage that computes each value, and the stage of each call."""
     made: dict[int, int] = {}
     homes: dict[int, int] = {}
-    """Where a value was made, or changed last."""
+    """The stage that computed a value, or changed it last."""
     changed_ever = {number for call in program.calls for number in call.changes}
     stage_of_call: list[int] = []
     position = 0
@@ -222,7 +223,7 @@ def _assign(program: Program, stage_of: Mapping[str, int]) -> tuple[dict[int, in
 
 
 def _needed(program: Program, stage_of_call: Sequence[int], last: int) -> tuple[set[tuple[int, int]], list[list[int]]]:
-    """Return which (value, stage) are read, and on which stages each call runs: none, where nobody needs it."""
+    """Return the (value, stage) pairs that are read, and the stages each call runs on: none if no stage needs it."""
     needed = {(number, last) for number in program.output_reads()}
     runs_on: list[list[int]] = []
     for call, at in zip(reversed(program.calls), reversed(stage_of_call), strict=True):
@@ -252,19 +253,8 @@ def _drops(program: Program, stage: Stage, kept: Iterable[int]) -> list[tuple[in
     return drops[::-1]
 
 
-def _check_sent(program: Program, stages: Sequence[Stage]) -> None:
-    for stage in stages:
-        for number in stage.sends:
-            if not program.kinds[number].is_plain:
-                raise ConfigurationError(
-                    f"A sparse tensor or a tensor that is split over ranks would be sent from stage "
-                    f"{stage.number} to the next.",
-                    do="gather it at the end of the block: tensor_parallel leaves whole tensors between blocks",
-                )
-
-
 def _check_aliases(program: Program, stages: Sequence[Stage], homes: Mapping[int, int]) -> None:
-    """Refuse a change in place of a value of which another stage holds a view."""
+    """Raise if a value is changed in place while another stage holds a view of it."""
     for stage in stages:
         for index, call in enumerate(stage.calls):
             for number in call.changes:
@@ -284,24 +274,16 @@ def _check_aliases(program: Program, stages: Sequence[Stage], homes: Mapping[int
 
 
 def owners(
-    programs: Iterable[tuple[Program, Sequence[Stage]]], names: Sequence[str], stage_of: Mapping[str, int]
+    program: Program, stages: Sequence[Stage], names: Iterable[str], stage_of: Mapping[str, int]
 ) -> dict[str, set[int]]:
-    """Return the stages that use each parameter and buffer; the first where none does.
-
-    Args:
-        programs: with their stages.
-        names: of parameters and buffers.
-        stage_of: the stage of each block.
-    """
-    found: dict[str, set[int]] = {name: set() for name in names}
+    """Return the stages that use each of the named parameters and buffers; the first if none does."""
+    found: dict[str, set[int]] = {}
     for name in names:
         block = block_of(name, stage_of)
-        if block is not None:
-            found[name].add(stage_of[block])
-    for program, stages in programs:
-        for stage in stages:
-            for call in stage.calls:
-                for number in call.reads:
-                    if (name := program.states.get(number)) in found:
-                        found[name].add(stage.number)
+        found[name] = set() if block is None else {stage_of[block]}
+    for stage in stages:
+        for call in stage.calls:
+            for number in call.reads:
+                if (name := program.states.get(number)) in found:
+                    found[name].add(stage.number)
     return {name: stages or {0} for name, stages in found.items()}

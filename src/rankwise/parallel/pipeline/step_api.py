@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step that pipeline() returns: a batch through the stages of all ranks, and what else can be done with them."""
+"""The step that pipeline() returns: trains on a batch, predicts, clips gradients, and draws the schedule."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.same_inputs import describe_arguments
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
-from rankwise.parallel.pipeline.gradient_norm import clip_to_norm
 from rankwise.parallel.pipeline.link import PipelineLink
 from rankwise.parallel.pipeline.loss_on_stages import LossOnStages
 from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
 from rankwise.parallel.pipeline.picture import Picture, write_picture
 from rankwise.parallel.pipeline.program import Ref
 from rankwise.parallel.pipeline.schedule import Action, predicting_order, training_order
-from rankwise.parallel.pipeline.step_gradients import StepGradients
-from rankwise.parallel.pipeline.step_weight import StepWeight, of_given
+from rankwise.parallel.pipeline.step_gradients import StepGradients, clip_to_norm
+from rankwise.parallel.pipeline.step_weight import StepWeight
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import BatchNorm
 
@@ -77,7 +76,7 @@ class Pipeline:
         self._has_copies = copies is not None
         losses = MicroBatchLosses(own)
         self._losses = losses if weight is None and place == self._last_place else None
-        """Reads them, on the last stage."""
+        """On the last stage only."""
         self._loss = LossOnStages(
             self._losses,
             self._along,
@@ -99,10 +98,10 @@ class Pipeline:
 
         Called by: every rank; ranks of one pipeline with the same batch. :class:`rankwise.DataLoader` gives it so.
 
-        A batch is split into micro-batches of sizes as even as they go; each counts by what its loss is a mean or a sum
-        over, or by ``weight``, so that the split does not show in the result. One with fewer samples than micro-batches
-        runs in fewer. With several pipelines one may have no samples. Calls without ``zero_grad`` between them add up,
-        as backward does.
+        A batch is split into micro-batches of nearly equal size, weighted by the number their loss is a mean over or by
+        ``weight``, so that the split does not affect the result. A batch with fewer samples than micro-batches is
+        split into fewer. With several pipelines one may have no samples. Calls without ``zero_grad`` between them add
+        up, as backward does.
 
         Args:
             x: what the model is called with; tensors are [samples, ...].
@@ -112,9 +111,9 @@ class Pipeline:
             The loss of this pipeline's batch, without a graph; the same on every rank of this pipeline.
 
         Raises:
-            ConfigurationError: ``x`` and ``target`` do not go together, the ranks of the pipeline were given different
-                values (in the first steps), or an earlier step broke off.
-            CollectiveMismatch: the ranks of the pipeline were given batches of different shapes; nothing was sent.
+            ConfigurationError: ``x`` and ``target`` do not match, the ranks of the pipeline received different values
+                (in the first steps), or an earlier step was aborted.
+            CollectiveMismatch: the ranks of the pipeline received batches of different shapes; nothing was sent.
             PeerFailed: another rank failed.
         """
         samples = parts.common_samples(x, target)
@@ -122,7 +121,7 @@ class Pipeline:
             raise ConfigurationError("The batch has no samples.", do="skip it, on every rank")
         arguments = parts.arguments(x)
         self._begin("step", arguments, target)
-        # What can be refused is, before anything changes.
+        # Raises what can be refused before anything changes.
         prepared = self._prepared_step(arguments, target, samples) if samples else None
         is_read = self._is_read(prepared)
         self._gradients.begin(has_factor=is_read)
@@ -139,12 +138,12 @@ class Pipeline:
     def predict(self, x: object) -> Any:  # noqa: ANN401 - whatever the model returns
         """Return the model's output for a batch, on every rank of the pipeline, without gradients.
 
-        Called by: every rank of the pipeline, with the same batch. The model runs as ``model.train()`` or
-        ``model.eval()`` have set it.
+        Called by: every rank of the pipeline, with the same batch. The model runs in its current mode (``train()`` or
+        ``eval()``).
 
         Raises:
             ConfigurationError: the output has a tensor without a row per sample, or as for a step.
-            CollectiveMismatch: the ranks were given batches of different shapes.
+            CollectiveMismatch: the ranks received batches of different shapes.
         """
         args, kwargs = parts.arguments(x)
         samples = parts.num_samples((args, kwargs), "x")
@@ -152,16 +151,17 @@ class Pipeline:
         self._begin("predict", (args, kwargs), ())
         with torch.no_grad():
             run, programs = self._prepared((args, kwargs), sizes, None, [0.0] * len(sizes))
-            parts.check_rows([program.output_shapes() for program in programs], sizes)
+            for program, size in zip(programs, sizes, strict=True):
+                parts.check_rows(program.output_shapes(), size)
             with self._telling_others():
                 run.run(predicting_order(self._plan.schedule.name, self._plan.num_ranks, len(sizes))[self._place])
             outputs = [pytree.tree_leaves(run.outputs[number]) for number in sorted(run.outputs)]
             return self._shared(programs[0], outputs, samples)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to a norm of at most ``max_norm`` over the whole model; return what it was.
+        """Scale the gradients down to a norm of at most ``max_norm`` over the whole model; return the norm before.
 
-        Called by: every rank of the pipeline, after a step. torch's own sees the stages of one rank only.
+        Called by: every rank of the pipeline, after a step. torch's own function sees one rank's stages only.
 
         Raises:
             ConfigurationError: ``max_norm`` is negative.
@@ -177,9 +177,9 @@ class Pipeline:
 
     @contextmanager
     def measure(self) -> Generator[None]:
-        """Note when each rank computes what, in the steps inside the block; the last one is drawn by :meth:`draw`.
+        """Measure the steps inside the block; :meth:`draw` draws the last one.
 
-        Called by: every rank of the pipeline. On a GPU a step is slower meanwhile: each part is waited for.
+        Called by: every rank of the pipeline. On a GPU measured steps are slower, since each part is waited for.
         """
         self._spans = []
         try:
@@ -188,15 +188,15 @@ class Pipeline:
             self._spans = None
 
     def draw(self, path: str | Path) -> None:
-        """Draw the last measured step: what each rank did when, and how long it waited.
+        """Draw the last measured step: when each rank computed, and when it waited.
 
-        Called by: any ranks; the one of the world's rank zero writes, and the others do nothing.
+        Called by: any ranks; rank zero of the world writes, and the others do nothing.
 
         Args:
             path: ends in ``.svg``, or in ``.png``, which needs matplotlib.
 
         Raises:
-            ConfigurationError: no step was measured, the file's ending is another, or there is no such folder.
+            ConfigurationError: no step was measured, the ending is unknown, or the folder does not exist.
         """
         if self._picture is None:
             raise ConfigurationError(
@@ -212,7 +212,7 @@ class Pipeline:
 
     @property
     def stages(self) -> list[StageReport]:
-        """What each stage is: its rank, its blocks, its share of the cost."""
+        """The rank, blocks and share of the cost of each stage."""
         return self._plan.reports()
 
     def __str__(self) -> str:
@@ -226,7 +226,7 @@ class Pipeline:
     # -- a step ------------------------------------------------------------------------------------
 
     def _begin(self, what: str, arguments: tuple[tuple[Any, ...], dict[str, Any]], target: object) -> None:
-        """Find out whether every rank of the pipeline does the same, before anything is sent: Gloo would abort."""
+        """Check that every rank of the pipeline does the same, before anything is sent: Gloo would abort."""
         if self._broken is not None:
             raise ConfigurationError(
                 "An earlier step of this pipeline was aborted, and other ranks are waiting in the middle of it.",
@@ -244,7 +244,7 @@ class Pipeline:
     def _prepared_step(
         self, arguments: tuple[tuple[Any, ...], dict[str, Any]], target: object, samples: int
     ) -> tuple[StepRun, Sequence[Sequence[Action]], float]:
-        """Return the step with its actions, and what its loss is a mean over."""
+        """Return the step, its actions, and the number its loss is a mean over."""
         plan = self._plan
         count = plan.schedule.most(min(self._num_micro_batches, samples), plan.num_ranks)
         sizes = parts.sizes_of(samples, count)
@@ -261,14 +261,14 @@ class Pipeline:
         return run, training_order(plan.schedule.name, plan.num_ranks, count), total
 
     def _is_read(self, prepared: tuple[StepRun, Sequence[Sequence[Action]], float] | None) -> bool:
-        """Return whether the losses of a step say what its gradients count. The same on every rank."""
+        """Return whether the weight of a step is read from its losses; the same on every rank."""
         is_elsewhere = self._has_copies or self._piped.on_mean is not None
         return self._weight is None and (is_elsewhere or prepared is None or len(prepared[0].micro_batches) > 1)
 
     def _train(
         self, prepared: tuple[StepRun, Sequence[Sequence[Action]], float] | None, samples: int, *, is_read: bool
     ) -> tuple[torch.Tensor, StepWeight]:
-        """Run a step; return its loss, and what its gradients count."""
+        """Run a step; return its loss, and the weight of its gradients."""
         run, order, total = prepared or (None, (), 0.0)
         if self._losses is not None:
             self._losses.begin(samples)
@@ -282,7 +282,7 @@ class Pipeline:
             if self._along is not None:
                 self._along.detector.recorder.note_step(self._num_begun)
         losses = [] if run is None else run.losses
-        step, loss = of_given(total), None
+        step, loss = StepWeight(1.0, total, total, None), None
         if is_read:
             with self._telling_others():
                 step, loss = self._loss.agree(losses)
@@ -292,7 +292,7 @@ class Pipeline:
 
     @contextmanager
     def _telling_others(self) -> Generator[None]:
-        """Where a step breaks off inside, tell the ranks that wait for the rest of it."""
+        """If the block raises, notify the ranks that wait for the rest of the step."""
         try:
             yield
         except BaseException as error:
@@ -310,7 +310,7 @@ class Pipeline:
             raise
 
     def _warn_of_states(self, program: Program) -> None:
-        """Say once what happens per micro-batch instead of once per batch."""
+        """Warn once about states that change per micro-batch instead of per batch."""
         model = self._plan.model
         norms = [n for n, module in model.named_modules() if isinstance(module, BatchNorm) and module.training]
         others = [name for name in program.changed_states if name.rpartition(".")[0] not in norms]
@@ -380,7 +380,7 @@ class Pipeline:
         if self._spans is None:
             return 0.0
         self._spans.clear()
-        # The ranks' clocks need not agree, so each counts from where all have met.
+        # Clocks of ranks may differ, so each counts from this meeting.
         if self._along is not None:
             self._along.barrier("beginning of a measured step")
         return now(self._plan.device)

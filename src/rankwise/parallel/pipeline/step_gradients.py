@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a step, put right when the losses of all its micro-batches are known; those of earlier steps stay."""
+"""Gradients of a step, scaled when the losses of all its micro-batches are known; and their norm over all ranks.
+
+Gradients of earlier steps stay as they are. Used by step_api.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rankwise.parallel.core.earlier_gradients import Earlier, add_back, restore, set_aside
+from rankwise.parallel.core.accumulation import Earlier, add_back, restore, set_aside
 from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
@@ -25,15 +29,7 @@ class StepGradients:
     """The gradients of this rank's stages: :meth:`begin`, compute them, :meth:`finish`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], copies: Exchange | None, what: str) -> None:
-        """Open channels to the copies of the pipeline.
-
-        Called by: every rank, in one order.
-
-        Args:
-            parameters: of this rank's stages.
-            copies: the ranks with the same stages; ``None`` where there are none.
-            what: the gradients are of, in words.
-        """
+        """Open channels to ``copies``, the ranks with the same stages. Called by: every rank, in one order."""
         self._parameters = parameters
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets: GradientBuckets | None = None
@@ -42,32 +38,25 @@ class StepGradients:
         self._earlier: Earlier = []
 
     def begin(self, *, has_factor: bool) -> None:
-        """Keep what earlier steps have left from being scaled or averaged again.
-
-        Args:
-            has_factor: whether the step may have a factor other than one.
-        """
+        """Keep gradients of earlier steps from being scaled or averaged again."""
         if self._buckets is not None:
             self._buckets.start_over()
             self._earlier = set_aside(self._trained)
         elif has_factor:
-            # Backward keeps adding to the gradients themselves: without a factor the sum is the same to the bit.
+            # Backward keeps adding to the gradients themselves: without a factor the sum is bitwise the same.
             self._earlier = [(p, own_part(p.grad).detach().clone()) for p in self._parameters if p.grad is not None]
 
     def give_up(self) -> None:
-        """Put back what earlier steps have left, after a step that broke off."""
+        """Put back the gradients of earlier steps, after a step that failed."""
         if self._buckets is not None:
             restore(self._trained, self._earlier)
         self._earlier = []
 
     @torch.no_grad()
     def finish(self, step: StepWeight) -> float:
-        """Make the gradients of the step what one device computes of all copies' batches.
+        """Make the gradients what one device computes of all copies' batches; return what they are the mean over.
 
         Called by: every rank of the pipeline and of its copies.
-
-        Returns:
-            What they are the mean over.
         """
         total = step.divisor
         if self._buckets is not None:
@@ -90,3 +79,22 @@ class StepGradients:
             foreach.mul_(parts, factor)
         if earlier:
             foreach.add_(added_to, earlier)
+
+
+def clip_to_norm(
+    parameters: Sequence[nn.Parameter], max_norm: float, exchange: Exchange | None, device: torch.device
+) -> torch.Tensor:
+    """Scale gradients down to a 2-norm of at most ``max_norm`` over all ranks, and return the norm before.
+
+    Called by: every rank of ``exchange``, each with parameters that no other rank has.
+    """
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    own: Any = get_total_norm([cast("torch.Tensor", parameter.grad) for parameter in trained])
+    if own_part(own) is not own:
+        own = own.full_tensor()
+    square = own.to(device, torch.float64).square()
+    if exchange is not None:
+        square = exchange.all_reduce(square, what="norm of the gradients")
+    norm = square.sqrt().to(own.dtype)
+    clip_grads_with_norm_(trained, max_norm, norm)
+    return norm

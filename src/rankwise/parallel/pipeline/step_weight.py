@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gradients of a step count, once the losses of all its micro-batches are known. Values only.
+"""The weight of the gradients of a step, once the losses of all its micro-batches are known. Values only.
 
-Each micro-batch's gradients were scaled by what its loss is a mean over, as a multiple of what the first one's is: one
-factor for all of them is left.
+The gradients of each micro-batch were scaled by the number its loss is a mean over, relative to the first one's: one
+factor for all of them remains.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankwise.parallel.loss.reports import MOST_TERMS, REPORT_LENGTH, Mode, combine
@@ -20,52 +19,36 @@ if TYPE_CHECKING:
     from rankwise.parallel.loss.reports import GlobalLoss, TermReadings
 
 
-@dataclass(frozen=True, slots=True)
-class StepWeight:
-    """What the gradients of a step of one copy of the pipeline count."""
+class StepWeight(NamedTuple):
+    """The weight of the gradients of a step of one copy of the pipeline."""
 
     factor: float
-    """What makes the copy's loss and gradients those of its batch."""
+    """Turns the copy's loss and gradients into those of its batch."""
     share: float
-    """What its gradients count in the sum over copies; the factor is in it."""
+    """The weight of its gradients in the sum over copies, including the factor."""
     divisor: float
-    """This copy's part of what that sum is divided by."""
+    """This copy's part of the divisor of that sum."""
     total: float | None
-    """What the gradients of all copies together are the mean over; ``None`` where it is the sum of the divisors."""
-
-    def numbers(self) -> list[float]:
-        """Return all of it, to be sent."""
-        return [self.factor, self.share, self.divisor, self.total or 0.0]
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> StepWeight:
-        """Return what was sent."""
-        factor, share, divisor, total = numbers
-        return cls(factor, share, divisor, total)
+    """The number that the gradients of all copies are the mean over; ``None``: the sum of the divisors."""
 
 
 NO_STEP = StepWeight(1.0, 0.0, 0.0, 0.0)
-"""In the place of what another rank will tell."""
-
-
-def of_given(total: float) -> StepWeight:
-    """Return the weight of a step whose micro-batches' shares were known before it."""
-    return StepWeight(1.0, total, total, None)
+"""Stands for a weight that another rank will send."""
 
 
 class CopyLosses(NamedTuple):
     """The losses of the micro-batches of one copy of the pipeline in a step."""
 
     counted: float
-    """Samples of the micro-batches, times what each was scaled with on top of its share of the samples."""
+    """Samples of the micro-batches, each times its scale beyond its share of the samples."""
     num_unlike: float
-    """Micro-batches that were averaged by samples, since no one number scales all terms of their losses."""
+    """Micro-batches that were averaged by samples, since no single number scales all terms of their losses."""
     num_penalties: float
     """Micro-batches whose loss has terms of parameters alone."""
     amounts: tuple[float, ...]
-    """[MOST_TERMS], what each term is a mean over, in all micro-batches together."""
+    """[MOST_TERMS], the number each term is a mean over, summed over micro-batches."""
     reports: tuple[float, ...]
-    """[REPORT_LENGTH], the sum of what each micro-batch reports."""
+    """[REPORT_LENGTH], the sum of the reports of the micro-batches."""
 
     @property
     def num_samples(self) -> float:
@@ -73,12 +56,12 @@ class CopyLosses(NamedTuple):
         return self.reports[1]
 
     def numbers(self) -> list[float]:
-        """Return all of it, to be sent."""
+        """Return all fields as one list."""
         return [self.counted, self.num_unlike, self.num_penalties, *self.amounts, *self.reports]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> CopyLosses:
-        """Return what was sent."""
+        """Return the inverse of :meth:`numbers`."""
         counted, num_unlike, num_penalties, *rest = numbers
         return cls(counted, num_unlike, num_penalties, tuple(rest[:MOST_TERMS]), tuple(rest[MOST_TERMS:]))
 
@@ -88,12 +71,12 @@ NOTHING = CopyLosses(0.0, 0.0, 0.0, (0.0,) * MOST_TERMS, (0.0,) * REPORT_LENGTH)
 
 
 class StepLosses(NamedTuple):
-    """What the losses of all copies together amount to."""
+    """The losses of all copies together."""
 
     combined: GlobalLoss
     is_sum: bool
     by_samples: bool
-    """Whether micro-batches or copies are averaged by samples, since the loss shows nothing better."""
+    """Whether micro-batches or copies are averaged by samples, since the loss shows no better weight."""
 
     def weight_of(self, copies: Sequence[CopyLosses], place: int) -> StepWeight:
         """Return the weight of the step of the copy at ``place``."""
@@ -107,7 +90,7 @@ class StepLosses(NamedTuple):
         factor = own.num_samples / own.counted if own.counted else 1.0
         weight, total = own.num_samples, combined.num_samples
         if not self.by_samples:
-            # Multiples of the samples, so that a mean over samples has the very numbers that samples give.
+            # Multiples of the samples, so that a mean over samples is bitwise the same.
             first = next((_per_sample(one) for one in copies if any(one.amounts)), None)
             weight *= 0.0 if first is None else times(_per_sample(own), first) or 0.0
             total = combined.weight
@@ -115,17 +98,17 @@ class StepLosses(NamedTuple):
 
 
 def settled(copies: Sequence[CopyLosses], readings: TermReadings, place: CallSite | None) -> StepLosses | None:
-    """Return what the losses of all copies amount to; ``None`` where they are not of the same terms.
+    """Return the losses of all copies together; ``None`` if they do not have the same terms.
 
-    Called by: the last stage of each copy, with the same.
+    Called by: the last stage of each copy, with the same ``copies``.
 
     Args:
         copies: their losses.
-        readings: of sums over numbers, in earlier steps.
+        readings: of divided sums, in earlier steps.
         place: the line of the step.
 
     Raises:
-        ConfigurationError: a sum over a number can be read in two ways.
+        ConfigurationError: a sum divided by a number is ambiguous.
     """
     combined = combine([sum(column) for column in zip(*(copy.reports for copy in copies), strict=True)])
     if not combined.num_active:
@@ -147,9 +130,9 @@ def settled(copies: Sequence[CopyLosses], readings: TermReadings, place: CallSit
 
 
 def _with_shares(combined: GlobalLoss) -> GlobalLoss:
-    """Read a sum over a size of each micro-batch as a mean, unless that is the size of the whole batch too.
+    """Read a sum divided by the size of each micro-batch as a mean, unless that is the size of the whole batch too.
 
-    Micro-batches are nearly always of one size, where ranks are not: any multiple of the batch's would be in doubt.
+    Micro-batches, unlike ranks, nearly always have one size, so any multiple of the batch's would be ambiguous.
     """
     terms = [
         term._replace(reading="share")
@@ -161,11 +144,7 @@ def _with_shares(combined: GlobalLoss) -> GlobalLoss:
 
 
 def times(amounts: Sequence[float], first: Sequence[float]) -> float | None:
-    """Return which multiple of ``first`` the amounts are, exactly one where that is a matter of rounding.
-
-    Returns:
-        ``None`` where some are another multiple than others.
-    """
+    """Return the multiple of ``first`` that all amounts are, exactly 1.0 if close to it; ``None`` if they differ."""
     multiple = next((one / other for one, other in zip(amounts, first, strict=True) if other), 0.0)
     if not all(math.isclose(one, other * multiple, rel_tol=1e-9) for one, other in zip(amounts, first, strict=True)):
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's forward pass as a list of calls: of its blocks, and of the functions between them.
 
-Made by running the model's own ``forward`` once on tensors without data, so that nothing is computed or changed.
-Knows nothing of ranks or stages. Used by pipeline.
+Recorded by running the model's own ``forward`` once on tensors without data, so nothing is computed or changed. Knows
+nothing of ranks or stages. Used by plan.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 TARGET_WORDS = "move this part of forward into a module of its own: a block runs unchanged"
 MOST_DEPTH = 4
-"""So deep tensors are looked for in what is no tree of them."""
+"""Depth to which objects other than trees are searched for tensors."""
 
 
 def trace(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], blocks: Iterable[str], device: torch.device
 ) -> Program:
-    """Return what ``model(*args, **kwargs)`` calls, without computing it.
+    """Return the calls of ``model(*args, **kwargs)``, without computing them.
 
-    Sizes become constants: a program holds for inputs of the same shapes, in the same mode of the model.
+    Sizes become constants: a program is valid for inputs of the same shapes, in the same mode of the model.
 
     Args:
         model: its parameters may be meta tensors.
         args: tensors, and trees of them.
         kwargs: likewise.
-        blocks: names of the modules whose calls are kept whole.
-        device: where the parameters are taken to be.
+        blocks: names of the modules whose calls are not traced inside.
+        device: the device that the parameters are assumed to be on.
 
     Raises:
-        ConfigurationError: what forward does depends on values, or cannot be followed.
+        ConfigurationError: forward depends on values, or cannot be traced.
     """
     from rankwise.torch_private import fake  # noqa: PLC0415 - takes long to import
 
@@ -104,7 +104,7 @@ def _depends_on_values(error: Exception, within: str | None) -> ConfigurationErr
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down calls while a forward pass runs."""
+    """Records calls while a forward pass runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _Recorder(TorchFunctionMode):
         self.randomness = _Randomness()
         self.python_randomness = PythonRandomness()
         self.within: str | None = None
-        """The block that is being run."""
+        """The block that is running."""
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
         self._split_states: dict[int, int] = {}
@@ -122,7 +122,7 @@ class _Recorder(TorchFunctionMode):
         self._autocast = autocast_state()
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Give ``tensor`` a new number, by which it goes from here on."""
+        """Give ``tensor`` a new number."""
         number = self._next
         self._next += 1
         self._numbers[id(tensor)] = number
@@ -131,7 +131,7 @@ class _Recorder(TorchFunctionMode):
         return number
 
     def name_state(self, name: str, stand_in: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Know a parameter or buffer, by what stands in for it and by itself."""
+        """Register a parameter or buffer and its stand-in under one number."""
         number = self.number(stand_in)
         self._numbers[id(tensor)] = number
         if own_part(stand_in) is not stand_in:
@@ -139,7 +139,7 @@ class _Recorder(TorchFunctionMode):
         self.program.states[number] = name
 
     def follow(self, name: str, module: nn.Module) -> list[Any]:
-        """Keep the calls of a module whole."""
+        """Record calls of a module as one call each."""
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._depth += 1
@@ -162,7 +162,7 @@ class _Recorder(TorchFunctionMode):
         ]
 
     def check_randomness(self) -> None:
-        """Raise if forward has drawn numbers that are not torch's outside of blocks."""
+        """Raise if forward has drawn numbers from Python or NumPy between blocks."""
         if self.python_randomness.has_moved():
             raise ConfigurationError(
                 "forward draws random numbers from Python or NumPy between blocks.",
@@ -237,7 +237,7 @@ class _Recorder(TorchFunctionMode):
 
     def _ref(self, tensor: torch.Tensor, target: object) -> Ref:
         number = self._numbers.get(id(tensor))
-        # What an autograd.Function returns was seen within it, where gradients are off.
+        # The result of an autograd.Function was seen within it, where gradients are off.
         if number is None or self.program.kinds[number].requires_grad != tensor.requires_grad:
             state = self._split_states.get(memory_key(own_part(tensor)))
             if state is not None:
@@ -253,7 +253,7 @@ class _Recorder(TorchFunctionMode):
         return Ref(number)
 
     def _write_own_part(self, state: int, tensor: torch.Tensor) -> int:
-        """Note that ``tensor`` is what this rank holds of a parameter: ``to_local`` is no function of torch's."""
+        """Record ``to_local`` of a parameter, which torch does not report as a function call."""
         leaves, spec = pytree.tree_flatten(((Ref(state),), {}))
         number = self.number(tensor)
         call = TracedCall(
@@ -271,7 +271,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _Randomness(DispatchMode):
-    """Notices random operators: what draws cannot be drawn again on another rank."""
+    """Notices random operators: other ranks cannot draw the same numbers again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,35 +289,39 @@ class _Randomness(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def tensor_places(model: nn.Module) -> Generator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """Yield every place of each parameter and buffer: its name, the table that holds it, the key there, the tensor."""
+    for path, module in model.named_modules():
+        tables = (own_parameters(module), own_buffers(module))
+        for table in cast("tuple[dict[str, Any], ...]", tables):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    yield f"{path}.{key}" if path else key, table, key, tensor
+
+
 @contextmanager
 def _stood_in(model: nn.Module, mode: FakeTensorMode, device: torch.device, recorder: _Recorder) -> Generator[None]:
-    """Have tensors without data stand in for the parameters and buffers of ``model``."""
+    """Replace the parameters and buffers of ``model`` with tensors without data."""
     stand_ins: dict[int, torch.Tensor] = {}
-    swapped: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
-    for path, module in model.named_modules():
-        for table in (own_parameters(module), own_buffers(module)):
-            for key, tensor in table.items():
-                if tensor is None:
-                    continue
-                name = f"{path}.{key}" if path else key
-                swapped.append((table, key, tensor, name))
-                if id(tensor) not in stand_ins:
-                    stand_ins[id(tensor)] = stand_in = _stand_in(tensor, mode, device)
-                    recorder.name_state(name, stand_in, tensor)
+    swapped = list(tensor_places(model))
+    for name, _, _, tensor in swapped:
+        if id(tensor) not in stand_ins:
+            stand_ins[id(tensor)] = stand_in = _stand_in(tensor, mode, device)
+            recorder.name_state(name, stand_in, tensor)
     try:
-        for table, key, tensor, _ in swapped:
+        for _, table, key, tensor in swapped:
             table[key] = stand_ins[id(tensor)]
         yield
-        replaced = [name for table, key, tensor, name in swapped if table.get(key) is not stand_ins[id(tensor)]]
+        replaced = [name for name, table, key, tensor in swapped if table.get(key) is not stand_ins[id(tensor)]]
         if replaced:
             raise ConfigurationError(
                 f"forward replaces {replaced[0]}, which pipeline() does not support.",
                 evidence=f"replaced: {', '.join(replaced)}",
                 do="change it in place: self.buffer.copy_(...)",
             )
-        recorder.program.note_changed(name for *_, tensor, name in swapped if _version(stand_ins[id(tensor)]) > 0)
+        recorder.program.note_changed(name for name, *_, tensor in swapped if _version(stand_ins[id(tensor)]) > 0)
     finally:
-        for table, key, tensor, _ in swapped:
+        for _, table, key, tensor in swapped:
             table[key] = tensor
 
 
@@ -336,18 +340,18 @@ def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) 
 def _kind(tensor: torch.Tensor) -> TensorKind:
     part = own_part(tensor)
     is_plain = part is tensor and part.layout is torch.strided
-    # empty_like gives strides without holes: the tensor's own where it has none.
+    # empty_like gives strides without gaps: the tensor's own if it has none.
     stride = torch.empty_like(part, device="meta").stride() if is_plain else ()
     storage = memory_key(part) if is_plain else -1
     return TensorKind(tuple(part.shape), tuple(stride), part.dtype, tensor.requires_grad, storage, is_plain)
 
 
-def _own_part_of(parameter: Any) -> torch.Tensor:  # noqa: ANN401 - a DTensor, imported by whoever made it
+def _own_part_of(parameter: Any) -> torch.Tensor:  # noqa: ANN401 - a DTensor, whose import takes long
     return parameter.to_local()
 
 
 def _hides_fake(value: object, depth: int = 0) -> bool:
-    """Return whether an object that is no tree holds a tensor of this run, as a cache of keys and values does."""
+    """Return whether an object contains a tensor of this run, as a cache of keys and values does."""
     if isinstance(value, torch.Tensor):
         return _is_fake(own_part(value))
     if depth == MOST_DEPTH or isinstance(value, torch.nn.Module | type):

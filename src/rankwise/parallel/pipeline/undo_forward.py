@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as it was before it ran: what forward wrote to its modules is taken back, and Python's random numbers too.
+"""Undoing what a forward pass did to the attributes of modules and to Python's random numbers.
 
-Values of tensors stay as forward has left them. Used by traced and cost.
+Values of tensors are not restored. Used by traced and cost.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def left_as_it_was(model: nn.Module) -> Generator[None]:
-    """Take back, after the block, what its modules have as attributes, and what is in their lists and dicts.
+    """Restore, after the block, the attributes of all modules, and the contents of their lists, dicts and sets.
 
-    A cache that forward makes when it first runs would otherwise hold tensors without data, or be on one rank only.
+    A cache that forward builds when it first runs would otherwise hold tensors without data, or be on one rank only.
     """
     before = [(module, dict(module.__dict__)) for module in model.modules()]
-    inside = [
+    inside: list[tuple[Any, Any]] = [
         (value, value.copy())
         for _, attributes in before
         for value in attributes.values()
@@ -37,19 +37,15 @@ def left_as_it_was(model: nn.Module) -> Generator[None]:
             module.__dict__.clear()
             module.__dict__.update(attributes)
         for value, content in inside:
-            _refill(value, content)
-
-
-def _refill(value: Any, content: Any) -> None:  # noqa: ANN401 - a dict, list or set, and a copy of it
-    if isinstance(value, list):
-        cast("list[Any]", value)[:] = content
-    else:
-        value.clear()
-        value.update(content)
+            value.clear()
+            if isinstance(value, list):
+                value.extend(content)
+            else:
+                value.update(content)
 
 
 class PythonRandomness:
-    """Where Python's and NumPy's random numbers stand: a program knows those drawn while it was made only."""
+    """The state of Python's and NumPy's random numbers: a program contains the numbers drawn while it was traced."""
 
     def __init__(self) -> None:
         self._state = _state()
@@ -60,12 +56,10 @@ class PythonRandomness:
 
     def put_back(self) -> None:
         """Have the same numbers drawn again."""
-        state = self._state
-        random.setstate(state[0])
-        numpy = sys.modules.get("numpy.random")
-        if numpy is not None and state[1] is not None:
-            kind, keys, *rest = state[1]
-            numpy.set_state((kind, list(keys), *rest))
+        of_python, of_numpy = self._state
+        random.setstate(of_python)
+        if of_numpy is not None:
+            sys.modules["numpy.random"].set_state(of_numpy)
 
 
 def _state() -> tuple[Any, Any]:
@@ -73,4 +67,4 @@ def _state() -> tuple[Any, Any]:
     if numpy is None:
         return random.getstate(), None
     kind, keys, *rest = numpy.get_state()
-    return random.getstate(), (kind, tuple(keys.tolist()), *rest)
+    return random.getstate(), (kind, keys.tolist(), *rest)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that meet on different devices: brought to one, with their gradients' way back.
-
-Knows nothing of plans. Imported by place.
-"""
+"""Tensors on different devices that are used together: moved to one device, differentiably. Imported by place."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _COPIES = {torch.Tensor.to, torch.Tensor.copy_, torch.Tensor.type_as, torch.Tensor.set_}
-"""Calls that are meant to have tensors of different devices."""
+"""Calls that take tensors of different devices."""
 
 _IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in (
     "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor"
@@ -27,7 +24,7 @@ _IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in (
 
 
 def moved(values: Any, device: torch.device) -> Any:  # noqa: ANN401 - any tree
-    """Return a tree with its tensors on ``device``; the same tree where they are there already."""
+    """Return a tree with its tensors on ``device``; the same tree if they are there already."""
     leaves, spec = pytree.tree_flatten(values)
     if all(not isinstance(leaf, torch.Tensor) or leaf.device == device for leaf in leaves):
         return values
@@ -36,10 +33,10 @@ def moved(values: Any, device: torch.device) -> Any:  # noqa: ANN401 - any tree
 
 
 class CrossDeviceMode(TorchFunctionMode):
-    """Lets the forward of an open module combine values of parts on different devices.
+    """Lets the forward of an open module combine tensors of parts on different devices.
 
-    What such a forward calculates itself (``x + y``, ``torch.cat``) runs where the part ran that was called last;
-    what changes a tensor in place, where that tensor is. Inside the parts it does nothing: they have one device.
+    Calls of such a forward (``x + y``, ``torch.cat``) run where the last part ran; calls that change a tensor in place,
+    where that tensor is. Inside parts, which have one device, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -49,22 +46,22 @@ class CrossDeviceMode(TorchFunctionMode):
         self._inside: list[bool] = []
 
     def begin(self) -> None:
-        """Begin to look at calls: the whole model begins to run."""
+        """Start looking at calls, when the whole model begins to run."""
         self.end()
         self._inside.clear()
         self.is_active = True
         self.__enter__()
 
     def end(self) -> None:
-        """End what :meth:`begin` began, or what an interrupt has left of it."""
+        """Stop looking at calls, also after an interrupt."""
         if self.is_active and is_innermost(self):
             self.__exit__(None, None, None)
         self.is_active = False
 
     def enter_part(self, device: torch.device) -> None:
-        """Look away: a part of the model begins to run on its device."""
+        """Ignore calls while a part runs on its device."""
         self.device = device
-        # Out of the way where possible: even looking away takes time in every call.
+        # Taken off the stack where possible: ignoring a call takes time too.
         is_out = is_innermost(self)
         if is_out:
             pop_function_mode()
@@ -89,7 +86,7 @@ class CrossDeviceMode(TorchFunctionMode):
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
             changed = _changed(func, tensors, kwargs)
-            # What is known to be there already is where the next part will mostly want it.
+            # The next part mostly runs on the device of the last one.
             there = self.device if self.device in devices else tensors[0].device
             there = there if changed is None else changed.device
             return func(*moved(args, there), **moved(kwargs, there))
@@ -97,7 +94,7 @@ class CrossDeviceMode(TorchFunctionMode):
 
 
 def _changed(func: Callable[..., Any], tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return a tensor that a call writes into, or ``None`` where all it returns is new."""
+    """Return a tensor that a call writes into, or ``None`` if all it returns is new."""
     out = [leaf for leaf in pytree.tree_leaves(kwargs.get("out")) if isinstance(leaf, torch.Tensor)]
     if out:
         return out[0]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which devices this process has for weights, and how much each has room for.
-
-Reads only. Imported by place.
-"""
+"""The devices of this process, and the free memory of each. Reads only. Imported by place."""
 
 from __future__ import annotations
 
@@ -23,14 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MARGIN = 0.1
-"""Part of the free memory that is left for everything that is not counted."""
+"""Share of the free memory left for everything that is not counted."""
 
 
 def device_name(device: object) -> str:
-    """Return a device as a plan names it: ``"cuda:0"``, ``"cpu"``, ``"disk"``.
-
-    Args:
-        device: such a name, a number of a GPU, or a ``torch.device``.
+    """Return the name in a plan (``"cuda:0"``, ``"cpu"``, ``"disk"``) of a name, GPU number or ``torch.device``.
 
     Raises:
         ConfigurationError: there is no such device.
@@ -50,20 +44,18 @@ def device_name(device: object) -> str:
 
 
 def default_budgets(already_bytes: Mapping[str, int], offload_folder: str | os.PathLike[str] | None) -> dict[str, int]:
-    """Return what is free on each device of this process, less a margin: GPUs, then the CPU, then disk.
+    """Return the free bytes on each device of this process, less a margin: GPUs, then the CPU, then disk.
 
-    In a joined world the GPUs and the memory of a machine are divided among its ranks.
-
-    Args:
-        already_bytes: what the model itself takes now, per device.
-        offload_folder: the folder on the disk to use, or ``None``.
+    In a joined world the GPUs and the memory of a machine are divided among its ranks. ``already_bytes`` is the current
+    size of the model itself on each device.
     """
     budgets: dict[str, int] = {}
     for index in _own_gpus():
         free_here, name = accelerator.free_bytes(index), accelerator.example(index)
         if free_here is not None:
             budgets[name] = int(free_here * (1 - MARGIN)) + already_bytes.get(name, 0)
-    free = int(_free_memory_bytes() * (1 - MARGIN)) // _num_local_ranks()
+    session = current_or_none()
+    free = int(_free_memory_bytes() * (1 - MARGIN)) // (1 if session is None else session.world.local_world_size)
     budgets["cpu"] = free + already_bytes.get("cpu", 0)
     if offload_folder is not None:
         budgets["disk"] = free_disk_bytes(offload_folder)
@@ -71,7 +63,7 @@ def default_budgets(already_bytes: Mapping[str, int], offload_folder: str | os.P
 
 
 def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return what is free on the disk of a folder, which need not be there yet."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     place = Path(folder).absolute()
     there = next(one for one in (place, *place.parents) if one.exists())
     return shutil.disk_usage(there).free
@@ -89,13 +81,8 @@ def _own_gpus() -> list[int]:
     return list(range(begin, end))
 
 
-def _num_local_ranks() -> int:
-    session = current_or_none()
-    return 1 if session is None else session.world.local_world_size
-
-
 def _free_memory_bytes() -> int:
-    """Return what the kernel would give this process, within the limit of its control group.
+    """Return the memory available to this process, within the limit of its control group.
 
     Source: proc_meminfo(5) ``MemAvailable``; cgroup-v2.rst ``memory.max``, ``memory.current``.
     """

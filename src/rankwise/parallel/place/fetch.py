@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running parts of a model whose weights wait elsewhere: fetched when needed, the next part ahead of time.
+"""Running parts of a model whose weights are elsewhere: fetched when needed, the next part ahead of time.
 
-While a part runs, its modules see fetched weights in place of their parameters; what autograd keeps for backward is a
-note where to fetch them again. Gradients arrive at the parameters themselves. Holds at most two parts in memory, and
-knows nothing of plans and files. Imported by place.
+While a part runs, its modules see fetched weights in place of their parameters; autograd keeps a note for backward of
+where to fetch them again. Parameters stay registered, and gradients arrive at them. At most two parts are in memory.
+Imported by place and hooks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import nn
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.torch_private.autograd import (
     NO_GRAPH,
     graph_task,
@@ -26,19 +27,128 @@ from rankwise.torch_private.autograd import (
     run_after_backward,
     version_of,
 )
+from rankwise.torch_private.modules import own_parameters, update_flat_weights
 from rankwise.torch_private.tensors import is_zero_tensor
 from rankwise.world.device.streams import current_stream, new_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rankwise.parallel.place.offloaded import OffloadedPart
+    from rankwise.parallel.place.units import Unit
     from rankwise.torch_private.autograd import Hooks
+
+
+@dataclass(frozen=True, slots=True)
+class _ParameterSlot:
+    """A place where a module of a part holds a parameter."""
+
+    module: ref[nn.Module]
+    attribute: str
+    number: int
+    """Of the parameter that the module was placed with."""
+
+    @property
+    def parameter(self) -> torch.Tensor | None:
+        """The tensor that is there now, perhaps put there by functional_call."""
+        module = self.module()
+        return None if module is None else own_parameters(module).get(self.attribute)
+
+
+class OffloadedPart:
+    """A part of a model, and the device it runs on. Only parameters are fetched.
+
+    Refers to its modules weakly, since their hooks refer to it.
+    """
+
+    def __init__(self, unit: Unit, device: torch.device) -> None:
+        self.name = unit.name
+        self.device = device
+        self.parameters = unit.parameters
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self._places = [
+            _ParameterSlot(ref(slot.module), slot.attribute, numbers[id(slot.tensor)])
+            for slot in unit.slots
+            if slot.is_parameter
+        ]
+        self._shown: list[tuple[_ParameterSlot, torch.Tensor | None]] = []
+        self._depth = 0
+        """The number of nested calls that are running."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a call of the part is running."""
+        return self._depth > 0
+
+    def enter(self) -> None:
+        """Note that a call begins, perhaps within another one."""
+        self._depth += 1
+
+    def leave(self) -> None:
+        """Note that a call has ended."""
+        self._depth -= 1
+
+    def abandon(self) -> None:
+        """Note that all calls have ended, after an interrupt."""
+        self._depth = 0
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that hold its parameters, each once."""
+        return list({id(module): module for place in self._places if (module := place.module()) is not None}.values())
+
+    @property
+    def is_as_placed(self) -> bool:
+        """Whether the modules still hold the parameters they were placed with."""
+        return all(place.parameter is self.parameters[place.number] for place in self._places)
+
+    def show(self, tensors: list[torch.Tensor]) -> None:
+        """Have the modules see ``tensors`` in place of the parameters, which stay registered."""
+        for place in self._places:
+            self._show(place, tensors[place.number])
+
+    def show_replaced(self) -> None:
+        """Have the modules see the tensors they hold now, moved to the device of the part."""
+        copies: dict[int, torch.Tensor] = {}
+        for place in self._places:
+            parameter = place.parameter
+            if parameter is not None:
+                if id(parameter) not in copies:
+                    copies[id(parameter)] = parameter.to(self.device)
+                self._show(place, copies[id(parameter)])
+
+    def _show(self, place: _ParameterSlot, tensor: torch.Tensor) -> None:
+        module = place.module()
+        if module is not None:
+            self._shown.append((place, place.parameter))
+            # An attribute of the object hides what nn.Module.__getattr__ finds.
+            module.__dict__[place.attribute] = tensor
+
+    def hide(self) -> None:
+        """Have the modules see their parameters again."""
+        shown, self._shown = self._shown, []
+        for place, _ in shown:
+            module = place.module()
+            if module is not None:
+                module.__dict__.pop(place.attribute, None)
+        for module in {module for place, _ in shown if isinstance(module := place.module(), nn.RNNBase)}:
+            # torch keeps a list of the weights it ran with, which would keep the fetched ones alive.
+            update_flat_weights(module)
+
+    def check_shown(self, module: nn.Module) -> None:
+        """Raise a ConfigurationError if a parameter of ``module`` was replaced while the part runs with the old one."""
+        for place, parameter in self._shown:
+            if place.module() is module and place.parameter is not parameter and place.attribute in vars(module):
+                raise ConfigurationError(
+                    f"{place.attribute} of a {type(module).__name__} was replaced while {self.name}, whose weights are "
+                    "fetched, was running.",
+                    do="replace parameters before the block is called (functional_call of the block, not of a layer in "
+                    f"it), or assign {self.name} to the device that it runs on",
+                )
 
 
 @dataclass
 class _Backward:
-    """What is kept while backward goes through one part."""
+    """The part that backward is in, and its weights."""
 
     task: int = NO_GRAPH
     away: OffloadedPart | None = None
@@ -71,7 +181,7 @@ class Fetching:
         self._is_running = True
         if in_backward():
             return
-        # What an interrupt has left: torch calls no hooks then.
+        # Left by an interrupt, after which torch calls no hooks.
         for away in self._open[::-1]:
             away.abandon()
             self._close(away)
@@ -87,10 +197,8 @@ class Fetching:
     def enter(self, away: OffloadedPart, *, with_notes: bool = True) -> None:
         """Have a part see its weights on its device. Calls may be nested; each needs its :meth:`leave`.
 
-        Args:
-            away: the part.
-            with_notes: keep notes for backward in place of weights. torch.utils.checkpoint wants to see as many
-                tensors kept when it calls layers again as when they were called within their part.
+        ``with_notes`` keeps notes for backward in place of weights. torch.utils.checkpoint requires as many tensors to
+        be kept when it calls layers again as when they were called within their part.
         """
         is_within = away.is_running
         away.enter()
@@ -101,7 +209,7 @@ class Fetching:
             if away.is_as_placed:
                 self._show(away, with_notes=with_notes)
             else:
-                # What was put in its place is no part of the plan: backward keeps it as it keeps any tensor.
+                # Replaced parameters are not in the plan: backward keeps them like any tensor.
                 away.show_replaced()
         except BaseException:
             self.leave(away)
@@ -187,7 +295,7 @@ class Fetching:
         if self._is_ahead and following is not None and following is not running and not following.is_running:
             device = following.device
             if device not in self._streams:
-                # One for good: torch keeps freed memory apart for every stream.
+                # Created once: torch keeps freed memory separate for every stream.
                 self._streams[device] = new_stream(device)
             self._ahead = _Ahead(following, self._streams.get(device))
 
@@ -199,7 +307,7 @@ class Fetching:
 
 
 class _Ahead:
-    """A part that a thread fetches."""
+    """A part that is fetched by a thread."""
 
     def __init__(self, away: OffloadedPart, stream: torch.Stream | None) -> None:
         self.away = away
@@ -227,7 +335,7 @@ class _Ahead:
             raise self._error
         if self._stream is not None:
             for tensor in self._data:
-                # Memory of another stream must not be used again while this one still reads it.
+                # Memory of another stream must not be reused while this one still reads it.
                 tensor.record_stream(current_stream(self.away.device))
         data, self._data = self._data, []
         return data
@@ -248,7 +356,7 @@ class _Fetched(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A fetched weight, or a view of one, that backward will need."""
+    """A fetched weight, or a view of one, that backward needs."""
 
     away: OffloadedPart
     number: int
@@ -260,7 +368,7 @@ class _Note:
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """Something else that backward will need: as the hooks around ours keep it, or as it is."""
+    """Another tensor that backward needs: packed by the hooks around ours, or as it is."""
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor] | None
@@ -268,14 +376,14 @@ class _Passed:
 
 
 class _Keeping:
-    """What is kept for backward while one part runs: notes for its weights, the rest as ever."""
+    """The saved-tensor hooks while one part runs: notes for its weights, other tensors as usual."""
 
     def __init__(self, fetching: Fetching, away: OffloadedPart, data: Iterable[torch.Tensor]) -> None:
         self._fetching = fetching
         self._away = away
         self._numbers = {address: number for number, tensor in enumerate(data) if (address := _address(tensor))}
         self._dtypes = [parameter.dtype for parameter in away.parameters]
-        # Only the innermost hooks are called: what they do not want they hand on (to torch.utils.checkpoint's, say).
+        # torch calls only the innermost hooks: these pass other tensors on, for example to torch.utils.checkpoint's.
         self._outer: Hooks | None = innermost_saved_tensors_hooks()
 
     def hooks(self) -> Hooks:
@@ -303,7 +411,7 @@ class _Keeping:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's memory begins; 0 for what has none of its own, as a weight in parts, or no bytes."""
+    """Return where a tensor's memory begins; 0 if it has none of its own, as a quantised weight, or no bytes."""
     if type(tensor) not in {torch.Tensor, nn.Parameter} or tensor.layout is not torch.strided:
         return 0
     if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):

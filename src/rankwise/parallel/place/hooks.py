@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens around the calls of a placed model's modules: inputs are moved, weights are fetched.
+"""Hooks around the calls of a placed model's modules: inputs are moved, weights are fetched.
 
-Hooks on modules, and what runs them when a call is interrupted; a copy or pickle of the model is without both.
-Imported by place.
+The hooks after a call also run when it is interrupted. A copy or pickle of the model has no hooks. Imported by place.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.place.across_devices import CrossDeviceMode, moved
-from rankwise.parallel.place.fetch import Fetching
-from rankwise.parallel.place.offloaded import OffloadedPart
+from rankwise.parallel.place.fetch import Fetching, OffloadedPart
 from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.modules import unwrapped_call, wrap_call
 
@@ -32,9 +30,9 @@ def install(model: nn.Module, runs_on: dict[Unit, torch.device], away: set[Unit]
     """Have each part of ``model`` run on its device.
 
     Args:
-        model: whose weights are in place.
-        runs_on: where each part runs.
-        away: the parts that have a weight on another device than they run on, or on disk.
+        model: with its weights at home already.
+        runs_on: the device of each part.
+        away: parts with a weight on disk, or on another device than they run on.
         is_ahead: fetch the next part while one runs.
     """
     devices = set(runs_on.values())
@@ -45,47 +43,42 @@ def install(model: nn.Module, runs_on: dict[Unit, torch.device], away: set[Unit]
     around: list[tuple[nn.Module, _Around]] = [(model, _AroundModel(cross_device, fetching))]
     for unit, device in runs_on.items():
         one = OffloadedPart(unit, device) if unit in away else None
-        # What belongs to an open module, which itself has no one device.
+        # A tensor of an open module, which itself does not have one device.
         is_loose = not unit.is_called
         if one is not None or not is_loose:
             parts = (None, None) if is_loose else (device, cross_device)
             around.append((unit.module, _AroundPart(*parts, fetching, one)))
         if one is not None and fetching is not None and not is_loose:
-            # A recomputation in backward, or a user, may call a layer without the block it belongs to.
+            # A recomputation in backward, or a user, may call a layer without its block.
             around += [(module, _AroundLayer(fetching, one)) for module in one.modules if module is not unit.module]
-    # The last one registered comes first: the whole model's.
+    # The hook registered last runs first: the whole model's.
     calls_of: dict[nn.Module, list[_Around]] = {}
     for module, calls in reversed(around):
-        module.register_forward_pre_hook(_Before(calls), with_kwargs=True, prepend=True)
-        module.register_forward_hook(_After(calls), always_call=True)
+        module.register_forward_pre_hook(OwnHook(calls.before), with_kwargs=True, prepend=True)
+        module.register_forward_hook(OwnHook(calls.after), always_call=True)
         calls_of.setdefault(module, []).append(calls)
     for module, all_calls in calls_of.items():
         wrap_call(module, _Interruptible(module, all_calls))
 
 
-def refuse_training(model: nn.Module, what: str) -> None:
-    """Have ``model`` refuse to run in training mode.
-
-    Args:
-        model: in eval mode or not.
-        what: what its weights are, for the error.
-    """
-    model.register_forward_pre_hook(_Before(_RefuseTraining(what)), with_kwargs=True, prepend=True)
+def refuse_training(model: nn.Module) -> None:
+    """Have ``model``, whose weights are in 8 bits, refuse to run in training mode."""
+    model.register_forward_pre_hook(OwnHook(_refuse_training), prepend=True)
 
 
 class _Around:
-    """What is done around one module's call."""
+    """The actions around one module's call."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Prepare the call; return changed arguments, or ``None``."""
         raise NotImplementedError
 
-    def after(self) -> None:
-        """Clear up. Also called when the call raised, and when :meth:`before` did not come to its end."""
+    def after(self, *_: object) -> None:
+        """Clean up. Also called when the call raised, and when :meth:`before` did not complete."""
 
 
 class _AroundModel(_Around):
-    """The whole model: what it combines itself may come from several devices."""
+    """The whole model, whose own forward may combine tensors of several devices."""
 
     def __init__(self, cross_device: CrossDeviceMode | None, fetching: Fetching | None) -> None:
         self._cross_device = cross_device
@@ -98,7 +91,7 @@ class _AroundModel(_Around):
         if self._cross_device is not None:
             self._cross_device.begin()
 
-    def after(self) -> None:
+    def after(self, *_: object) -> None:
         if self._cross_device is not None:
             self._cross_device.end()
         if self._fetching is not None:
@@ -106,7 +99,7 @@ class _AroundModel(_Around):
 
 
 class _AroundPart(_Around):
-    """One part: its inputs come to its device, its weights too."""
+    """One part: its inputs and its weights are moved to its device."""
 
     def __init__(
         self,
@@ -131,7 +124,7 @@ class _AroundPart(_Around):
         self._num_entered += 1
         return arguments
 
-    def after(self) -> None:
+    def after(self, *_: object) -> None:
         if self._num_entered:
             self._num_entered -= 1
             if self._cross_device is not None and self._device is not None:
@@ -141,7 +134,7 @@ class _AroundPart(_Around):
 
 
 class _AroundLayer(_Around):
-    """A layer of a part, when it is called on its own."""
+    """A layer of a part, when it is called without the part."""
 
     def __init__(self, fetching: Fetching, away: OffloadedPart) -> None:
         self._fetching = fetching
@@ -159,28 +152,23 @@ class _AroundLayer(_Around):
         self._entered.append(alone)
         return arguments
 
-    def after(self) -> None:
+    def after(self, *_: object) -> None:
         if self._entered and self._entered.pop():
             self._fetching.leave(self._away)
 
 
-class _RefuseTraining(_Around):
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del args, kwargs
-        if module.training and torch.is_grad_enabled():
-            raise ConfigurationError(
-                f"This {type(module).__name__} holds {self._what} weights, which cannot be trained.",
-                do="call model.eval() for inference, or place() without int8=True for training",
-            )
+def _refuse_training(module: nn.Module, _: object) -> None:
+    if module.training and torch.is_grad_enabled():
+        raise ConfigurationError(
+            f"This {type(module).__name__} holds 8-bit weights, which cannot be trained.",
+            do="call model.eval() for inference, or place() without int8=True for training",
+        )
 
 
 class _Interruptible:
-    """Calls a module, and clears up after an interrupt: torch runs hooks after an Exception, but not after Ctrl-C.
+    """Calls a module, and cleans up after an interrupt: torch runs hooks after an Exception, but not after Ctrl-C.
 
-    A copy or pickle of the module gets none.
+    A copy or pickle of the module has none.
     """
 
     def __init__(self, module: nn.Module, calls: list[_Around]) -> None:
@@ -207,22 +195,3 @@ class _Interruptible:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
-
-
-class _PlacedModelHook(OwnHook):
-    """A hook of a placed model."""
-
-    def __init__(self, calls: _Around) -> None:
-        self._calls = calls
-
-
-class _Before(_PlacedModelHook):
-    @uncompiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        return self._calls.before(module, args, kwargs)
-
-
-class _After(_PlacedModelHook):
-    @uncompiled
-    def __call__(self, *_: object) -> None:
-        self._calls.after()

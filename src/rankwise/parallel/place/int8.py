@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of linear layers in 8 bits, for inference: what torchao makes of them.
-
-The only place that imports torchao. Imported by place.
-"""
+"""Weights of linear layers in 8 bits, for inference, by torchao. Imported by place."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantisable(model: nn.Module) -> set[int]:
-    """Return the ``id`` of each weight that becomes 8 bits: of linear layers, shared with nothing else.
+    """Return the ``id`` of each weight that becomes 8 bits: weights of linear layers only.
 
     Raises:
-        ConfigurationError: torchao is not there, or cannot take the dtype of the model.
+        ConfigurationError: torchao is not installed, or does not support the dtype of the model.
     """
     _torchao()
     linear = [module for module in model.modules() if type(module) is nn.Linear]
@@ -53,7 +50,7 @@ def bytes_of_quantised(weight: torch.Tensor) -> int:
 
 
 def quantised(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [out, in] in 8 bits; a linear layer takes it as it is.
+    """Return a weight [out, in] in 8 bits, which a linear layer can use.
 
     Source: torchao.quantization.quantize_ with Int8WeightOnlyConfig: symmetric, one scale per row.
     """
@@ -72,7 +69,7 @@ def parts_of(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def with_parts(weight: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the same weight on other tensors."""
+    """Return the same weight with other tensors as its parts."""
     _, rest = weight.__tensor_flatten__()  # type: ignore[attr-defined]
     made: torch.Tensor = type(weight).__tensor_unflatten__(parts, rest, weight.shape, weight.stride())  # type: ignore[attr-defined]
     return made
@@ -90,7 +87,7 @@ def _torchao() -> Any:  # noqa: ANN401 - a module without types
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Keep to itself what torchao says about kernels of other machines when it is imported."""
+    """Silence the messages of torchao's import about kernels of other machines."""
     loggers = [logging.getLogger(name) for name in ("torchao", TREE_LOGGER)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that lie in files: tensors that are a shared mapping of a safetensors file of our own.
+"""Weights in files: tensors that are a shared mapping of a safetensors file, so writing to one changes the file.
 
-What is written into such a tensor is in the file. Knows nothing of models. Imported by place.
+Knows nothing of models. Imported by place.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ALIGNMENT_BYTES = 64
-"""Where the first tensor of a file begins: enough for every dtype."""
+"""Alignment of the first tensor of a file, enough for every dtype."""
 
 
 class OffloadFiles:
-    """A folder of our own, with one file per part of a model. Removed with the object, or at the end of the process.
+    """A new folder within ``parent``, with one file per part of a model. Removed with the object, or at exit.
 
-    Args:
-        parent: the user's folder; created where it is not there. Several processes may share it.
+    Creates ``parent`` if needed; several processes may share it.
 
     Raises:
-        ConfigurationError: nothing can be written there.
+        ConfigurationError: the folder is not writable.
     """
 
     def __init__(self, parent: str | os.PathLike[str]) -> None:
@@ -52,10 +51,7 @@ class OffloadFiles:
         self._remove = weakref.finalize(self, _remove, self.folder, os.getpid())
 
     def tensors(self, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
-        """Return zeros of the given dtypes and shapes that are one new file, all of its space allocated.
-
-        Args:
-            kinds: dtype and shape by name; the names are those in the file.
+        """Return zeros in one new file, all of its space allocated, for a dtype and shape by name.
 
         Raises:
             ConfigurationError: the disk has no room, or the format does not have a dtype.
@@ -91,7 +87,7 @@ class OffloadFiles:
         return tensors
 
     def _allocate(self, path: Path, head: bytes, size_bytes: int) -> None:
-        """Write the head, and have the rest allocated: writing into a mapping of a full disk would end the process."""
+        """Write the head and allocate the rest: writing to a mapping of a full disk would kill the process."""
         try:
             with path.open("xb") as file:
                 file.write(head)
@@ -107,12 +103,12 @@ class OffloadFiles:
             ) from error
 
     def remove(self) -> None:
-        """Remove the files. Tensors that are mapped stay usable until they are gone themselves."""
+        """Remove the files. Mapped tensors stay usable."""
         self._remove()
 
 
 def _remove(folder: Path, owner: int) -> None:
-    # A process that was forked while the model lived does not own its files.
+    # A process forked while the model existed does not own its files.
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)

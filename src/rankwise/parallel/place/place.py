@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model on several devices of one process: each layer at home on one of them, memory and disk among them.
+"""One model on several devices of one process, CPU memory and disk among them: each layer has one home.
 
-Works in place, for training and inference. Holds the public calls; what is decided, loaded and run is in the modules
-that it imports.
+Works in place, for training and inference. Holds the public calls.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast, overload
+from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,7 +62,7 @@ M = TypeVar("M", bound="nn.Module")
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """What is kept of a placed model, for as long as it lives."""
+    """What is kept of a placed model, as long as the model exists."""
 
     placement: Placement
     files: OffloadFiles | None
@@ -71,32 +70,6 @@ class _Placed:
 
 
 _placed: WeakKeyDictionary[nn.Module, _Placed] = WeakKeyDictionary()
-
-
-@overload
-def place(
-    model: M,
-    plan: str | Mapping[str, str] = "auto",
-    *,
-    budgets: Mapping[str, str | int] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    offload_folder: str | os.PathLike[str] | None = None,
-    keep_whole: Kept | Iterable[Kept] = (),
-    int8: bool = False,
-) -> M: ...
-
-
-@overload
-def place(
-    model: Callable[[], M],
-    plan: str | Mapping[str, str] = "auto",
-    *,
-    budgets: Mapping[str, str | int] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    offload_folder: str | os.PathLike[str] | None = None,
-    keep_whole: Kept | Iterable[Kept] = (),
-    int8: bool = False,
-) -> M: ...
 
 
 def place(
@@ -111,42 +84,42 @@ def place(
 ) -> M:
     """Spread the layers of ``model`` over the devices of this process, in place.
 
-    Needs no world and communicates with nobody. In a joined world it comes first, and ``replicate(place(model))``
-    trains it data parallel, each rank with devices of its own.
+    Needs no world and does no communication. In a joined world call it first: ``replicate(place(model))`` trains the
+    model data parallel, each rank with devices of its own.
 
     The model keeps its class, its ``state_dict`` keys and its ``Parameter`` objects, so an optimizer may be built
-    before or after. A layer's inputs are moved to its device; what it returns, and so what the model returns, stays
-    where it was calculated. What does not fit on the GPUs waits in the CPU's memory, what does not fit there on disk,
-    and is fetched while it runs, the next layer ahead of time, forward and backward; no more than two layers are in
-    memory so. Gradients arrive in ``parameter.grad`` at home, and optimizers change the weights there: on disk, that
-    is, in the mapped file. Gradients and optimizer state are in memory always. The result is that of one device.
+    before or after. A layer's inputs are moved to its device; its outputs, and so the model's, stay where they were
+    calculated. Layers that do not fit on the GPUs are kept in CPU memory, and those that do not fit there on disk. They
+    are fetched while they run, the next layer ahead of time, forward and backward; at most two such layers are in
+    memory. Gradients arrive in ``parameter.grad`` at home, and optimizers change the weights there: for disk, in the
+    mapped file. Gradients and optimizer state are always in memory. The result is that of one device.
 
-    Devices are ``"cuda:0"`` and the like, ``"cpu"``, ``"disk"``, and, for what is on the meta device already,
-    ``"meta"``, which holds shapes only. What is on ``"cpu"`` or ``"disk"`` runs on the first GPU of the plan or the
-    budgets, where there is one.
+    Devices are ``"cuda:0"`` and the like, ``"cpu"``, ``"disk"``, and, for tensors on the meta device, ``"meta"``, which
+    holds shapes only. Layers on ``"cpu"`` or ``"disk"`` run on the first GPU of the plan or the budgets, if any.
 
     Args:
         model: with its weights, or built on the meta device (``with torch.device("meta"):``) and loaded from
-            ``checkpoint``. In the dtype that it must have. With ``checkpoint``, a function without arguments (or the
-            class) that builds it will do: it is called with the meta device.
+            ``checkpoint``; in its final dtype. With ``checkpoint``, also a function without arguments (or the class)
+            that builds it, which is called on the meta device.
         plan: ``"auto"`` or ``"balanced"`` (GPUs get equal shares), ``"balanced_low_0"`` (the first GPU as little as
-            possible), ``"sequential"`` (one GPU after the other is filled); or a mapping of module names to devices, of
-            which the longest that fits wins, ``""`` stands for everything else.
-        budgets: bytes for weights per device (``{"cuda:0": "10GiB", "cpu": "30GiB"}``). Room for activations,
-            gradients and optimizer state is not in it. By default what is free, less a tenth.
-        checkpoint: a safetensors file, or a folder of them, read tensor by tensor to where each one goes.
-        offload_folder: a folder for files of weights on disk. Of our own: they are removed with the model.
+            possible), ``"sequential"`` (one GPU after the other is filled); or a mapping of module names to devices, in
+            which the longest name that fits wins and ``""`` stands for everything else.
+        budgets: bytes for weights per device (``{"cuda:0": "10GiB", "cpu": "30GiB"}``), not counting activations,
+            gradients and optimizer state. By default the free memory, less a tenth.
+        checkpoint: a safetensors file, or a folder of them; each tensor is read directly to its device.
+        offload_folder: a folder for files of weights on disk, which are removed with the model.
         keep_whole: classes or names of modules not to be split, in addition to what :func:`blocks` finds.
         int8: weights of linear layers in 8 bits, by torchao. For inference only, and not exact: every parameter gets
             ``requires_grad=False``.
 
     Returns:
-        ``model`` itself, or what was built. ``print(rankwise.placement(model))`` shows what went where, and why.
+        ``model`` itself, or the model that was built. ``print(rankwise.placement(model))`` shows the device of each
+        part, and why.
 
     Raises:
-        ConfigurationError: something in the plan or the budgets is not there, or splits a block, or there is no
-            room. The model is then as before.
-        CheckpointError: the files are damaged, or of another model. The model is then as before.
+        ConfigurationError: the plan or the budgets name an unknown module or device, split a block, or leave too
+            little room. The model is unchanged.
+        CheckpointError: the files are damaged, or of another model. The model is unchanged.
         WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
     """
     _check_paths(checkpoint=checkpoint, offload_folder=offload_folder)
@@ -184,7 +157,7 @@ def place(
         on_error.pop_all()
     hooks.install(model, runs_on, away, is_ahead=chosen.has_room_ahead)
     if to_int8:
-        hooks.refuse_training(model, "8-bit")
+        hooks.refuse_training(model)
         model.requires_grad_(requires_grad=False)
     _placed[model] = _Placed(Placement(tuple(parts), chosen.has_room_ahead), files)
     register_placed(model)
@@ -192,7 +165,7 @@ def place(
 
 
 def placement(model: nn.Module) -> Placement:
-    """Return where the parts of a placed model are, and why; as text, a table.
+    """Return where the parts of a placed model are, and why; printed, it is a table.
 
     Raises:
         ConfigurationError: the model is not placed.
@@ -207,7 +180,7 @@ def placement(model: nn.Module) -> Placement:
 
 
 def _built(model: M | Callable[[], M]) -> M:
-    """Return the model; where a function is given that builds it, what that builds on the meta device."""
+    """Return the model, built on the meta device if a function is given."""
     if isinstance(model, nn.Module) or not callable(model):
         return cast("M", model)
     with torch.device("meta"):
@@ -246,8 +219,8 @@ def _check_paths(**paths: object) -> None:
 
 def _check_kept(units: Sequence[Unit], homes: TensorDevices) -> None:
     """Raise if the plan would throw values away."""
-    lost = [slot.name for unit in units for slot in unit.slots
-            if homes.of(unit, slot) == "meta" and not slot.tensor.is_meta]  # fmt: skip
+    slots = [slot for unit in units for slot in unit.slots if homes.of(unit, slot) == "meta"]
+    lost = [slot.name for slot in slots if not slot.tensor.is_meta]
     if lost:
         raise ConfigurationError(
             f"The plan would discard the values of {len(lost)} tensors: the meta device holds shapes only.",
@@ -262,7 +235,7 @@ def _budgets(
     budgets: Mapping[str, str | int] | None,
     offload_folder: str | os.PathLike[str] | None,
 ) -> dict[str, int] | None:
-    """Return the budgets in bytes, accelerators first, or ``None`` where there are none to hold to."""
+    """Return the budgets in bytes, accelerators first; ``None`` for a plan by hand without budgets."""
     if budgets is None:
         if not isinstance(plan, str):
             return None
@@ -336,7 +309,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _check_budgets(plan: PlacementPlan, sizes: Sequence[PartSize], budgets: dict[str, int] | None) -> None:
-    """Hold a plan by hand to the budgets that came with it."""
+    """Raise if a plan by hand exceeds the budgets given with it."""
     if budgets is None:
         return
     used: dict[str, int] = {}
@@ -365,7 +338,7 @@ def _part(unit: Unit, size: PartSize, plan: PlacementPlan, where: TensorDevices)
 
 
 def _dtypes(unit: Unit, to_int8: set[int]) -> tuple[str, ...]:
-    """Return in which kinds of numbers a part is kept, that of the most bytes first."""
+    """Return the dtypes of a part, the one of the most bytes first."""
     num_bytes: dict[str, int] = {}
     for slot in {id(slot.tensor): slot for slot in unit.slots}.values():
         name = "int8" if id(slot.tensor) in to_int8 else str(slot.tensor.dtype).removeprefix("torch.")
@@ -374,7 +347,7 @@ def _dtypes(unit: Unit, to_int8: set[int]) -> tuple[str, ...]:
 
 
 def _trial(bench: Bench) -> Generator[Compared]:
-    """Train a small placed model, and yield its gradients: a layer fetched from disk, two backwards that add up."""
+    """Train a small placed model for two steps, one layer fetched from disk, and yield its gradients."""
     model, plain = bench.net(2), bench.net(2)
     with tempfile.TemporaryDirectory(prefix="rankwise-place-") as folder:
         place(model, {"0": str(bench.device), "1": "disk"}, offload_folder=folder)

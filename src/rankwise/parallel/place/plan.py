@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a model goes to which device: sizes in, a mapping out; and the report of what went where.
+"""The device of each part of a model: sizes in, a mapping out; and the report of it.
 
 Pure: touches no tensor, no device and no file. Imported by place.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 OFFLOADED = ("cpu", "disk")
-"""Where weights wait to be fetched; ``cpu`` only where another device executes."""
+"""Where weights are kept until they are fetched; ``cpu`` only if another device executes."""
 
 _UNITS = {"": 1, "B": 1, **{f"{word}{end}": base**power
     for power, word in enumerate("KMGT", 1) for end, base in (("B", 1000), ("iB", 1024))}}  # fmt: skip
@@ -32,16 +32,16 @@ class PartSize:
 
     name: str
     num_bytes: int
-    """What it takes at rest, without what an earlier part holds already."""
+    """Its size at home, without tensors of earlier parts."""
     fetch_bytes: int
-    """What it takes while it runs away from home."""
+    """Its size on another device, while it runs there."""
     tied_to: str | None = None
     """An earlier part that shares a parameter with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartDevice:
-    """Where a part goes, and why."""
+    """The device of a part, and why."""
 
     device: str
     why: str
@@ -49,7 +49,7 @@ class PartDevice:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """Where every part goes, and which device runs what waits elsewhere."""
+    """The device of every part, and the device that runs offloaded parts."""
 
     choices: Mapping[str, PartDevice]
     executes: str
@@ -80,7 +80,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def bytes_text(num_bytes: int) -> str:
-    """Return a number of bytes as people write it: ``1.5 GiB``."""
+    """Return a number of bytes as text: ``1.5 GiB``."""
     for power, word in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes >= 1024**power:
             return f"{num_bytes / 1024**power:.4g} {word}"
@@ -91,9 +91,9 @@ def by_policy(policy: str, sizes: Sequence[PartSize], budgets: Mapping[str, int]
     """Choose a device for every part, in their order, none over its budget.
 
     The accelerators come first: ``sequential`` fills one after the other; ``balanced`` and ``auto`` give them equal
-    shares; ``balanced_low_0`` leaves the first as empty as it can. What they have no room for goes to the CPU, and
-    what that has no room for to disk; the device that executes it keeps room for fetching the largest of these twice,
-    or once where twice is too much. Parts with a common parameter stay together.
+    shares; ``balanced_low_0`` leaves the first as empty as possible. Other parts go to the CPU, and then
+    to disk; the device that executes them keeps room for two parts as large as the largest of them, or for one if
+    two do not fit. Parts with a common parameter stay together.
 
     Args:
         policy: one of :data:`POLICIES`.
@@ -101,8 +101,7 @@ def by_policy(policy: str, sizes: Sequence[PartSize], budgets: Mapping[str, int]
         budgets: bytes per device, the accelerators first.
 
     Raises:
-        ConfigurationError: an unknown policy, no device, a part that is larger than every budget, or a model that
-            is larger than all of them.
+        ConfigurationError: the policy is unknown, there is no device, or a part or the model is too large.
     """
     if policy not in POLICIES:
         raise ConfigurationError(
@@ -124,8 +123,9 @@ def by_policy(policy: str, sizes: Sequence[PartSize], budgets: Mapping[str, int]
         if executes in left:
             left[executes] -= kept_free
         choices = _filled(policy, groups, left, budgets, kept_free if executes in budgets else 0)
-        largest = max((size for size in sizes if _is_fetched(choices[size.name], executes)),
-                      key=lambda size: size.fetch_bytes, default=None)  # fmt: skip
+        elsewhere = {*OFFLOADED} - {executes}
+        fetched = [size for size in sizes if choices[size.name].device in elsewhere]
+        largest = max(fetched, key=lambda size: size.fetch_bytes, default=None)
         if largest is None or executes not in budgets:
             break
         ahead = 2 * largest.fetch_bytes <= budgets[executes]
@@ -139,10 +139,10 @@ def by_policy(policy: str, sizes: Sequence[PartSize], budgets: Mapping[str, int]
 
 
 def by_hand(mapping: Mapping[str, str], names: Mapping[str, Sequence[str]], whole: Mapping[str, str]) -> dict[str, str]:
-    """Return the device of every part under a mapping from prefixes of names; the longest prefix wins.
+    """Return the device of every part by the longest fitting prefix; ``""`` stands for everything else.
 
     Args:
-        mapping: from names of modules or parameters to devices; ``""`` stands for everything else.
+        mapping: from names of modules or parameters to devices.
         names: the names of the parameters and buffers in each part.
         whole: why each part is not split.
 
@@ -172,12 +172,12 @@ def by_hand(mapping: Mapping[str, str], names: Mapping[str, Sequence[str]], whol
 
 
 def executing(devices: Iterable[str]) -> str:
-    """Return which device runs what waits in memory or on disk: the first accelerator, or the CPU."""
+    """Return the device that runs parts kept in memory or on disk: the first accelerator, or the CPU."""
     return next((device for device in devices if device not in {*OFFLOADED, "meta"}), "cpu")
 
 
 def key_of(mapping: Mapping[str, str], name: str) -> str:
-    """Return the key of a mapping by hand that decided about a part."""
+    """Return the key of a mapping by hand that applies to a name."""
     return _longest(mapping, name) or ""
 
 
@@ -186,16 +186,8 @@ def _longest(mapping: Mapping[str, str], name: str) -> str | None:
     return max(fitting, key=len, default=None)
 
 
-def _accelerators(budgets: Mapping[str, int]) -> list[str]:
-    return [device for device in budgets if device not in OFFLOADED]
-
-
-def _is_fetched(choice: PartDevice, executes: str) -> bool:
-    return choice.device in OFFLOADED and choice.device != executes
-
-
 def _groups(sizes: Sequence[PartSize]) -> list[list[PartSize]]:
-    """Put parts that share parameters together, where the first of them stands."""
+    """Group parts that share parameters, at the position of the first."""
     group_of: dict[str, list[PartSize]] = {}
     groups: list[list[PartSize]] = []
     for size in sizes:
@@ -216,7 +208,7 @@ def _filled(
     kept_free: int,
 ) -> dict[str, PartDevice]:
     totals = [sum(size.num_bytes for size in group) for group in groups]
-    accelerators = _accelerators(budgets)
+    accelerators = [device for device in budgets if device not in OFFLOADED]
     limits = _limits(policy, totals, [max(left[device], 0) for device in accelerators])
     used = dict.fromkeys(budgets, 0)
     choices: dict[str, PartDevice] = {}
@@ -240,7 +232,7 @@ def _filled(
 
 
 def _limits(policy: str, totals: Sequence[int], room: list[int]) -> list[int]:
-    """Return what each accelerator may take, filled one after the other."""
+    """Return the bytes that each accelerator may take, filled one after the other."""
     if len(room) < 2 or policy == "sequential" or not _holds(totals, room):  # noqa: PLR2004 - one has nothing to balance
         return room
     if policy == "balanced_low_0":
@@ -292,7 +284,7 @@ def _no_room(total: int, budgets: Mapping[str, int], kept_free: int) -> Configur
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """Where one part of a model is."""
+    """The place of one part of a model."""
 
     module: str
     """The block's name, or that of a parameter of an open module."""
@@ -300,16 +292,16 @@ class PlacedPart:
     num_bytes: int
     """Parameters and buffers, tied ones counted once."""
     dtypes: tuple[str, ...]
-    """Kinds of numbers that its parameters and buffers are kept in, that of the most bytes first; ``int8`` with
-    ``place(int8=True)``, where ``weight.dtype`` says what the layer calculates in."""
+    """Dtypes of its parameters and buffers, the one of the most bytes first; ``int8`` with ``place(int8=True)``, where
+    ``weight.dtype`` is the dtype that the layer computes in."""
     runs_on: str
-    """The device that executes it; its weights are fetched to it where that is another one."""
+    """The device that executes it; weights on another device are fetched to it."""
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where all parts of a model are. As text, a table."""
+    """The places of all parts of a model. Printed, it is a table."""
 
     parts: tuple[PlacedPart, ...]
     is_ahead: bool
@@ -317,7 +309,7 @@ class Placement:
 
     @property
     def bytes_on(self) -> dict[str, int]:
-        """Bytes at rest per device, in the order of the table."""
+        """Bytes per device, in the order of the table."""
         total: dict[str, int] = {}
         for part in self.parts:
             total[part.device] = total.get(part.device, 0) + part.num_bytes
@@ -337,8 +329,8 @@ class Placement:
             for part in self.parts
         ]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-                 for row in (head, *rows)]  # fmt: skip
+        padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (head, *rows)]
+        lines = ["  ".join(row).rstrip() for row in padded]
         lines += ["total  " + ", ".join(f"{device}: {bytes_text(size)}" for device, size in self.bytes_on.items())]
         if any(part.device != part.runs_on for part in self.parts):
             lines.append("fetched to where it runs: one part at a time" + (", and the next" if self.is_ahead else ""))

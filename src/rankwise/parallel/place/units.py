@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a model that are placed one by one: its blocks, and what open modules hold themselves.
+"""The parts of a model that are placed one by one: its blocks, and tensors held by open modules.
 
-Looks at a model and changes nothing. Imported by place and by what loads weights into place.
+Changes nothing. Imported by place and weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slot:
-    """Where a module holds a parameter or a buffer. A tied parameter has several."""
+    """A place where a module holds a parameter or a buffer. A tied parameter has several."""
 
     name: str
     module: nn.Module
@@ -33,16 +33,18 @@ class Slot:
     is_parameter: bool
 
     @property
+    def _table(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", (own_parameters if self.is_parameter else own_buffers)(self.module))
+
+    @property
     def tensor(self) -> torch.Tensor:
-        """What is there now."""
-        held = own_parameters(self.module) if self.is_parameter else own_buffers(self.module)
-        tensor = held[self.attribute]
+        """The tensor that is there now."""
+        tensor = self._table[self.attribute]
         return torch.empty(0) if tensor is None else tensor
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Put another tensor there, without what ``nn.Module.__setattr__`` checks."""
-        held = own_parameters(self.module) if self.is_parameter else own_buffers(self.module)
-        held[self.attribute] = tensor  # type: ignore[assignment]
+        """Put another tensor there, without the checks of ``nn.Module.__setattr__``."""
+        self._table[self.attribute] = tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -52,7 +54,7 @@ class Unit:
     name: str
     why_whole: str
     module: nn.Module
-    """The module that needs it while its forward runs."""
+    """The module whose forward needs it."""
     slots: tuple[Slot, ...]
     is_called: bool
     """Whether that module is the part itself, not the open module it belongs to."""
@@ -64,10 +66,10 @@ class Unit:
 
 
 def units_of(model: nn.Module, keep_whole: Kept | Iterable[Kept] = ()) -> list[Unit]:
-    """Return all parts of a model that hold anything, in the order in which they were registered.
+    """Return all parts of a model that hold tensors, in the order of registration.
 
     Raises:
-        ConfigurationError: ``keep_whole`` names what the model does not have.
+        ConfigurationError: ``keep_whole`` names a module that the model does not have.
     """
     whole = reasons(model, keep_whole)
     units: list[Unit] = []
@@ -95,11 +97,9 @@ def units_of(model: nn.Module, keep_whole: Kept | Iterable[Kept] = ()) -> list[U
 
 
 def sizes_of(units: Sequence[Unit], bytes_of: Callable[[Slot], int]) -> list[PartSize]:
-    """Return what each part takes, tied parameters counted where they come first.
+    """Return the size of each part; tied parameters count in the first part that has them.
 
-    Args:
-        units: all parts of a model.
-        bytes_of: how much memory the tensor of a slot will take.
+    ``bytes_of`` returns the memory that the tensor of a slot will take.
     """
     first: dict[int, str] = {}
     sizes: list[PartSize] = []
@@ -132,5 +132,5 @@ def _slots(module: nn.Module, name: str) -> list[Slot]:
 
 
 def joined(name: str, inner: str) -> str:
-    """Return the name of something inside a module."""
+    """Return the full name of a tensor or module inside a module."""
     return f"{name}.{inner}" if name and inner else name or inner

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bringing the weights of a model to their homes, from memory or from files: all of them, or none.
+"""Moving the weights of a model to their homes, from memory or from files: all of them, or none.
 
-First everything is checked, then every new tensor is made and filled beside the model, and only then does the model get
-them. Imported by place.
+First everything is checked, then every new tensor is created and filled, and only then are they given to the model.
+Imported by place.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     from rankwise.tensors.files import TensorFiles
 
 MOST_LISTED = 8
-"""How many names an error lists."""
+"""An error lists so many names."""
 
 
 class WeightSource:
-    """Where the values of a model's tensors come from.
+    """The values of a model's tensors: its own, or those in files.
 
     Args:
         model: may be on the meta device, or in part.
-        slots: of all tensors that shall have values.
-        checkpoint: files with its weights, or ``None`` to take those that it has.
+        slots: of all tensors that must have values.
+        checkpoint: files with its weights, or ``None`` to use its own.
 
     Raises:
-        CheckpointError: names, shapes or kinds of numbers in the files are not those of the model.
-        ConfigurationError: something on the meta device has no values anywhere.
+        CheckpointError: names, shapes or dtypes in the files are not those of the model.
+        ConfigurationError: a tensor on the meta device has no values anywhere.
     """
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot], checkpoint: TensorFiles | None) -> None:
         self._checkpoint = checkpoint
         self._key_of: dict[int, str] = {}
         if checkpoint is not None:
-            # Held, since an id is only good while its object lives.
+            # Held, since an id is valid only while its object exists.
             self._state: dict[str, Any] = model.state_dict(keep_vars=True)
             self._key_of = _matched(self._state, checkpoint, type(model).__name__)
         self._rebuilt: dict[int, torch.Tensor] = {}
@@ -65,11 +65,11 @@ class WeightSource:
             self._rebuilt |= _rebuilt(model, module, mine)
 
     def is_new(self, tensor: torch.Tensor) -> bool:
-        """Return whether the values are not those that the model holds now."""
+        """Return whether the values differ from those the model holds now."""
         return id(tensor) in self._key_of or id(tensor) in self._rebuilt
 
     def fill(self, tensor: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy the values of a tensor of the model to where they shall be, converted to that dtype."""
+        """Copy the values of a tensor of the model into ``destination``, converted to its dtype."""
         if self._checkpoint is not None and id(tensor) in self._key_of:
             self._checkpoint.read_into(self._key_of[id(tensor)], destination)
         else:
@@ -79,14 +79,14 @@ class WeightSource:
 
 @dataclass(frozen=True, slots=True)
 class TensorDevices:
-    """Where the tensors of a model shall be."""
+    """The devices that the tensors of a model go to."""
 
     of_parameter: dict[int, str]
     """The home of each parameter, by ``id``."""
     runs_on: dict[Unit, torch.device]
-    """Where each part runs; buffers live there."""
+    """The device of each part, and of its buffers."""
     to_int8: set[int]
-    """Which weights become 8 bits, by ``id``."""
+    """Weights that become 8 bits, by ``id``."""
 
     def of(self, unit: Unit, slot: Slot) -> str:
         """Return the home of one tensor."""
@@ -96,13 +96,7 @@ class TensorDevices:
 def prepare(
     units: Sequence[Unit], homes: TensorDevices, weights: WeightSource, files: OffloadFiles | None
 ) -> dict[int, torch.Tensor]:
-    """Return the new tensors, by the ``id`` of those that they are for. The model stays as it is.
-
-    Args:
-        units: all parts.
-        homes: where all go.
-        weights: where the values come from.
-        files: where weights on disk go.
+    """Return the new tensors, by the ``id`` of those they replace. The model does not change.
 
     Raises:
         ConfigurationError: the disk is full.
@@ -150,23 +144,23 @@ def _in_int8(slot: Slot, home: str, weights: WeightSource, files: OffloadFiles |
 
 
 def commit(units: Sequence[Unit], new: dict[int, torch.Tensor], to_int8: set[int]) -> None:
-    """Give the model its new tensors, all or none. Parameters stay the objects they are, but for those in 8 bits.
+    """Give the model its new tensors, all or none. Parameters stay the same objects, except those in 8 bits.
 
     Raises:
-        ConfigurationError: something holds on to a parameter, so that it cannot get other content.
+        ConfigurationError: another object refers to a parameter, so that its content cannot be replaced.
     """
     slots_of: dict[int, list[Slot]] = {}
     old_of: dict[int, torch.Tensor] = {}
     recurrent: set[nn.RNNBase] = set()
     for unit in units:
         for slot in unit.slots:
-            # Held until the end: an id is only good while its object lives.
+            # Held until the end: an id is valid only while its object exists.
             old_of[id(slot.tensor)] = slot.tensor
             slots_of.setdefault(id(slot.tensor), []).append(slot)
             if isinstance(slot.module, nn.RNNBase):
                 recurrent.add(slot.module)
     for module in recurrent:
-        # Weak references, which keep torch from giving a parameter other content.
+        # Its weak references would keep torch from replacing the content of a parameter.
         forget_flat_weights(module)
     with ExitStack() as on_error, ExitStack() as always:
         for module in recurrent:
@@ -177,7 +171,7 @@ def commit(units: Sequence[Unit], new: dict[int, torch.Tensor], to_int8: set[int
 
 
 def _replace(old: torch.Tensor, tensor: torch.Tensor, slots: list[Slot], *, in_int8: bool) -> Callable[[], object]:
-    """Give a parameter or a buffer its new content, and return what takes that back."""
+    """Give a parameter or a buffer its new content, and return a function that undoes it."""
     if not in_int8 and can_take_data(old, tensor):
         before, old.data = old.data, tensor
         return lambda: setattr(old, "data", before)
@@ -201,11 +195,7 @@ def _replace(old: torch.Tensor, tensor: torch.Tensor, slots: list[Slot], *, in_i
 
 
 def _matched(state: dict[str, Any], checkpoint: TensorFiles, model: str) -> dict[int, str]:
-    """Return which name in the files each tensor of the model has, by ``id``.
-
-    Raises:
-        CheckpointError: they do not match.
-    """
+    """Return the name in the files of each tensor of the model, by ``id``."""
     wanted = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     keys_of: dict[int, list[str]] = {}
     for key, tensor in wanted.items():
@@ -241,13 +231,10 @@ def _matched(state: dict[str, Any], checkpoint: TensorFiles, model: str) -> dict
 
 
 def _rebuilt(model: nn.Module, module: nn.Module, slots: list[Slot]) -> dict[int, torch.Tensor]:
-    """Calculate buffers on the meta device that no file holds, where the model's class says how.
+    """Compute buffers on the meta device that no file holds, with ``_init_weights`` of the model.
 
-    Transformers models do, in ``_init_weights``: the frequencies of rotary embeddings. It is run on a copy of the
-    module, twice, on memory of zeros and of ones: what it did not write differs.
-
-    Raises:
-        ConfigurationError: it does not.
+    Transformers models have it, for example for the frequencies of rotary embeddings. It is run twice on a copy of the
+    module, on memory of zeros and of ones: buffers that it did not write differ.
     """
     results: list[dict[str, torch.Tensor]] = []
     for value in (0, 1):
@@ -278,6 +265,6 @@ def _rebuilt(model: nn.Module, module: nn.Module, slots: list[Slot]) -> dict[int
 
 
 def in_short(names: list[str]) -> str:
-    """Return the first names of a long list, as a line for an error."""
+    """Return the first names of a list, as a line for an error."""
     more = len(names) - MOST_LISTED
     return ", ".join(names[:MOST_LISTED]) + (f", ... ({more} more)" if more > 0 else "")

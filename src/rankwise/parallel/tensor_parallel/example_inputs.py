@@ -31,13 +31,9 @@ def example_inputs(
 ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
     """Yield positional and keyword arguments for calls of ``module``, likely ones first; all on the CPU, in float64.
 
-    Tensors that a layer before may have computed require gradients.
-
-    Args:
-        module: whose ``forward`` is looked at.
-        width: features of its first argument, [batch, length, width].
-        other_width: features of further tensors, as attention's keys and values.
-        head_size: features of a head, which rotations of positions have too.
+    Tensors that an earlier layer may have computed require gradients. The first argument is [batch, length, width];
+    further tensors, as attention's keys and values, have ``other_width`` features, and rotations of positions
+    ``head_size``.
     """
     generator = torch.Generator("cpu").manual_seed(1)
 

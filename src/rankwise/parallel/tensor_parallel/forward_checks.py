@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks along ``tp`` must have alike when they call a model: a difference would be wrong results, and no error.
+"""Checks that ranks along ``tp`` call a model alike: a difference would give wrong results and no error.
 
-Every forward is met by all of them before anything is mixed; the first ones compare inputs and random numbers too.
-Used by tensor_parallel.
+All meet before every forward; the first forwards compare inputs and random numbers too. Used by tensor_parallel.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Exchange
 
 CHECKED_FORWARDS = 3
-"""How many of the first forwards in training, and of the others, compare values."""
+"""So many of the first forwards in training, and in evaluation, compare values."""
 
 
 class ForwardChecks:
@@ -55,10 +54,10 @@ class ForwardChecks:
 
     def follow(self, model: nn.Module) -> None:
         """Have every forward of ``model`` checked."""
-        model.register_forward_pre_hook(_BeforeSplitForward(self), with_kwargs=True, prepend=True)
-        model.register_forward_hook(_AfterSplitForward(self))
+        model.register_forward_pre_hook(_SplitModelHook(self._before_forward), with_kwargs=True, prepend=True)
+        model.register_forward_hook(_SplitModelHook(self._after_forward))
 
-    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Meet the other ranks. Called by: every rank along ``tp``."""
         self._differing = []
         if in_backward():
@@ -75,7 +74,7 @@ class ForwardChecks:
             self._num_left[model.training] -= 1
             self._compare((args, kwargs), self._exchange)
 
-    def after_forward(self) -> None:
+    def _after_forward(self, *_: object) -> None:
         """Raise if the forward drew random numbers that differ between ranks."""
         differing, self._differing = self._differing, []
         if not differing:
@@ -104,18 +103,22 @@ class ForwardChecks:
                 do="take batches from rankwise.DataLoader, which yields the same to all ranks along tp; use the same "
                 "seed for random inputs",
             )
-        # Who draws nothing may seed ranks as they like: it shows when forward has run.
+        # Different states are an error only if forward draws numbers, which shows after it has run.
         self._differing = [(number, found) for number, one in enumerate(states) if len(set(found := one.tolist())) > 1]
 
 
 class _SplitModelHook:
-    """A hook of a split model. A copy of the model is split too, and keeps it; to pickle one is refused."""
+    """A hook of a split model. A copy of the model is split too, and keeps the hook; pickling one is refused."""
 
-    def __init__(self, alike: ForwardChecks) -> None:
-        self._alike = alike
+    def __init__(self, check: Callable[..., None]) -> None:
+        self._check = check
+
+    @uncompiled
+    def __call__(self, *args: object) -> None:
+        self._check(*args)
 
     def __deepcopy__(self, memo: object) -> _SplitModelHook:
-        return type(self)(self._alike)
+        return type(self)(self._check)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ConfigurationError(
@@ -124,20 +127,8 @@ class _SplitModelHook:
         )
 
 
-class _BeforeSplitForward(_SplitModelHook):
-    @uncompiled
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._alike.before_forward(model, args, kwargs)
-
-
-class _AfterSplitForward(_SplitModelHook):
-    @uncompiled
-    def __call__(self, _: nn.Module, __: object, ___: object) -> None:
-        self._alike.after_forward()
-
-
 def _random_states() -> list[int]:
-    """Return checksums of what random numbers are drawn from: the CPU's, and this rank's GPU's."""
+    """Return checksums of the states of the CPU's random generator, and of this rank's GPU's."""
     device = current().world.device
     states = [torch.get_rng_state()]
     if is_accelerator(device):
@@ -146,7 +137,7 @@ def _random_states() -> list[int]:
 
 
 def _check_averaged(model: nn.Module) -> None:
-    """Raise if copies of the model see samples of their own, and nobody averages their gradients."""
+    """Raise if copies of the model see different samples, and no strategy averages their gradients."""
     axes = current().axes
     if axes is not None and axes.data_world_size > 1 and not is_registered(model):
         strategy = "shard" if axes.dp_shard > 1 else "replicate"

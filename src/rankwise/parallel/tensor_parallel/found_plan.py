@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan that is found for a model: names and shapes suggest pairs of layers, proof accepts them.
+"""The plan that is found for a model: names and shapes suggest pairs of layers, and proof accepts or refuses them.
 
-A pair is split where proof finds that the module computes the same. Used by tensor_parallel.
+Used by tensor_parallel.
 """
 
 from __future__ import annotations
@@ -47,17 +47,13 @@ _HEAD_COUNTS = (
 )  # fmt: skip
 _KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads")
 _TRIED_FEATURES = 64
-"""At most so many features between two layers are tried on one rank."""
+"""The trial has at most so many features between two layers on one rank."""
 _TRIED_HEADS = 2
 """And so many heads of keys and values."""
 
 
 def find_plan(model: nn.Module, tp: int) -> TensorPlan:
-    """Return the plan that can be read off the model.
-
-    Args:
-        model: any module, also on the meta device.
-        tp: how many ranks share a layer.
+    """Return the plan for ``tp`` ranks found by looking at the model, which may be on the meta device.
 
     Raises:
         ConfigurationError: attention heads cannot be shared by so many ranks, or there is nothing to split.
@@ -108,7 +104,7 @@ def _add_mlp(plan: TensorPlan, proofs: Proofs, model: nn.Module, name: str, tp: 
 def _why_no_pair(
     proofs: Proofs, model: nn.Module, name: str, firsts: tuple[str, ...], last: str, *, tp: int
 ) -> str | None:
-    # A ModuleDict: whoever holds it calls its layers.
+    # The layers of a ModuleDict are called by the module that contains it.
     above = name
     while above and not has_forward(model.get_submodule(above)):
         above = above.rpartition(".")[0]
@@ -129,7 +125,7 @@ def _why_not_split(proofs: Proofs, owner: nn.Module, columns: list[str], row: st
 
 
 def is_linear(module: object) -> bool:
-    """Return whether a module calculates as ``nn.Linear`` does, and has no parameters of its own (an adapter's)."""
+    """Return whether a module computes as ``nn.Linear`` does, and has no other parameters (as an adapter has)."""
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
@@ -163,7 +159,7 @@ def _add_sequential(plan: TensorPlan, proofs: Proofs, name: str, module: nn.Sequ
 
 @dataclass(frozen=True)
 class _AttentionHeads:
-    """How many heads an attention has, and the attributes that count them."""
+    """The number of heads of an attention, and the attributes that count them."""
 
     size: int
     queries: int
@@ -173,7 +169,7 @@ class _AttentionHeads:
 
 
 def _heads_of(module: nn.Module, q_width: int, kv_width: int, out_width: int) -> _AttentionHeads | str:
-    """Return the heads that attributes of a module and the widths of its projections say, or why they do not."""
+    """Return the heads by a module's attributes and the widths of its projections, or why they are unknown."""
     numbers = {name: one for name, one in vars(module).items() if isinstance(one, int) and not isinstance(one, bool)}
     size = next((numbers[name] for name in _HEAD_SIZES if name in numbers), None)
     count = next((numbers[name] for name in _HEAD_COUNTS if name in numbers), None)
@@ -208,7 +204,7 @@ def _add_attention(plan: TensorPlan, proofs: Proofs, name: str, module: nn.Modul
             plan.whole[name] = heads
             return
         is_even = heads.queries % tp == heads.keys % tp == 0
-        # Where ranks cannot share the heads, that is the error only if the attention could be split otherwise.
+        # Heads that ranks cannot share evenly are an error only if the attention can be split at all.
         counts = _counts_of_part(proofs, module, projections, out, heads, tp=tp if is_even else heads.keys)
         if isinstance(counts, str):
             plan.whole[name] = counts
@@ -224,7 +220,7 @@ def _add_attention(plan: TensorPlan, proofs: Proofs, name: str, module: nn.Modul
 def _counts_of_part(
     proofs: Proofs, module: nn.Module, projections: tuple[str, ...], out: str, heads: _AttentionHeads, *, tp: int
 ) -> dict[str, int] | str:
-    """Return the attributes that must count the heads of one rank, or why an attention cannot be split."""
+    """Return the attributes that must be set to the heads of one rank, or why an attention cannot be split."""
     if heads.queries % heads.keys:
         return f"its {heads.queries} heads do not share {heads.keys} heads of keys and values evenly"
     keys = min(heads.keys // tp, _TRIED_HEADS)
@@ -233,7 +229,7 @@ def _counts_of_part(
     features = {one: heads.size * n for one, n in zip((*projections, out), widths, strict=True)}
     tried = dict.fromkeys(heads.query_counts, queries) | dict.fromkeys(heads.key_counts, keys)
     why: str | None = None
-    # Code that views its projections by the size of a head needs no count.
+    # Code that reshapes its projections by the size of a head needs no count.
     for counts in ({}, tried) if tried else ({},):
         why = proofs.why_not(module, Split(projections, out, tp, features, counts, queries, heads.size))
         if why is None:
@@ -244,7 +240,7 @@ def _counts_of_part(
 
 
 def _leave_siblings_whole(plan: TensorPlan, model: nn.Module) -> None:
-    """Leave an attention whole where another of its class is: they may hand one another what is of heads."""
+    """Leave an attention whole if another of its class is whole: they may pass each other tensors with heads."""
     classes = {type(model.get_submodule(name)): name for name in plan.whole}
     for name, module in model.named_modules():
         split = [join(name, child) for child, _ in module.named_children() if join(name, child) in plan.styles]

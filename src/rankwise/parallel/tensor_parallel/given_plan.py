@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan that a user gives, checked against the model. Used by tensor_parallel."""
+"""A plan given by the user, checked against the model. Used by tensor_parallel."""
 
 from __future__ import annotations
 
@@ -19,16 +19,11 @@ if TYPE_CHECKING:
 
 
 def given_plan(model: nn.Module, given: Mapping[str, Style], tp: int) -> TensorPlan:
-    """Return the plan that the user wrote.
-
-    Args:
-        model: any module.
-        given: styles by name of the module, with ``*`` for any part of a name; later ones win.
-        tp: how many ranks share a layer.
+    """Return the plan of styles by module name, with ``*`` for any part of a name; later entries win.
 
     Raises:
-        ConfigurationError: a name that no module has, an unknown style, a style that a module cannot have, or a size
-            that the ranks cannot share evenly.
+        ConfigurationError: no module has a name, a style is unknown or does not fit its module, or ``tp`` ranks cannot
+            share a size evenly.
     """
     if not given:
         raise ConfigurationError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the layers of a model are split for tensor parallelism, as a value. Pure.
 
-A pair of linear layers is split so that what lies between stays on its rank: the first by its outputs ("column"),
-the second by its inputs ("row"). Imported by the rest of this package.
+A pair of linear layers is split so that the features between them stay on their rank: the first by its outputs
+("column"), the second by its inputs ("row"). Imported by the rest of this package.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ STYLES = {
 
 @dataclass
 class TensorPlan:
-    """Which layer is split how."""
+    """The style of each layer that is split."""
 
     styles: dict[str, Style] = field(default_factory=dict)
     """By name of the module."""
     heads: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Attributes of modules that count heads, and what they count on one rank."""
+    """Attributes of modules that count heads, and their values on one rank."""
     whole: dict[str, str] = field(default_factory=dict)
-    """What was looked at and left whole, and why."""
+    """Modules that were left whole, and why."""
 
     def __str__(self) -> str:
         lines = [f"{name}: {style}" for name, style in self.styles.items()]
@@ -59,7 +59,7 @@ def check_tied(model: nn.Module, plan: TensorPlan) -> None:
     """Raise unless every place of a tied parameter is split the same way.
 
     Raises:
-        ConfigurationError: one is split and another is not, or otherwise.
+        ConfigurationError: it is split in different ways.
     """
     name_of = {module: name for name, module in model.named_modules()}
     dims = {"column": 0, "head": 0, "vocab": 0, "row": 1}

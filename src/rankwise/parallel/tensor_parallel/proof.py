@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a module computes the same when a pair of its layers is split: found by running it both ways.
+"""Whether a module computes the same when a pair of its layers is split, found by running it both ways.
 
-A copy of the module runs once whole and once as each of the ranks would run it, on a small input. The split is right
-where outputs and gradients agree to rounding. Only one module is copied at a time. Used by found_plan.
+A copy of the module runs once whole and once as each rank would run it, on a small input. The split is right if outputs
+and gradients agree to rounding. Only one module is copied at a time. Used by found_plan.
 """
 
 from __future__ import annotations
@@ -20,28 +20,23 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 TOLERANCE = 1e-10
-"""How far results may be apart, as a part of the largest of them or of 1."""
+"""The largest allowed difference of results, relative to the largest of them or to 1."""
 MAX_ELEMENTS = 2**29
-"""How many elements the parameters beside the pair may have, which are copied whole."""
+"""The parameters beside the pair, which are copied whole, may have so many elements."""
 _UNLIKE = {*TABLES, "layer_idx", "layer_id", "layer_index", "layer_number"}
-"""What differs between layers that are alike: the place that a layer knows to have, as for a cache."""
+"""Attributes that differ between identical layers: the index of a layer, as for a cache."""
 
 
 class Proofs:
-    """What was found about splits, so that modules that are alike are tried once.
-
-    Lives as long as one search for a plan, while no module changes.
-    """
+    """The results of trials, so that identical modules are tried once. Valid as long as no module changes."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, str | None] = {}
 
     def why_not(self, module: nn.Module, split: Split) -> str | None:
-        """Return why a module must not be split so; ``None`` where the split is right.
+        """Return why a module must not be split in this way; ``None`` if the split is right.
 
-        Args:
-            module: any that can be called, also on the meta device.
-            split: layers that are ``nn.Linear``.
+        The module may be on the meta device; the layers of the split are ``nn.Linear``.
         """
         key = (_description(module), split.columns, split.row, split.num_parts, *sorted(split.counts.items()))
         if key not in self._known:
@@ -50,7 +45,7 @@ class Proofs:
 
 
 class _Differs(Exception):
-    """What is not the same."""
+    """The two ways differ; the message says in what."""
 
 
 def _why_not(module: nn.Module, split: Split) -> str | None:
@@ -70,11 +65,16 @@ def _why_not(module: nn.Module, split: Split) -> str | None:
 
 def _prove(module: nn.Module, split: Split) -> None:
     """Raise unless both ways agree: in evaluation with gradients, in training without."""
+
+    def parts_like(whole: Run, *, training: bool = False) -> list[Run]:
+        return [
+            run_copy(module, split, values, inputs, part=part, answers=whole.answers, training=training)
+            for part in range(split.num_parts)
+        ]
+
     values = Values(module, split)
     inputs, whole = _first_that_runs(module, split, values)
-    parts = [
-        run_copy(module, split, values, inputs, part=part, answers=whole.answers) for part in range(split.num_parts)
-    ]
+    parts = parts_like(whole)
     compared = _check_outputs(split, whole, parts)
     _backward([whole], compared)
     _backward(parts, compared)
@@ -84,15 +84,11 @@ def _prove(module: nn.Module, split: Split) -> None:
     del parts, whole
     with torch.no_grad():
         whole = run_copy(module, split, values, inputs, training=True)
-        parts = [
-            run_copy(module, split, values, inputs, part=part, answers=whole.answers, training=True)
-            for part in range(split.num_parts)
-        ]
-        _check_outputs(split, whole, parts)
+        _check_outputs(split, whole, parts_like(whole, training=True))
 
 
 def _first_that_runs(module: nn.Module, split: Split, values: Values) -> tuple[Any, Run]:
-    """Return the first input that the module takes as a whole, and what it made of it."""
+    """Return the first input that the whole module accepts, and its run."""
     first = module.get_submodule(split.columns[0])
     other = module.get_submodule(split.columns[-1])
     head_size = split.head_size or next((size for size in map(_head_size, module.modules()) if size), 2)
@@ -116,7 +112,7 @@ def _first_that_runs(module: nn.Module, split: Split, values: Values) -> tuple[A
 
 
 def _check_outputs(split: Split, whole: Run, parts: list[Run]) -> list[int]:
-    """Raise where results differ; return which outputs every rank has whole."""
+    """Raise if results differ; return the numbers of the outputs that every rank has whole."""
     if any(len(part.shares) != len(whole.shares) or len(part.outputs) != len(whole.outputs) for part in parts):
         raise _Differs("its code does something else on a part")
     for number, expected in enumerate(whole.shares):
@@ -143,7 +139,7 @@ def _check_kept(split: Split, rank: int, part: dict[str, torch.Tensor], whole: d
 
 
 def _are_own_heads(split: Split, rank: int, found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether an output, [batch, heads, ...], is that of one rank's heads: attention's weights."""
+    """Return whether an output, [batch, heads, ...], is one rank's part of the heads, as attention weights are."""
     heads = split.heads * split.num_parts
     if not heads or expected.ndim < 3 or expected.shape[1] != heads:  # noqa: PLR2004 - batch, heads and more
         return False
@@ -195,7 +191,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -
 
 
 def _description(module: nn.Module) -> Hashable:
-    """Return what modules have alike that compute alike."""
+    """Return a description that is equal for modules that compute the same."""
     return tuple(
         (
             name,
@@ -209,7 +205,7 @@ def _description(module: nn.Module) -> Hashable:
 
 
 def _plain(value: object) -> Hashable:
-    """Return a value that is equal for equal plain values, and for the same object only of others."""
+    """Return a value that is equal for equal plain values, and otherwise for the same object only."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return type(value), value
     if isinstance(value, dict):

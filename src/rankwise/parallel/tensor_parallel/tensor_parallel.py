@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism: the ranks along ``tp`` share each large layer, and see the same samples.
 
-Works in place, on torch's parallelize_module. Holds the public call, and what it does to a model once the plan is
-there; the plan is found by plan.
+Works in place, with torch's parallelize_module. Holds the public call, and how a chosen plan is applied.
 """
 
 from __future__ import annotations
@@ -50,19 +49,19 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
     Called by: every rank, with the same model, before :func:`rankwise.replicate` or :func:`rankwise.shard` and before
     the optimizer is built.
 
-    Every rank starts from rank zero's parameters. The model is called as before, and gives whole outputs on every
-    rank, so that the loss stays as it is. Ranks along ``tp`` must be given the same samples, as
-    :class:`rankwise.DataLoader` does, and draw the same random numbers (seed them alike). Parameters become
-    :class:`torch.distributed.tensor.DTensor`: parts of what is split, and copies of the rest, so that optimizers and
-    ``clip_grad_norm_`` treat all alike; their gradients are complete. ``state_dict`` has the names and shapes of one
-    device.
+    Every rank starts from rank zero's parameters. The model is called as before and returns whole outputs on every
+    rank, so the loss does not change. Ranks along ``tp`` must receive the same samples, as from
+    :class:`rankwise.DataLoader`, and draw the same random numbers (use one seed). Parameters become
+    :class:`torch.distributed.tensor.DTensor`: parts of split layers, copies of the others, so that optimizers and
+    ``clip_grad_norm_`` treat all of them the same; their gradients are complete. ``state_dict`` has the names and
+    shapes of one device.
 
     ``"auto"`` looks for pairs of linear layers in an MLP (by the usual names, or in a ``Sequential``), attention with
-    separate projections, an embedding and the head of as many words. Pairs and attention are split where a trial on
-    copies in float64 gives the same outputs and gradients in parts; the log says what stays whole.
+    separate projections, and an embedding with an output layer of as many words. Pairs and attention are split if a
+    trial on copies in float64 gives the same outputs and gradients in parts; the log names the modules left whole.
 
     Args:
-        model: on its device already, or on the meta device.
+        model: already on its device, or on the meta device.
         plan: ``"auto"``, or styles by name of the module, with ``*`` for any part of a name:
             ``{"layers.*.up": "column", "layers.*.down": "row", "embed": "vocab", "head": "head"}``. A style is one of
             these words, ``"replicate"``, or one of ``torch.distributed.tensor.parallel``.
@@ -101,7 +100,7 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
     before = [ref(parameter) for parameter in model.parameters()]
     _split(model, chosen, submesh("tp"))
     _plans[model] = chosen
-    # What shard() cuts further is never whole, and gets its memory there.
+    # shard() divides parameters further, and allocates their memory itself.
     was_meta = FromMeta("tensor_parallel", model, session.world.device if axes.dp_shard == 1 else None)
     ForwardChecks(type(model).__name__, before, exchange_along("tp"), was_meta.check).follow(model)
     log(f"tensor_parallel: {len(chosen.styles)} layers of {type(model).__name__} over {tp} ranks" + _left(chosen))
@@ -157,7 +156,7 @@ def _choose(model: nn.Module, plan: object, tp: int) -> TensorPlan:
 def _split(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     ties = tied(model)
     styles = {name: _torch_style(style) if isinstance(style, str) else style for name, style in plan.styles.items()}
-    # Every rank has the same values already, and cuts its part out of its own.
+    # Every rank has the same values already, and takes its part from its own.
     parallelize_module(model, mesh, styles, src_data_rank=None)
     for (first, name), *others in ties:
         for module, other in others:
@@ -176,7 +175,7 @@ def _split(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
 
 
 def _copy_rest(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make every parameter that is not split a copy on each rank of the mesh: optimizers take only one kind."""
+    """Make every parameter that is not split a replicated DTensor: optimizers take only one kind of parameter."""
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -202,7 +201,7 @@ def _plain_output(_: nn.Module, __: object, output: object) -> object:
 
 
 class _Local(torch.autograd.Function):
-    """Whole output as a plain tensor. Unlike ``DTensor.to_local`` no view: ``x += y`` on it is as on one device."""
+    """The whole output as a plain tensor. Unlike ``DTensor.to_local`` not a view, so ``x += y`` works on it."""
 
     @staticmethod
     def forward(ctx: Any, output: DTensor) -> torch.Tensor:  # noqa: ANN401 - autograd's own
@@ -218,14 +217,14 @@ class _Local(torch.autograd.Function):
 
 
 def _distribute_copies(module: nn.Module, split: set[nn.Module]) -> None:
-    """Have modules that are whole on every rank calculate with plain tensors, as they were written to."""
+    """Have modules that are whole on every rank compute with plain tensors, as they were written to."""
     if module in split:
         return
     if split.isdisjoint(module.modules()) and has_forward(module) and not is_plain_container(module):
         _stand_in(module, list(module.modules()))
         return
     if has_forward(module):
-        # A ParameterList is read by who holds it.
+        # A ParameterList is read by the module that contains it.
         _stand_in(module, [module, *(one for one in module.children() if not has_forward(one))])
     for child in module.children():
         _distribute_copies(child, split)
@@ -238,7 +237,7 @@ def _stand_in(module: nn.Module, owners: list[nn.Module]) -> None:
 
 
 class _EmptyBatches:
-    """Has a split Linear see a batch without samples as one without rows: torch cannot split the other."""
+    """Gives a split Linear an empty batch as [0, features]: torch cannot split one of more dims."""
 
     def __init__(self, linear: nn.Module) -> None:
         self._shape: torch.Size | None = None
@@ -259,7 +258,7 @@ class _EmptyBatches:
 
 
 class _Plain:
-    """What stands in for the ``forward`` of a module whose parameters are copies: it calculates with plain tensors."""
+    """Replaces the ``forward`` of a module whose parameters are copies: it computes with plain tensors."""
 
     def __init__(self, module: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
         self._forward = module.forward
@@ -268,7 +267,7 @@ class _Plain:
     def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - whatever the module returns
         for owner, name in self._places:
             parameter = own_parameters(owner).get(name)
-            # What shard() has cut is not whole, and stays.
+            # Parameters that shard() has divided are not whole, and stay.
             if (
                 isinstance(parameter, DTensor)
                 and parameter.device_mesh.ndim == 1
@@ -284,10 +283,7 @@ class _Plain:
 
 
 def _trial(bench: Bench) -> Generator[Compared]:
-    """Train a small split model, and yield its gradients: two backwards that add up, of batches of two sizes.
-
-    Called by: every rank.
-    """
+    """Train a small split model on two batches of different sizes, and yield its gradients. Called by: every rank."""
     model, plain = tensor_parallel(bench.net(2)), bench.net(2)
     model.eval()  # In training mode ranks with samples of their own would have to be averaged over.
     for number in range(2):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of a module that is run to try a split: whole, or as one of the ranks would run it.
+"""A copy of a module that is run to try a split: whole, or as one rank would run it.
 
-Copies have random parameters, in float64 on the CPU; the module itself is not changed. Used by proof.
+Copies have random parameters, in float64 on the CPU; the module itself does not change. Used by proof.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOWER = {torch.float32, torch.float16, torch.bfloat16}
 
 @dataclass(frozen=True)
 class Split:
-    """A pair of layers, of which each rank has a part, and the sizes with which that is tried."""
+    """A pair of layers of which each rank has a part, and the sizes used in the trial."""
 
     columns: tuple[str, ...]
     """Linear layers that are split by their outputs, by name within the module."""
@@ -41,9 +41,9 @@ class Split:
     features: Mapping[str, int]
     """By layer: outputs of a column on one rank, inputs of the row."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Attributes of the module that count heads, and what they count on one rank."""
+    """Attributes of the module that count heads, and their values on one rank."""
     heads: int = 0
-    """Heads on one rank: outputs beside the first, [batch, heads, ...], may be of these."""
+    """Heads on one rank: outputs after the first, [batch, heads, ...], may belong to these."""
     head_size: int = 0
 
 
@@ -87,7 +87,7 @@ class Values:
         return self._mixtures[width]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a buffer, or another tensor that is no parameter, as copies have it."""
+        """Return a buffer, or another tensor that is not a parameter, as copies have it."""
         if tensor.is_meta:
             return self.tensors.setdefault(tensor, self._random(tuple(tensor.shape), tensor.dtype))
         dtype = torch.float64 if tensor.dtype in _LOWER else tensor.dtype
@@ -103,7 +103,7 @@ class Values:
 
 @dataclass
 class Cut:
-    """Where ranks communicate: gradients stop there, until those of all ranks are known."""
+    """A place where ranks communicate: gradients stop there until those of all ranks are known."""
 
     layer: str
     is_summed: bool
@@ -114,11 +114,11 @@ class Cut:
 
 @dataclass
 class Run:
-    """What a copy did."""
+    """The results of one run of a copy."""
 
     outputs: list[torch.Tensor] = field(default_factory=list)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors that the modules hold afterwards, beside parameters."""
+    """Tensors that the modules hold afterwards, without parameters."""
     shares: list[torch.Tensor] = field(default_factory=list)
     """By call of the row: its output without the bias, which parts add up to."""
     answers: list[torch.Tensor] = field(default_factory=list)
@@ -134,10 +134,10 @@ class Run:
 
 
 class _Layer:
-    """What stands in for the ``forward`` of a layer of the pair: with a part of its weight, or all of it.
+    """Replaces the ``forward`` of a layer of the pair, with a part of its weight or all of it.
 
-    A part of a column passes its input on, whose gradient is the sum over ranks; that of the row gives its share of a
-    sum, and gets the whole sum back.
+    The gradient of a column's input is the sum over ranks. A part of the row contributes its share of a sum, and
+    returns the whole sum.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ def run_copy(
     answers: list[torch.Tensor] | None = None,
     training: bool = False,
 ) -> Run:
-    """Run a copy of the module on copies of the inputs: whole, or as the rank that has one of the parts."""
+    """Run a copy of the module on copies of the inputs: whole, or as the rank with this part."""
     run = Run()
     owner = _copy_of(module, split, values, run)
     for name, (weight, bias) in values.layers.items():
@@ -247,7 +247,7 @@ def _copy_of(module: nn.Module, split: Split, values: Values, run: Run) -> nn.Mo
 
 
 def _kept(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what modules hold, by name."""
+    """Yield the tensors that modules hold, by name."""
     for name, module in owner.named_modules():
         held = {key: value for key, value in vars(module).items() if key not in TABLES}
         for place, leaf in enumerate(pytree.tree_leaves(held)):
@@ -258,7 +258,7 @@ def _kept(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _InFloat64(DispatchMode):
-    """Has code that works in lower precision work in float64, and dropout pass everything on."""
+    """Runs code that asks for lower precision in float64, and makes dropout keep everything."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = dict(kwargs or {})
@@ -267,16 +267,16 @@ class _InFloat64(DispatchMode):
         if kwargs.get("dtype") in _LOWER:
             kwargs["dtype"] = torch.float64
         output = func(*args, **kwargs)
-        # What a factory makes without being told a dtype.
+        # A factory called without a dtype.
         return output.double() if isinstance(output, torch.Tensor) and output.dtype in _LOWER else output
 
 
 @contextmanager
 def aside() -> Generator[None]:
-    """Leave random numbers, warnings and the mode of autograd as they are; work on the CPU, in float64."""
+    """Run on the CPU in float64, and restore random numbers, warnings and the mode of autograd afterwards."""
     with ExitStack() as during:
         during.callback(random.setstate, random.getstate())
-        # All ranks of a machine try at once, with small tensors: their threads would only wait for one another.
+        # All ranks of a machine run trials at once, with small tensors: more threads would only wait for one another.
         during.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         during.enter_context(torch.random.fork_rng(devices=[]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings and output layers of one vocabulary, which are split by its words. Used by found_plan."""
+"""Embeddings and output layers of one vocabulary, split by its words. Used by found_plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUTPUT_NAMES = {"lm_head", "head", "output", "embed_out", "unembed", "decoder",
 
 
 def add_vocabulary(plan: TensorPlan, model: nn.Module, tp: int) -> None:
-    """Split embeddings that have a head of as many outputs, and the heads."""
+    """Split embeddings and the output layers that have as many outputs."""
     embeddings = {
         n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and not is_inside(n, plan.whole)
     }
@@ -56,7 +56,7 @@ def _why_no_vocabulary(model: nn.Module, name: str, embedding: nn.Embedding) -> 
 
 
 def _forward_source(module: nn.Module) -> str:
-    """Return the text of a module's ``forward``, or nothing where it cannot be read."""
+    """Return the source of a module's ``forward``, or an empty string if it cannot be read."""
     try:
         return inspect.getsource(type(module).forward)
     except (OSError, TypeError):
@@ -64,7 +64,7 @@ def _forward_source(module: nn.Module) -> str:
 
 
 def _why_not_tied(model: nn.Module, names: set[str]) -> str | None:
-    """Return which parameter of these layers others share, that stay whole."""
+    """Return which module that stays whole shares a parameter with these layers."""
     name_of = {module: name for name, module in model.named_modules()}
     for places in tied(model):
         sharing = [name_of[module] for module, _ in places]

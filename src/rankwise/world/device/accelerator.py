@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accelerator of this machine, as torch finds it: how many devices, their memory and random numbers.
+"""The accelerator of this machine, as torch finds it: how many devices, their memory, random numbers and toolkits.
 
 The first query may initialize the driver: the launcher makes none before it has forked its server.
 """
@@ -7,14 +7,18 @@ The first query may initialize the driver: the launcher makes none before it has
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from rankwise.world.device.kinds import EXAMPLE, DeviceKind, is_accelerator, kind_named
+from rankwise.world.device.kinds import EXAMPLE, KINDS, DeviceKind, is_accelerator, kind_named
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
+
+_TOOLKITS = ("cuda", "hip", "xpu")
 
 
 def found_kind() -> DeviceKind | None:
@@ -140,3 +144,37 @@ def autocast_state() -> tuple[bool, ...]:
 def copies_in_groups(devices: Sequence[torch.device]) -> bool:
     """Return whether torch has its own way to copy a model to all of ``devices`` at once."""
     return all(device.type == EXAMPLE.name for device in devices)
+
+
+def toolkits() -> dict[str, str]:
+    """Return the versions of CUDA, ROCm's HIP or Intel's compiler that torch was built with."""
+    found = {name: getattr(torch.version, name, None) for name in _TOOLKITS}
+    return {name: str(version) for name, version in found.items() if version}
+
+
+def nccl_version() -> tuple[int, ...] | None:
+    """Return the version of NCCL, or of ROCm's RCCL; ``None`` if torch has neither."""
+    if "cuda" not in toolkits() and "hip" not in toolkits():
+        return None
+    if not dist.is_nccl_available():
+        return None
+    from torch.cuda import nccl  # noqa: PLC0415 - only there with NCCL
+
+    return tuple(int(part) for part in nccl.version()[:3])
+
+
+def has_toolkit(name: str) -> bool:
+    """Return whether torch was built with ``"cuda"``, ``"hip"`` or ``"xpu"``."""
+    return name in toolkits()
+
+
+def num_driver_files() -> int:
+    """Return how many devices the drivers show, whether torch can use them or not."""
+    patterns = [kind.driver_files for kind in KINDS.values() if kind.driver_files]
+    found = [path for pattern in patterns for path in Path("/dev").glob(pattern)]
+    return len([path for path in found if path.name.lstrip("abcdefghijklmnopqrstuvwxyz").isdecimal()])
+
+
+def can_use_nccl() -> bool:
+    """Return whether NCCL is available, with a device that it supports."""
+    return nccl_version() is not None and count_of("cuda") > 0

@@ -32,12 +32,8 @@ def explicit(
 ) -> Reading:
     """Return the reading of ``init_method``, ``rank`` and ``world_size``. Arguments take precedence over variables.
 
-    Args:
-        init_method: ``tcp://host:port``, ``file:///path`` or ``env://``.
-        rank: number of this process; with ``env://`` the variable ``RANK`` by default.
-        world_size: number of processes; with ``env://`` the variable ``WORLD_SIZE`` by default.
-        variables: the process's environment variables, for ``env://``; the job's secret is there for ``tcp://`` too.
-        argv: the process's ``sys.argv``, for ``env://``.
+    ``init_method`` is ``tcp://host:port``, ``file:///path`` or ``env://``, which reads ``RANK``, ``WORLD_SIZE`` and
+    ``argv`` too. The job's secret is among ``variables`` for ``tcp://`` as well.
 
     Raises:
         ConfigurationError: an argument is invalid or missing.

@@ -50,13 +50,7 @@ class Explanation:
 
 
 def explain(variables: Mapping[str, str], argv: Sequence[str] = (), launcher_process: str | None = None) -> Explanation:
-    """Return what :func:`rankwise.world.environments.table.read` decides, and why. Never raises for what it finds.
-
-    Args:
-        variables: the process's environment variables.
-        argv: the process's ``sys.argv``.
-        launcher_process: identity of the launcher's process on this machine, if one was found.
-    """
+    """Return what :func:`rankwise.world.environments.table.read` decides, and why. Never raises for what it finds."""
     decided, error = None, None
     try:
         decided = table.read(variables, argv, launcher_process=launcher_process)

@@ -28,22 +28,13 @@ SHARED_BY_RANKS = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_
 def variables_for_rank(
     around: Mapping[str, str], *, rank: int, local_rank: int, node_rank: int, ranks_per_node: Sequence[int]
 ) -> dict[str, str]:
-    """Return Slurm's variables as srun would set them for one rank if it started each rank itself.
+    """Return Slurm's variables as srun would set them for one rank if it started each rank itself; none outside Slurm.
 
-    The replaced ones keep their values under names with the prefix ``RANKWISE_AGENT_``.
+    ``around`` are the variables of the launcher. Those that are replaced keep their values under names with the prefix
+    ``RANKWISE_AGENT_``.
 
-    Args:
-        around: variables of the launcher.
-        rank: number of the process in the whole job.
-        local_rank: number of the process on its machine.
-        node_rank: number of its machine.
-        ranks_per_node: how many ranks each machine of the job has.
-
-    Returns:
-        The variables to set; none outside a Slurm job.
-
-    Source: srun(1), output environment variables. SLURM_NTASKS, SLURM_NPROCS, SLURM_NTASKS_PER_NODE,
-        SLURM_OVERCOMMIT and those of ``SHARED_BY_RANKS`` are also input: they are the defaults of an srun in the rank.
+    Source: srun(1), output environment variables. SLURM_NTASKS, SLURM_NPROCS, SLURM_NTASKS_PER_NODE, SLURM_OVERCOMMIT
+    and those of ``SHARED_BY_RANKS`` are also input: they are the defaults of an srun in the rank.
     """
     if not around.get(ROW.sign):
         return {}

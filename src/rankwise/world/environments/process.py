@@ -34,16 +34,11 @@ STOP_SIGNAL = "SIGUSR2"
 
 
 def read_process(environment: str | None = None) -> Reading:
-    """Return what started this process.
-
-    Args:
-        environment: name of the row of the table to use, whatever the others give; ``None``
-            decides.
+    """Return what started this process. ``environment`` names the row of the table to use, whatever the others give.
 
     Raises:
         EnvironmentConflict: two environments contradict each other about this process.
-        ConfigurationError: a set of variables is incomplete, a value is invalid, or rank 0 cannot be
-            reached.
+        ConfigurationError: a set of variables is incomplete, a value is invalid, or rank 0 cannot be reached.
     """
     launcher = _ancestor(HYDRA_PROXY) if "PMI_RANK" in os.environ else None
     return _with_signals(table.read(dict(os.environ), sys.argv, environment, launcher_process=launcher))
@@ -56,12 +51,7 @@ def explain_process() -> Explanation:
 
 
 def explicit(init_method: str, rank: int | None, world_size: int | None) -> Reading:
-    """Return the reading of explicit arguments; only ``env://`` reads the variables of launchers.
-
-    Args:
-        init_method: ``tcp://host:port``, ``file:///path`` or ``env://``.
-        rank: number of this process; with ``env://`` the variable ``RANK`` by default.
-        world_size: number of processes; with ``env://`` the variable ``WORLD_SIZE`` by default.
+    """Return the reading of the arguments of ``join()``; only ``env://`` reads the variables of launchers.
 
     Raises:
         ConfigurationError: an argument is invalid or missing.
@@ -141,15 +131,11 @@ def in_kubernetes() -> bool:
 def set_interface(name: str, *, is_loopback: bool) -> tuple[str, ...]:
     """Set which network interface torch's transports use, unless the user has; return the variables that were set.
 
-    The variables remain set as long as groups may be opened: the user's own ``new_group()`` and device meshes read
-    them too.
-
-    Args:
-        name: the interface.
-        is_loopback: whether all ranks are on one machine, where NCCL chooses its own transport.
+    The variables remain set as long as groups may be opened: the user's own ``new_group()`` and device meshes read them
+    too. With ``is_loopback`` all ranks are on one machine, where NCCL chooses its own transport.
 
     Source: torch 2.13's ``init_process_group`` takes no device for Gloo; ``ProcessGroupGloo`` looks up
-        GLOO_SOCKET_IFNAME for every group it opens. NCCL matches a name exactly after ``=``, else as a prefix.
+    GLOO_SOCKET_IFNAME for every group it opens. NCCL matches a name exactly after ``=``, else as a prefix.
     """
     wanted = {GLOO_INTERFACE: name, RPC_INTERFACE: name}
     if not is_loopback:

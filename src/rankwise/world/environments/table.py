@@ -54,22 +54,15 @@ def read(
     *,
     launcher_process: str | None = None,
 ) -> Reading:
-    """Return what started a process, from its variables and its arguments.
+    """Return what started a process, from its variables and its arguments; ``"nobody"`` if no launcher did.
 
-    Args:
-        variables: the process's environment variables.
-        argv: the process's ``sys.argv``, for the ``--local_rank`` of old launchers.
-        environment: name of the row to use, whatever the others give; ``None`` decides.
-        launcher_process: identity of the launcher's process on this machine, if one was found;
-            it replaces the name of the job if no variable has one.
-
-    Returns:
-        A reading; a world of one from ``"nobody"`` if no launcher's variables are set.
+    ``environment`` names the row to use, whatever the others give; ``None`` decides. ``argv`` is read for the
+    ``--local_rank`` of old launchers. ``launcher_process`` identifies the launcher's process on this machine, if one
+    was found; it replaces the name of the job if no variable has one.
 
     Raises:
         EnvironmentConflict: two environments contradict each other about this process.
-        ConfigurationError: a set of variables is incomplete, a value is invalid, or rank 0 cannot be
-            reached.
+        ConfigurationError: a set of variables is incomplete, a value is invalid, or rank 0 cannot be reached.
     """
     around = ProcessContext(variables=variables, argv=argv, launcher_process=launcher_process)
     if environment is not None:

@@ -24,7 +24,7 @@ from rankwise.comm.session import current
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.log import log, warn
 from rankwise.tensors.synced_folders import staged_file
-from rankwise.world import environments
+from rankwise.world.environments.process import read_process, stack_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,13 +51,9 @@ class CommitNumber(NamedTuple):
 
 
 class Commits:
-    """The commits of one state, from its :func:`run` on.
+    """The commits of one state, from its :func:`run` on, in the folder of this machine's part of the job.
 
-    Args:
-        folder: of this machine's part of the job.
-        run: number of the ``elastic.run`` in this process, the same on every rank and in every attempt.
-        attempt: of the job.
-        is_writer: whether this rank writes for its machine.
+    ``run`` numbers the calls of ``elastic.run`` in this process, alike on every rank and in every attempt.
     """
 
     def __init__(self, folder: Path, *, run: int, attempt: int, is_writer: bool) -> None:
@@ -73,12 +69,7 @@ class Commits:
         return self._attempt > 0
 
     def write(self, kept: dict[str, Any] | None) -> None:
-        """Write a commit completely or not at all. Called by: every rank; one per machine writes.
-
-        Raises:
-            ConfigurationError: it holds an object that cannot be read back without running code.
-            CheckpointError: the folder cannot be written to.
-        """
+        """Write a commit completely or not at all. Called by: every rank; one per machine writes."""
         self._num_written += 1
         if kept is None or not self._is_writer:
             return
@@ -98,9 +89,6 @@ class Commits:
         """Return the newest undamaged commit of all machines; ``None`` if there is none.
 
         Called by: every rank, at the start of an attempt that is not the first.
-
-        Raises:
-            PeerFailed, PeerMissing: as every collective.
         """
         own = next(self._readable(), None) if self._is_writer else None
         reported = gather_json(None if own is None else [own[0].attempt, own[0].number], what="hvd.elastic.run()")
@@ -148,10 +136,10 @@ def opened() -> Commits | None:
     Called by: every rank, once for each ``elastic.run``.
     """
     run = next(_run_numbers)
-    in_folder_of_job = environments.stack_file()
+    in_folder_of_job = stack_file()
     if not in_folder_of_job:
         return None
-    attempt = int(environments.read_process().attempt)
+    attempt = int(read_process().attempt)
     is_writer = current().world.local_rank == 0
     return Commits(Path(in_folder_of_job).parent, run=run, attempt=attempt, is_writer=is_writer)
 
@@ -163,12 +151,7 @@ def _loaded(data: bytes) -> dict[str, Any]:
 
 
 def _save(kept: dict[str, Any], path: Path, *, is_first: bool) -> None:
-    """Write a commit that can be read back without running code.
-
-    Raises:
-        ConfigurationError: it could not be.
-        OSError, RuntimeError: the file cannot be written.
-    """
+    """Write a commit; raise a ConfigurationError if it cannot be read back without running code."""
     try:
         torch.save(kept, path)
         with safe_globals(_OF_NUMPY):

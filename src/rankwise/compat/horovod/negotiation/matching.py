@@ -43,12 +43,7 @@ def state_from_json(value: list[Any]) -> RankState:
 
 
 def decide(states: Sequence[RankState], ranks_of_set: Mapping[int, Collection[int]]) -> list[Decision]:
-    """Return the operations that can be carried out, in the order in which every rank does so.
-
-    Args:
-        states: of every rank of the world.
-        ranks_of_set: the members of each process set, by its number.
-    """
+    """Return the operations that can be carried out, in the order in which every rank does so."""
     joined = {rank for rank, state in enumerate(states) if state.mode == HAS_JOINED}
     held: dict[Key, dict[int, OperationRequest]] = {}
     for rank, state in enumerate(states):
@@ -93,13 +88,9 @@ def stalled(
     stuck: Collection[int],
     others: Collection[int] = (),
 ) -> HorovodInternalError:
-    """Return the error of ranks that all wait, each for an operation that another one has not called.
+    """Return the error of the ``stuck`` ranks, each of which waits for an operation that another one has not called.
 
-    Args:
-        states: of every rank, by its number.
-        ranks_of_set: the members of each process set, by its number.
-        stuck: the ranks that cannot continue.
-        others: other ranks to name: those that have reached the end of the script.
+    It also names the ranks of ``others``, which have reached the end of the script.
     """
     missing: list[str] = []
     seen: set[Key] = set()

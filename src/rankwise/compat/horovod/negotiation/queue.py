@@ -29,7 +29,6 @@ from rankwise.compat.horovod.negotiation.request import (
     OperationRequest,
     PendingOperation,
     SetMembers,
-    broken_off,
     called,
     digest_of,
     waits_for,
@@ -98,18 +97,14 @@ class OperationQueue:
         return f"{prefix}.noname.{number}"
 
     def submit(self, operation: PendingOperation) -> int:
-        """Add an operation; return its handle.
-
-        Raises:
-            Refused: one of its name is pending.
-        """
+        """Add an operation; return its handle."""
         self.hold(operation)
         handle = next(_numbers)
         self.handles[handle] = operation
         return handle
 
     def hold(self, operation: PendingOperation) -> None:
-        """Add an operation that needs no handle. Raises as :meth:`submit` does."""
+        """Add an operation that needs no handle; raise if one of its name is pending."""
         key = operation.request.key
         if key in self.pending:
             raise Refused(
@@ -120,14 +115,7 @@ class OperationQueue:
         self.pending[key] = operation
 
     def wait(self, operation: PendingOperation) -> None:
-        """Run rounds until an operation is done.
-
-        Called by: every rank, at any of the calls that wait.
-
-        Raises:
-            HorovodInternalError: ranks passed different arguments, or wait for each other.
-            PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
-        """
+        """Run rounds until an operation is done. Called by: every rank, at any of the calls that wait."""
         try:
             while not operation.is_done:
                 self.run_round(WAITS, operation)
@@ -173,15 +161,8 @@ class OperationQueue:
     def run_round(self, mode: int, waited_for: PendingOperation | None = None) -> bool:
         """Report to all ranks what is pending here, and carry out what is pending on all members.
 
-        Called by: every rank, at any of the calls that wait.
-
-        Returns:
-            Whether another round may do more.
-
-        Raises:
-            HorovodInternalError: every rank waits for an operation that another one has not called. If this rank waits
-                for one, the operation gets the error instead.
-            PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+        Called by: every rank, at any of the calls that wait. Returns whether another round may do more. If every rank
+        waits for an operation that another one has not called, the operation that this rank waits for gets the error.
         """
         if self.has_joined:
             mode = HAS_JOINED
@@ -304,9 +285,11 @@ class OperationQueue:
         try:
             self._carry_out_popped(taken)
         except BaseException as error:
-            for _, operation in taken:
+            evidence = f"{type(error).__name__}: {error}"
+            for (request, _), operation in taken:
                 if operation is not None and not operation.is_done:
-                    operation.end(broken_off(operation.request, error))
+                    what = f"{request.name!r} was aborted."
+                    operation.end(HorovodInternalError(what, evidence=evidence, do="fix that error first"))
             raise
 
     def _pop_pending(self, key: Key) -> PendingOperation | None:
@@ -375,11 +358,7 @@ _process = _Process()
 
 
 def current_queue() -> OperationQueue:
-    """Return the queue that ``hvd.init()`` has opened.
-
-    Raises:
-        ConfigurationError: it has not been called, or the world has been left.
-    """
+    """Return the queue that ``hvd.init()`` has opened; raise if there is none, or the world has been left."""
     queue = current_queue_or_none()
     if queue is None:
         raise not_initialized()
@@ -406,16 +385,8 @@ def register(name: str, as_joined: Callable[[], None]) -> None:
 def announce(name: str, take_part: Callable[[], None], set_id: int = 0) -> None:
     """Run a step that does its own communication, once every rank has announced it.
 
-    Called by: every rank that has not joined; other operations may come in any order.
-
-    Args:
-        name: matches the ranks. If it has been registered, joined ranks take part in it.
-        take_part: the step. It may wait for the same step of other ranks.
-        set_id: the process set whose ranks run it.
-
-    Raises:
-        HorovodInternalError: every rank waits for an operation that another one has not called.
-        PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+    Called by: every rank of the process set that has not joined; other operations may come in any order. Joined ranks
+    take part if ``name`` has been registered. The step may wait for the same step of other ranks.
     """
     queue = current_queue()
     request = OperationRequest(kind=ANNOUNCED, name=name, set_id=set_id, allows_joined=name in queue.as_joined)

@@ -7,7 +7,6 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankwise.compat.horovod.errors import HorovodInternalError
 from rankwise.compat.horovod.reduce_ops import ReduceOp
 
 if TYPE_CHECKING:
@@ -128,13 +127,6 @@ def called(mode: int, waited_for: PendingOperation | None) -> str:
         return {HAS_JOINED: "hvd.join()", LEAVES: "hvd.shutdown()"}.get(mode, "hvd.poll()")
     prefix, dot, name = waited_for.request.name.partition(".")
     return f"hvd.{prefix} {name!r}" if dot else f"hvd.{prefix}"
-
-
-def broken_off(request: OperationRequest, error: BaseException) -> HorovodInternalError:
-    """Return the error of an operation that was carried out together with one that failed."""
-    return HorovodInternalError(
-        f"{request.name!r} was aborted.", evidence=f"{type(error).__name__}: {error}", do="fix that error first"
-    )
 
 
 def waits_for(mode: int, waited_for: PendingOperation | None) -> str:

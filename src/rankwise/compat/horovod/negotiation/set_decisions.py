@@ -90,12 +90,7 @@ class Negotiation:
         return {rank for rank, mode in enumerate(self._modes) if mode == HAS_JOINED}
 
     def apply(self, event: WaitEvent, ranks_of_set: Mapping[int, Collection[int]]) -> EventOutcome:
-        """Apply an event, and return its consequences.
-
-        Args:
-            event: the next one.
-            ranks_of_set: the members of each process set, by its number.
-        """
+        """Apply the next event, and return its consequences."""
         own = event.rank
         self._modes[own], self._awaited[own], self._waits_texts[own] = event.mode, event.awaited, event.waits_text
         for key in event.dropped:

@@ -51,15 +51,7 @@ class SetLog:
         number: int,
         ranks_of_set: Callable[[], Mapping[int, tuple[int, ...]]],
     ) -> None:
-        """Begin to follow an empty log. Called by: every rank, with the same number.
-
-        Args:
-            world: of this rank.
-            store: of the job.
-            detector: of this rank.
-            number: of the log, among those of the world.
-            ranks_of_set: returns the members of each process set, by its number.
-        """
+        """Begin to follow an empty log. Called by: every rank, with the same number."""
         self.sent: set[Key] = set()
         """Operations that are pending here and have been reported to the other ranks."""
         self.withdrawn: dict[Key, PendingOperation] = {}
@@ -84,15 +76,8 @@ class SetLog:
     def wait(self, event: WaitEvent, take: Callable[[WaitEvent, EventOutcome], bool], called: str) -> None:
         """Report an event of this rank, and carry out decided operations until its wait is over.
 
-        Called by: any rank; all members of an operation that is decided are in this call.
-
-        Args:
-            event: what this rank waits for.
-            take: carries out decided operations; returns whether the wait is over for another reason.
-            called: the call that waits, for errors.
-
-        Raises:
-            PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+        Called by: any rank; all members of an operation that is decided are in this call. ``take`` carries out decided
+        operations, and returns whether the wait is over for another reason. ``called`` names the call that waits.
         """
         ticket = self._detector.recorder.begin(called, self._exchange_id)
         try:

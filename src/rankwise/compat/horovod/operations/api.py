@@ -40,16 +40,8 @@ def submit(
 ) -> int:
     """Queue an operation on checked tensors; return its handle.
 
-    Args:
-        kind: of the operation, as in :class:`OperationRequest`.
-        tensors: this rank's input.
-        prefix: of the names among which this operation is matched.
-        name: the user's.
-        process_set: the ranks that take part.
-        take: makes the call's result from the tensors that arrive.
-        is_in_place: whether the results are written into ``tensors``.
-        splits: of an alltoall, the number of rows for each member.
-        fields: other fields of the request, which must be the same on all ranks.
+    It is matched by ``name`` among the operations with the same ``prefix``. ``take`` makes the result of the call from
+    the tensors that arrive; ``fields`` are other fields of the request.
     """
     queue = current_queue()
     set_id = member_of(process_set, kind, queue)
@@ -80,13 +72,9 @@ def with_gradients(
     there: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     back: Callable[[list[torch.Tensor], list[torch.Size]], Sequence[torch.Tensor]],
 ) -> Sequence[torch.Tensor]:
-    """Return the results of an operation, with gradients.
+    """Return ``there(tensors)``; ``back`` makes their gradients from those of the results and their shapes.
 
-    Args:
-        tensors: the input.
-        there: makes the results from the input.
-        back: makes the gradients of the input from those of the results, and from the shapes of the input. It must not
-            refer to the input itself, whose memory would be kept until backward.
+    ``back`` must not refer to ``tensors``, whose memory would be kept until backward.
     """
     if not any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
         # torch's machinery for gradients would take a tenth of the time of a small operation.
@@ -108,11 +96,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def member_of(process_set: ProcessSet, kind: str, queue: OperationQueue) -> int:
-    """Return the number of a process set that this rank is in.
-
-    Raises:
-        Refused: this rank is not in it, or the set is not in use.
-    """
+    """Return the number of a process set; raise if it is not in use, or if this rank is not in it."""
     set_id = members_of(process_set)
     own = queue.session.world.rank
     if own not in queue.members[set_id].ranks:
@@ -125,17 +109,7 @@ def member_of(process_set: ProcessSet, kind: str, queue: OperationQueue) -> int:
 
 
 def check(tensors: Sequence[torch.Tensor], kind: str, called: str) -> None:
-    """Check that an operation takes these tensors.
-
-    Args:
-        tensors: what the user passed.
-        kind: of the operation, as for :func:`submit`.
-        called: its name in errors.
-
-    Raises:
-        ConfigurationError: one is not a tensor, is sparse, has another dtype or no first dimension, or is not
-            contiguous.
-    """
+    """Raise unless an operation takes these tensors: dense, contiguous, of certain dtypes. ``called`` is its name."""
     dtypes = _REDUCED if kind in {"allreduce", "adasum", "reducescatter"} else _MOVED
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
@@ -166,11 +140,7 @@ def check(tensors: Sequence[torch.Tensor], kind: str, called: str) -> None:
 
 
 def check_group(tensors: Iterable[torch.Tensor], kind: str) -> list[torch.Tensor]:
-    """Return the tensors of a grouped operation.
-
-    Raises:
-        ConfigurationError: there are none, or they are on several devices.
-    """
+    """Return the tensors of a grouped operation; raise if there are none, or if they are on several devices."""
     given = list(tensors)
     if not given:
         raise ConfigurationError(f"{kind} was given no tensors.", do="pass a list of at least one")

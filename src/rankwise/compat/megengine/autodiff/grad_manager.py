@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MegEngine's GradManager on torch's autograd: which tensors get gradients, and what is done with each gradient."""
+"""MegEngine's GradManager on torch's autograd: tensors that get gradients, and the callbacks of each gradient."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from rankwise.comm.optimizer_steps import account_for_part
 from rankwise.compat.megengine.distributed.gradients import AllreduceCallback
 from rankwise.compat.megengine.recording import Recording, recordings
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.core.earlier_gradients import add_back, restore, set_aside
-from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights
-from rankwise.parallel.core.gradient_hooks import call_when_accumulated
+from rankwise.parallel.core.accumulation import add_back, restore, set_aside
+from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights, call_when_accumulated
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -29,12 +28,12 @@ GradCallback = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class NotRecording(ConfigurationError, RuntimeError):
-    """A GradManager was asked for gradients of what it did not record, or told to record twice."""
+    """A GradManager was asked for gradients without recording, or asked to record twice."""
 
 
 @dataclass(eq=False)
 class _Attached:
-    """A tensor of a GradManager, and what is done with its gradient."""
+    """A tensor of a GradManager, and the callbacks of its gradient."""
 
     tensor: weakref.ref[torch.Tensor]
     hook: RemovableHandle
@@ -44,18 +43,18 @@ class _Attached:
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """How the gradients of some tensors are reduced over ranks, in every backward."""
+    """Reduces the gradients of some tensors over ranks, in every backward."""
 
     tensors: list[torch.Tensor]
     exchange: Exchange
     buckets: GradientBuckets
     weights: Weights
     numbers: dict[int, int]
-    """Of the tensors, by their ids."""
+    """The numbers of the tensors, by their ids."""
 
 
 _in_backward: list[GradManager] = []
-"""Those whose backward is under way: hooks of the others have nothing to do then."""
+"""Those whose backward is running; the hooks of others do nothing meanwhile."""
 
 
 class GradManager:
@@ -71,9 +70,9 @@ class GradManager:
             optimizer.step()
             optimizer.zero_grad()
 
-    torch records in any case; what a GradManager records is what this rank sends to others and receives from them, so
-    that :meth:`backward` comes through it also where no loss of this rank depends on it. Only attached tensors get a
-    gradient.
+    torch always records; a GradManager records the tensors that this rank sends to others and receives from them, so
+    that :meth:`backward` reaches them even if no loss of this rank depends on them. Only attached tensors get
+    gradients.
     """
 
     def __init__(self) -> None:
@@ -86,7 +85,7 @@ class GradManager:
             attached.hook.remove()
 
     def attached_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that are attached and still there."""
+        """Return the attached tensors that still exist."""
         return [tensor for tensor, _ in self._alive()]
 
     def attach(
@@ -94,20 +93,20 @@ class GradManager:
         tensors: torch.Tensor | Iterable[torch.Tensor],
         callbacks: GradCallback | Iterable[GradCallback] | None = None,
     ) -> Self:
-        """Have gradients computed for some tensors, until these are gone.
+        """Compute gradients for some tensors, as long as they exist.
 
         Args:
-            tensors: one or several, floating point, made by no operation. Held weakly.
+            tensors: one or several, floating point, not the result of an operation. Held weakly.
             callbacks: one or several, called with each tensor and its gradient, in the order in which they were
-                attached; what one returns is given to the next, and the last one's is added to ``grad``.
-                ``make_allreduce_cb(...)`` comes last.
+                attached; each receives the gradient that the one before returned, and that of the last is added to
+                ``grad``. ``make_allreduce_cb(...)`` must be the last.
 
         Returns:
             This GradManager.
 
         Raises:
-            ConfigurationError: one of ``tensors`` is no tensor, not floating point, the result of an operation, or a
-                frozen parameter; or something stands behind ``make_allreduce_cb(...)``.
+            ConfigurationError: one of ``tensors`` is not a tensor, not floating point, the result of an operation, or a
+                frozen parameter; or a callback follows ``make_allreduce_cb(...)``.
         """
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if callbacks is None:
@@ -130,10 +129,10 @@ class GradManager:
         return self
 
     def record(self) -> None:
-        """Begin to record, for a :meth:`backward` to come.
+        """Start recording, for the next :meth:`backward`.
 
         Raises:
-            NotRecording: it records already.
+            NotRecording: it is already recording.
         """
         if self._recording is not None:
             raise NotRecording("This GradManager is already recording.", do="call backward() or release() first")
@@ -141,7 +140,7 @@ class GradManager:
         recordings.append(self._recording)
 
     def release(self) -> None:
-        """End the recording. There is nothing for :meth:`backward` afterwards."""
+        """Stop recording, without a :meth:`backward`."""
         if self._recording is not None:
             recordings.remove(self._recording)
             self._recording = None
@@ -156,14 +155,14 @@ class GradManager:
         Called by: every rank of the groups that tensors are reduced over, or that collectives were called in.
 
         Args:
-            y: one or several results; none where this rank only sends on.
-            dy: gradients of them, of their shapes; default: ones.
+            y: one or several results; none if this rank only sends its results to others.
+            dy: their gradients, of the same shapes; default: ones.
 
         Raises:
             NotRecording: nothing has been recorded.
-            ConfigurationError: ``dy`` does not go with ``y``, or a callback returned no gradient.
+            ConfigurationError: ``dy`` does not match ``y``, or a callback returned no gradient.
             CollectiveMismatch: ranks attached different tensors.
-            PeerFailed, PeerMissing: a rank failed, left, or did not come in time.
+            PeerFailed, PeerMissing: a rank failed, left, or did not call it in time.
         """
         recording = self._recording
         if recording is None:
@@ -206,7 +205,7 @@ class GradManager:
         alive = [(tensor, attached) for tensor, attached in self._alive() if tensor.requires_grad]
         tensors = [tensor for tensor, _ in alive]
         reductions = self._open_reductions(alive)
-        # Callbacks do not see the gradients so far again.
+        # Callbacks must not receive earlier gradients again.
         earlier = set_aside(tensors)
         _in_backward.append(self)
         try:
@@ -228,7 +227,7 @@ class GradManager:
         add_back(earlier)
 
     def _open_reductions(self, alive: list[tuple[torch.Tensor, _Attached]]) -> list[_Reduction]:
-        """Return what reduces gradients over ranks, opened again where other tensors are attached by now."""
+        """Return the reductions over ranks, with new buckets if other tensors are attached by now."""
         tensors_of: dict[AllreduceCallback, list[torch.Tensor]] = {}
         for tensor, attached in alive:
             if attached.over_ranks is not None:
@@ -242,8 +241,8 @@ class GradManager:
             reduction = self._reductions.get(callback)
             numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
             if reduction is None or reduction.exchange is not exchange or reduction.numbers != numbers:
-                # The last layer's gradients arrive first. The channels need no order towards the collectives that
-                # backward runs.
+                # The last layer's gradients arrive first. The collectives of backward may run between the channels'
+                # exchanges in any order.
                 order, what = reversed(range(len(tensors))), "gradients of a GradManager"
                 buckets = GradientBuckets(tensors, order, exchange.dup(), what)
                 reduction = _Reduction(tensors, exchange, buckets, callback.weights(exchange.world_size), numbers)
@@ -252,7 +251,7 @@ class GradManager:
         return reductions
 
     def _arrived(self, key: int) -> None:
-        """Do what is to be done with the gradient of an attached tensor, which is there."""
+        """Handle the gradient of an attached tensor, which backward has accumulated."""
         attached = self._attached[key]
         tensor = attached.tensor()
         if tensor is None:
@@ -283,7 +282,7 @@ class GradManager:
         return [(tensor, attached) for tensor, attached in found if tensor is not None]
 
     def _follow(self, tensor: torch.Tensor) -> _Attached:
-        """Have gradients computed for a tensor, and note when they are."""
+        """Attach a tensor, and call :meth:`_arrived` for its gradients."""
         key = id(tensor)
         own = weakref.ref(self)
 
@@ -324,7 +323,7 @@ def _check_attachable(tensor: object) -> None:
 def _roots(
     y: torch.Tensor | Sequence[torch.Tensor] | None, dy: torch.Tensor | Sequence[torch.Tensor] | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the results that have a gradient at all, and theirs."""
+    """Return the results that require a gradient, and their gradients."""
     results = _listed(y)
     gradients = [torch.ones_like(one) for one in results] if dy is None else _listed(dy)
     if len(results) != len(gradients):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.data``: the loader, and the samplers that shard by themselves."""
+"""``megengine.data``: the loader, and samplers that shard datasets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.data.collator``: samples as one batch, of NumPy arrays or of tensors. Pure."""
+"""``megengine.data.collator``: makes batches of NumPy arrays or tensors from samples. Pure."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import torch
 from rankwise.errors import ConfigurationError
 
 OBJECT_KINDS = "OSUaV"
-"""NumPy's letters for what is no numbers."""
+"""NumPy's letters for dtypes that are not numbers."""
 
 
 class Collator:
-    """Makes a batch of samples: what a loader without ``collator=`` has."""
+    """Makes a batch from samples; the default of ``DataLoader(collator=)``."""
 
-    def apply(self, inputs: Sequence[Any]) -> Any:  # noqa: ANN401 - of what samples are made of
+    def apply(self, inputs: Sequence[Any]) -> Any:  # noqa: ANN401 - depends on the samples
         """Return the samples as one batch.
 
         Args:
-            inputs: samples of one kind: arrays or tensors of one shape, numbers, texts, or dicts, tuples and lists of
+            inputs: samples of one kind: arrays or tensors of one shape, numbers, strings, or dicts, tuples and lists of
                 these.
 
         Returns:
-            Arrays and tensors stacked [batch, ...], numbers as an array [batch], texts as they were; of dicts and named
-            tuples one of batches, of other tuples and lists a list of batches.
+            Arrays and tensors stacked [batch, ...], numbers as an array [batch], strings unchanged; for dicts and named
+            tuples one of batches, for other tuples and lists a list of batches.
 
         Raises:
-            ConfigurationError: there is something else in a sample.
+            ConfigurationError: a sample contains something else.
         """
         first = inputs[0]
         if isinstance(first, str | bytes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.data.dataloader``: MegEngine's loader, whose worker processes are those of torch's."""
+"""``megengine.data.dataloader``: MegEngine's loader, on the workers of torch's."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from rankwise.errors import ConfigurationError
 
 
 class DataLoader:
-    """Batches of a dataset as NumPy arrays: read, transformed, and put together, in worker processes or here.
+    """Batches of a dataset as NumPy arrays: read, transformed and collated, in worker processes or in this one.
 
-    Which samples a rank gets is the sampler's affair: those of a dataset with a length shard by themselves.
+    The sampler decides which samples a rank gets: those for datasets with a length shard them.
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``, or a ``StreamDataset``.
-        sampler: of this dataset; default: one sample after another, each a batch. A ``StreamSampler`` for a stream.
+        sampler: of this dataset; default: all samples in order, each a batch. A ``StreamSampler`` for a stream.
         transform: has ``apply_batch(samples)``; for a stream, ``apply(sample)``.
         collator: has ``apply(samples)``, which returns the batch.
-        num_workers: processes that read ahead; 0: this one reads.
+        num_workers: processes that read ahead; 0: this process reads.
         timeout: seconds to wait for a batch of the workers; 0: no limit.
-        preload: whether arrays become tensors on this rank's device.
+        preload: whether to convert arrays to tensors on this rank's device.
         parallel_stream: must be false: with workers, each reads the whole stream and keeps its share of the batches.
 
     Raises:
-        ConfigurationError: the sampler is not of the dataset's kind, or a number is negative.
+        ConfigurationError: the sampler does not match the kind of dataset, or a number is negative.
     """
 
     def __init__(  # noqa: PLR0917 - as MegEngine has it
@@ -73,7 +73,7 @@ class DataLoader:
         self.preload = preload
         options: dict[str, Any] = {"num_workers": num_workers}
         if num_workers:
-            # As rankwise.DataLoader starts them: a dataset need not be one that can be pickled.
+            # As in rankwise.DataLoader: a forked worker does not need a dataset that can be pickled.
             start = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
             options |= {"timeout": timeout, "multiprocessing_context": start}
         options["collate_fn"] = partial(_batch, self.transform, self.collator, is_stream=is_stream)
@@ -99,7 +99,7 @@ def _batch(transform: Transform, collator: Collator, samples: list[Any], *, is_s
 
 
 class _SampleStream(torch.utils.data.IterableDataset[list[Any]]):
-    """The samples of a stream, as many together as a batch has. The last may be fewer."""
+    """The samples of a stream in lists of the size of a batch. The last may be shorter."""
 
     def __init__(self, dataset: StreamDataset, batch_size: int) -> None:
         self._dataset = dataset
@@ -111,7 +111,7 @@ class _SampleStream(torch.utils.data.IterableDataset[list[Any]]):
         samples = iter(self._dataset)
         number = 0
         while batch := [*islice(samples, self._batch_size)]:
-            # torch takes batches of its workers in turn, so that they are in the order of the stream.
+            # torch takes batches from its workers in turn, so that they are in the order of the stream.
             if number % num == own:
                 yield batch
             number += 1

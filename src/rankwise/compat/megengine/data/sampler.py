@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers that give each rank its part of a dataset, in MegEngine's order: ``sampler=`` of its ``DataLoader``.
+"""Samplers that give each rank its part of a dataset, in MegEngine's order, for ``DataLoader(sampler=)``.
 
-They are ``batch_sampler=`` of torch's too. Every rank gets equally many samples: where these do not divide, the first
-ones of the order come twice. ``rankwise.DataLoader`` gives every sample once instead.
+They also work as ``batch_sampler=`` of torch's loader. Every rank gets the same number of samples: if they do not
+divide evenly, the first ones of the order are repeated. ``rankwise.DataLoader`` gives every sample once instead.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from rankwise.errors import ConfigurationError
 
 
 class Sized(Protocol):
-    """What has a length."""
+    """An object with a length."""
 
     def __len__(self) -> int: ...
 
 
 class Sampler(ABC):
-    """What yields batches of indices."""
+    """Yields batches of indices."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[list[Any]]: ...
 
 
 class MapSampler(Sampler):
-    """Batches of indices for a dataset with a length; :meth:`sample` says in which order.
+    """Batches of indices for a dataset with a length; :meth:`sample` determines their order.
 
     Args:
-        dataset: only its length counts.
+        dataset: only its length is used.
         batch_size: samples of one batch, on each rank.
-        drop_last: whether a last batch that is not full is left out.
+        drop_last: whether to drop a last batch that is not full.
         num_samples: of one epoch, over all ranks; default: the dataset's.
         world_size: default: of the joined world, or 1.
         rank: default: in the joined world, or 0.
-        seed: of the order, the same on every rank; default: 0 on several ranks, drawn anew on one. A sampler gives
-            another order each time it is run through.
+        seed: of the order, the same on every rank; default: 0 on several ranks, random on one. Each epoch of a sampler
+            has another order.
 
     Raises:
-        ConfigurationError: a number means nothing, or there is less than a batch for each rank.
+        ConfigurationError: a number is invalid, or there is less than one batch per rank.
     """
 
     def __init__(  # noqa: PLR0917 - as MegEngine has it
@@ -83,7 +83,7 @@ class MapSampler(Sampler):
             )
         if seed is None and self.world_size > 1:
             seed = 0
-        # Of NumPy's generators the one that MegEngine has: a seed gives the same order.
+        # MegEngine uses this generator of NumPy: a seed gives the same order.
         self.rng = np.random.RandomState(seed)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -101,7 +101,7 @@ class MapSampler(Sampler):
         """Return this rank's part: every ``world_size``-th index, from ``rank`` on.
 
         Raises:
-            ConfigurationError: there are not as many indices as the dataset has samples.
+            ConfigurationError: the number of indices is not the number of samples.
         """
         total = self.num_samples * self.world_size
         whole = [*indices, *indices[: max(total - len(indices), 0)]]
@@ -125,9 +125,9 @@ class MapSampler(Sampler):
 
 
 class SequentialSampler(MapSampler):
-    """The samples in their own order. Arguments as for :class:`MapSampler`, and ``indices``.
+    """The samples in the dataset's order. Arguments as for :class:`MapSampler`, and ``indices``.
 
-    ``indices`` says what to yield, in place of 0 to the length of the dataset; on several ranks as many.
+    ``indices`` replaces the numbers from 0 to the length of the dataset; on several ranks it must have that length.
     """
 
     def __init__(  # noqa: PLR0917 - as MegEngine has it
@@ -165,15 +165,15 @@ class RandomSampler(MapSampler):
 
     def sample(self) -> Iterable[Any]:
         """Return the indices of an epoch, of all ranks."""
-        # A length and a list are shuffled differently, so that neither stands for the other.
+        # NumPy shuffles a length and a list differently, so the length cannot be replaced by a list of numbers.
         chosen = len(self.dataset) if self.indices is None else self.indices
         return self.rng.permutation(chosen).tolist()
 
 
 class ReplacementSampler(MapSampler):
-    """Samples drawn at random, each as often as it comes. Arguments as for :class:`MapSampler`, and ``weights``.
+    """Samples drawn at random, with replacement. Arguments as for :class:`MapSampler`, and ``weights``.
 
-    ``weights`` says how often each sample is drawn, towards the others; default: all alike.
+    ``weights`` are the relative frequencies of the samples; default: all equal.
     """
 
     def __init__(  # noqa: PLR0917 - as MegEngine has it
@@ -201,10 +201,10 @@ class ReplacementSampler(MapSampler):
 
 
 class StreamSampler(Sampler):
-    """How many samples of a ``StreamDataset`` make a batch. It does not shard, nor does MegEngine's.
+    """The batch size for a ``StreamDataset``. Like MegEngine's, it does not shard.
 
-    Each rank reads what ``__iter__`` of its dataset gives: let that depend on ``dist.get_rank()``.
-    ``rankwise.DataLoader`` gives each rank its samples of an iterable dataset by itself.
+    Each rank reads all samples of its dataset's ``__iter__``, which can depend on ``dist.get_rank()``.
+    ``rankwise.DataLoader`` gives each rank its own samples of an iterable dataset.
 
     Args:
         batch_size: samples of one batch, on each rank.
@@ -223,7 +223,7 @@ class StreamSampler(Sampler):
 
 
 class Infinite(Sampler):
-    """Batches of another sampler, epoch after epoch without end."""
+    """Batches of another sampler, repeated without end."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
@@ -245,7 +245,7 @@ class Infinite(Sampler):
 
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ConfigurationError(f"{name}={value!r} means nothing.", do=f"pass {name}=1 or more")
+        raise ConfigurationError(f"{name}={value!r} is invalid: it must be at least 1.", do=f"pass {name}=1 or more")
 
 
 def _checked_indices(indices: object) -> Sequence[Any] | None:

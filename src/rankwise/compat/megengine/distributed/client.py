@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that ranks leave for each other under a name, in the job's store. Imported by this room's front."""
+"""Values that ranks share by name, in the job's store."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 PREFIX = "megengine/user"
 SLICE_SECONDS = 0.2
-"""How long a wait goes without a look at whether a rank has failed."""
+"""The interval at which a waiting rank checks whether another has failed."""
 
 
 class Client:
-    """Sets and gets values that every rank sees."""
+    """Sets and gets values that all ranks share."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._alone: dict[str, bytes] = {}
 
     def user_set(self, key: str, val: object) -> bool:
-        """Leave a value under ``key``, in place of what was there.
+        """Set the value of ``key``.
 
         Args:
-            key: any text.
-            val: tensor, NumPy array, number, text, ``None``, ``tensor.shape`` or ``tensor.dtype``, or a list, tuple or
-                dict of them. Nothing is pickled.
+            key: any string.
+            val: tensor, NumPy array, number, string, ``None``, ``tensor.shape`` or ``tensor.dtype``, or a list, tuple
+                or dict of them. Nothing is pickled.
 
         Raises:
-            ConfigurationError: ``key`` is no text, or there is something else in ``val``.
+            ConfigurationError: ``key`` is not a string, or ``val`` contains something else.
         """
         content = _bytes_of(val)
         store = self._store(key)
@@ -50,16 +50,16 @@ class Client:
         return True
 
     def user_get(self, key: str) -> Any:  # noqa: ANN401 - whatever was set
-        """Return what was left under ``key``, waiting for a rank to do so. Tensors are on the CPU.
+        """Return the value of ``key``, once a rank has set it. Tensors are on the CPU.
 
         Raises:
-            PeerMissing: nobody did within ``join(timeout_seconds=...)``.
+            PeerMissing: no rank set it within ``join(timeout_seconds=...)``.
             PeerFailed: a rank failed meanwhile.
         """
         return _value_of(self._content(key))
 
     def user_pop(self, key: str) -> Any:  # noqa: ANN401 - whatever was set
-        """Return what was left under ``key``, as :meth:`user_get` does, and remove it.
+        """Return the value of ``key``, as :meth:`user_get` does, and remove it.
 
         Called by: one rank for each ``user_set``.
         """
@@ -78,10 +78,10 @@ class Client:
 
         Args:
             key: of the group: ``group.key``.
-            size: how many ranks it has.
+            size: the number of its ranks.
 
         Raises:
-            ConfigurationError: it is not the group of all ranks, whose name alone is not enough.
+            ConfigurationError: it is not the group of all ranks; other groups cannot be found by their key.
         """
         world_size = self._session.world.world_size
         if size != world_size or key != ",".join(map(str, range(world_size))):
@@ -127,7 +127,7 @@ class Client:
 
 
 def get_client() -> Client:
-    """Return what sets and gets values for every rank to see.
+    """Return the client that sets and gets values shared by all ranks.
 
     Raises:
         NotJoined: no world has been joined.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MegEngine's collectives with gradients: backward runs the opposite collective, on every rank of the group.
 
-Every rank's backward must therefore come through each of them, in one order. Imported by users, also as
+Every rank's backward must therefore reach each of them, in the same order. Imported by users, also as
 ``megengine.functional.distributed``.
 """
 
@@ -41,22 +41,22 @@ __all__ = [
 
 
 def reduce_sum(inp: torch.Tensor, group: Group = WORLD, device: str | None = None) -> torch.Tensor | None:
-    """Add up over ranks, for the root alone.
+    """Add up over ranks, for the root only.
 
     Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
 
     Args:
         inp: any shape.
         group: whose first rank is the root.
-        device: nothing: results are on the device of ``inp``.
+        device: not used: results are on the device of ``inp``.
 
     Returns:
         The sum on the root, ``None`` elsewhere. Backward of a recording GradManager gives every rank the root's
-        gradient; where none records, the sum has none.
+        gradient; without one, the sum has no gradient.
 
     Raises:
         CollectiveMismatch: shapes or dtypes differ.
-        PeerFailed, PeerMissing: a rank failed, left, or did not come in time.
+        PeerFailed, PeerMissing: a rank failed, left, or did not call it in time.
     """
     group = _checked("reduce_sum", inp, group, device)
     total = through(
@@ -68,14 +68,14 @@ def reduce_sum(inp: torch.Tensor, group: Group = WORLD, device: str | None = Non
 
 
 def broadcast(inp: torch.Tensor | None, group: Group = WORLD, device: str | None = None) -> torch.Tensor:
-    """Give every rank what the root holds.
+    """Give every rank the root's tensor.
 
     Called by: every rank of ``group``, in the same order.
 
     Args:
-        inp: any shape; counts on the root only.
+        inp: any shape; used on the root only.
         group: whose first rank is the root.
-        device: nothing.
+        device: not used.
 
     Returns:
         The root's tensor, on every rank. Backward adds the gradients up, for the root.
@@ -92,22 +92,21 @@ def broadcast(inp: torch.Tensor | None, group: Group = WORLD, device: str | None
 
 
 def all_gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = None, axis: int = 0) -> torch.Tensor:
-    """Put the tensors of all ranks one after another.
+    """Concatenate the tensors of all ranks.
 
     Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
 
     Args:
         inp: one dimension or more.
-        group: in whose order they come.
-        device: nothing.
-        axis: the dimension that grows.
+        group: determines their order.
+        device: not used.
+        axis: the dimension to concatenate along.
 
     Returns:
-        Shape of ``inp``, ``axis`` times the number of ranks. Backward adds the gradients up, each rank its
-        part.
+        Shape of ``inp``, ``axis`` times the number of ranks. Backward gives each rank the sum of its part's gradients.
 
     Raises:
-        ConfigurationError: ``inp`` has no such dimension.
+        ConfigurationError: ``axis`` is not a dimension of ``inp``.
         CollectiveMismatch, PeerFailed, PeerMissing: as :func:`reduce_sum`.
     """
     group, axis = _checked("all_gather", inp, group, device), checked_axis("all_gather", inp, axis)
@@ -127,15 +126,15 @@ def reduce_scatter_sum(
 
     Args:
         inp: one dimension or more.
-        group: in whose order the parts go.
-        device: nothing.
+        group: determines the order of the parts.
+        device: not used.
         axis: the dimension that is divided; the number of ranks must divide it.
 
     Returns:
-        Shape of ``inp``, ``axis`` divided by the number of ranks. Backward puts the gradients one after another.
+        Shape of ``inp``, ``axis`` divided by the number of ranks. Backward concatenates the gradients.
 
     Raises:
-        ConfigurationError: ``axis`` cannot be divided, or is none of ``inp``.
+        ConfigurationError: ``axis`` cannot be divided, or is not a dimension of ``inp``.
         CollectiveMismatch, PeerFailed, PeerMissing: as :func:`reduce_sum`.
     """
     group = _checked("reduce_scatter_sum", inp, group, device)
@@ -155,7 +154,7 @@ def all_reduce_sum(inp: torch.Tensor, group: Group = WORLD, device: str | None =
     Args:
         inp: any shape.
         group: the ranks.
-        device: nothing.
+        device: not used.
 
     Returns:
         The sum. Backward adds the gradients of all ranks up.
@@ -179,7 +178,7 @@ def all_reduce_max(inp: torch.Tensor, group: Group = WORLD, device: str | None =
     Args:
         inp: any shape.
         group: the ranks.
-        device: nothing.
+        device: not used.
 
     Returns:
         The largest. Backward adds the gradients of all ranks up, and gives them to every rank that holds the largest.
@@ -199,19 +198,19 @@ def all_reduce_min(inp: torch.Tensor, group: Group = WORLD, device: str | None =
 
 
 def gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = None, axis: int = 0) -> torch.Tensor | None:
-    """Put the tensors of all ranks one after another, on the root alone.
+    """Concatenate the tensors of all ranks, on the root only.
 
     Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
 
     Args:
         inp: one dimension or more.
-        group: in whose order they come; the first rank is the root.
-        device: nothing.
-        axis: the dimension that grows.
+        group: determines their order; its first rank is the root.
+        device: not used.
+        axis: the dimension to concatenate along.
 
     Returns:
         As :func:`all_gather` on the root, ``None`` elsewhere. Backward of a recording GradManager gives each rank its
-        part of the root's gradient; where none records, there is none.
+        part of the root's gradient; without one, there is no gradient.
 
     Raises:
         ConfigurationError, PeerFailed, PeerMissing: as :func:`all_gather`.
@@ -228,21 +227,21 @@ def gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = None, a
 
 
 def scatter(inp: torch.Tensor | None, group: Group = WORLD, device: str | None = None, axis: int = 0) -> torch.Tensor:
-    """Give each rank its part of what the root holds.
+    """Give each rank its part of the root's tensor.
 
     Called by: every rank of ``group``, in the same order.
 
     Args:
-        inp: one dimension or more; counts on the root only.
-        group: in whose order the parts go; the first rank is the root.
-        device: nothing.
+        inp: one dimension or more; used on the root only.
+        group: determines the order of the parts; its first rank is the root.
+        device: not used.
         axis: the dimension that is divided; the number of ranks must divide it.
 
     Returns:
-        The part of this rank. Backward puts the gradients one after another, on the root.
+        The part of this rank. Backward concatenates the gradients, on the root.
 
     Raises:
-        ConfigurationError: ``axis`` cannot be divided, or is none of the root's tensor; on every rank.
+        ConfigurationError: ``axis`` cannot be divided, or is not a dimension of the root's tensor; on every rank.
         PeerFailed, PeerMissing: as :func:`reduce_sum`.
     """
     group, data = _from_the_root("scatter", inp, group, device)
@@ -261,23 +260,23 @@ def all_to_all(
     split_axis: int = 0,
     concat_axis: int = 0,
 ) -> torch.Tensor:
-    """Send each rank its part, and put what comes from each one after another.
+    """Send a part to each rank, and concatenate the parts from each.
 
     Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
 
     Args:
         inp: one dimension or more.
-        group: in whose order parts go and come.
-        device: nothing.
+        group: determines the order of the parts.
+        device: not used.
         split_axis: the dimension that is divided; the number of ranks must divide it.
-        concat_axis: the dimension that grows.
+        concat_axis: the dimension to concatenate along.
 
     Returns:
         Shape of ``inp``, ``split_axis`` divided by the number of ranks and ``concat_axis`` times it. Backward sends the
-        gradients where the values came from.
+        gradients back to the ranks of the values.
 
     Raises:
-        ConfigurationError: ``split_axis`` cannot be divided, or a dimension is none of ``inp``.
+        ConfigurationError: ``split_axis`` cannot be divided, or an axis is not a dimension of ``inp``.
         CollectiveMismatch, PeerFailed, PeerMissing: as :func:`reduce_sum`.
     """
     group = _checked("all_to_all", inp, group, device)
@@ -296,14 +295,14 @@ def remote_send(inp: torch.Tensor, dest_rank: int) -> None:
     Called by: this rank, once for each ``remote_recv`` from it on ``dest_rank``, in the same order.
 
     Where ``inp`` requires a gradient, ``gm.backward()`` of the recording GradManager waits for the gradient of
-    ``dest_rank`` and goes on from here; it needs no loss on this rank.
+    ``dest_rank`` and continues from here; this rank needs no loss.
 
     Args:
-        inp: any shape and dtype, which travel with it.
+        inp: any shape and dtype, which are sent with it.
         dest_rank: of the world.
 
     Raises:
-        ConfigurationError: ``inp`` requires a gradient, and no GradManager records.
+        ConfigurationError: ``inp`` requires a gradient, and no GradManager is recording.
         ConfigurationError, PeerFailed, PeerMissing: as :func:`rankwise.send`.
     """
     if inp.requires_grad and torch.is_grad_enabled() and not recordings:
@@ -323,26 +322,26 @@ def remote_recv(
     shape: Sequence[int] | None = None,
     dtype: object = None,
 ) -> torch.Tensor:
-    """Return the next tensor that another rank has sent to this one, waiting for it.
+    """Wait for the next tensor that another rank sends to this one, and return it.
 
     Called by: this rank, once for each ``remote_send`` to it on ``src_rank``, in the same order.
 
     Args:
         src_rank: of the world.
-        device: nothing: what is received is on this rank's device.
-        inp: nothing: shape and dtype travel with the tensor.
-        shape: of the tensor, which the first versions of MegEngine had to be given; compared with what is received.
+        device: not used: the tensor is on this rank's device.
+        inp: not used: shape and dtype are sent with the tensor.
+        shape: of the tensor, which the first versions of MegEngine required; compared with the received one.
         dtype: the same, as torch's or NumPy's dtype or its name.
 
     Returns:
-        The tensor. It requires a gradient where what was sent did; backward then sends its gradient back.
+        The tensor. It requires a gradient if the sent one did; backward then sends its gradient back.
 
     Raises:
-        ConfigurationError: what was received has another shape or dtype.
+        ConfigurationError: the received tensor has another shape or dtype.
         ConfigurationError, PeerFailed, PeerMissing: as :func:`rankwise.recv`.
     """
     if device is not None and not isinstance(device, str):
-        # MegEngine's first versions had the shape and the dtype there.
+        # In MegEngine's first versions the shape and the dtype came here.
         raise ConfigurationError(
             f"remote_recv does not accept device={device!r}.",
             do="omit it: shape and dtype are sent with the tensor; or pass them by keyword: shape=, dtype=",
@@ -353,7 +352,7 @@ def remote_recv(
     received = cast("torch.Tensor", recv(src_rank))
     _check_received(received, src_rank, shape, wanted)
     if received.grad_fn is not None:
-        # The leaf behind it, which rankwise.recv() made for backward to run through it.
+        # The leaf before it, which rankwise.recv() created so that backward runs through it.
         keep_beginning(cast("Any", received.grad_fn).next_functions[0][0].variable)
     return received
 
@@ -374,7 +373,7 @@ def _extreme(op: str, inp: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _for_the_root(out: torch.Tensor, group: Group) -> torch.Tensor | None:
-    # Backward has to come here on every rank, also where nothing is made of the result.
+    # Backward must reach it on every rank, including those that do not use the result.
     if recordings:
         keep_end((out if out.ndim else out.reshape(1)).narrow(0, 0, 0).sum())
     else:
@@ -383,7 +382,7 @@ def _for_the_root(out: torch.Tensor, group: Group) -> torch.Tensor | None:
 
 
 def _from_the_root(name: str, inp: torch.Tensor | None, group: Group, device: str | None) -> tuple[Group, torch.Tensor]:
-    """Return on every rank a tensor of the kind that the root holds; on the root, that one."""
+    """Return the root's tensor on the root, and an empty one of the same shape and dtype on other ranks."""
     group = checked(group)
     is_root = group.rank == 0
     refuse_device(name, device)

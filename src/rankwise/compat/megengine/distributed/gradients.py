@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same values, and the same gradients, on every rank: what data-parallel scripts call.
+"""Equal values and equal gradients on every rank, for data-parallel scripts.
 
-Imported by users, and by the GradManager, which does what the callback asks for.
+The callback only holds options: the GradManager does the reduction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REDUCE_METHODS = ("sum", "mean")
 
 
 def bcast_list_(inps: Iterable[torch.Tensor], group: Group = WORLD) -> None:
-    """Give every rank the root's values of some tensors, in place: parameters before a training, for example.
+    """Overwrite tensors, in place, with those of the root, for example parameters before a training.
 
     Called by: every rank of ``group``, in the same order, with the same shapes and dtypes.
 
@@ -31,7 +31,7 @@ def bcast_list_(inps: Iterable[torch.Tensor], group: Group = WORLD) -> None:
         group: whose first rank is the root.
 
     Raises:
-        ConfigurationError: something in ``inps`` is no tensor.
+        ConfigurationError: something in ``inps`` is not a tensor.
         CollectiveMismatch, PeerFailed, PeerMissing: as :func:`rankwise.broadcast`.
     """
     group = checked(group)
@@ -49,18 +49,18 @@ def bcast_list_(inps: Iterable[torch.Tensor], group: Group = WORLD) -> None:
 
 
 class AllreduceCallback:
-    """Says to a GradManager that gradients are to be added up, or averaged, over ranks.
+    """Makes a GradManager add up, or average, gradients over ranks.
 
-    Every rank counts alike, however many samples it had. A parameter that a rank did not use counts as zero there; one
-    that no rank used keeps ``grad=None``. Gradients travel in buckets, while backward goes on.
+    Every rank has the same weight, whatever its number of samples. A parameter that a rank did not use counts as zero
+    there; one that no rank used keeps ``grad=None``. Gradients are sent in buckets, while backward runs.
 
     Args:
         reduce_method: ``"sum"`` or ``"mean"``.
         group: the ranks.
-        backend: one of MegEngine's names, which changes nothing: see ``override_backend``.
+        backend: one of MegEngine's names; it has no effect, see ``override_backend``.
 
     Raises:
-        ConfigurationError: there is no such ``reduce_method`` or ``backend``.
+        ConfigurationError: ``reduce_method`` or ``backend`` is unknown.
     """
 
     def __init__(self, reduce_method: str, group: Group = WORLD, backend: str | None = None) -> None:
@@ -74,12 +74,12 @@ class AllreduceCallback:
         self.group = checked(group)
 
     def weights(self, num_ranks: int) -> Weights:
-        """Return what every rank's gradients count: each rank as one, however many samples it had."""
-        # What a mean divides by is what a sum is multiplied with: the bits are those of the plain sum.
+        """Return the weight of every rank's gradients, which does not depend on its number of samples."""
+        # For a sum, the factor cancels the division by the number of ranks: the bits are those of a plain sum.
         return Weights(float(num_ranks) if self.reduce_method == "sum" else 1.0, 1.0)
 
     def __call__(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - as callbacks are called
-        """Refuse: gradients do not go one by one.
+        """Raise: gradients are not reduced one by one.
 
         Raises:
             ConfigurationError: always.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rankwise's collectives in the order of a MegEngine group, along any axis; and one as a step of torch's autograd.
+"""rankwise's collectives in the order of a MegEngine group, along any axis; and collectives with gradients.
 
-A group of rankwise counts its ranks upwards; MegEngine's has them as they were given. Imported by ``functional``.
+The ranks of a rankwise group ascend; those of a MegEngine group are in the given order. Imported by ``functional``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def through(
     there: Callable[[torch.Tensor], torch.Tensor],
     back: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return what ``there`` makes of ``data``; backward does with the gradient what ``back`` does."""
+    """Return ``there(data)``; backward computes the gradient of ``data`` by ``back``."""
     return cast("torch.Tensor", _WithBackward.apply(data, there, back))
 
 
@@ -51,11 +51,7 @@ class _WithBackward(torch.autograd.Function):
 
 
 def checked_axis(name: str, inp: torch.Tensor, axis: int, *, parts: int = 1) -> int:
-    """Return ``axis`` counted from the front.
-
-    Raises:
-        ConfigurationError: there is none, or ``parts`` does not divide it.
-    """
+    """Return ``axis`` counted from the front; raise if it is not a dimension, or cannot be divided into ``parts``."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -inp.ndim <= axis < inp.ndim:
         raise ConfigurationError(
             f"{name} got axis={axis!r} for a tensor of {inp.ndim} dimensions.",
@@ -71,7 +67,7 @@ def checked_axis(name: str, inp: torch.Tensor, axis: int, *, parts: int = 1) -> 
 
 
 def refuse_device(name: str, device: str | None) -> None:
-    """Raise where a device was named: MegEngine's were streams."""
+    """Raise if a device was passed: MegEngine's devices were streams."""
     if device:
         raise ConfigurationError(
             f"{name} was given device={device!r}, but results stay on the device of the input.",
@@ -93,12 +89,12 @@ def scattered_sum(data: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
 
 
 def exchanged(data: torch.Tensor, group: Group, split_axis: int, concat_axis: int) -> torch.Tensor:
-    """Return what every rank has for this one, put together along ``concat_axis``."""
+    """Return the parts of all ranks for this one, concatenated along ``concat_axis``."""
     return torch.cat(_to_each(data.tensor_split(group.size, split_axis), group), concat_axis)
 
 
 def gathered_at_root(data: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
-    """Return the tensors of all ranks put together on the root; elsewhere something of that shape."""
+    """Return the concatenated tensors of all ranks on the root; elsewhere zeros of that shape."""
     nothing = data.new_empty(0)
     received = _to_each([data, *[nothing] * (group.size - 1)], group)
     if group.rank == 0:
@@ -116,11 +112,11 @@ def scattered_from_root(data: torch.Tensor, group: Group, axis: int) -> torch.Te
 
 
 def _to_each(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    """Send each rank a part, and return what came from each, both in the group's order."""
+    """Send a part to each rank, and return the parts from each, both in the group's order."""
     received = collectives.all_to_all(_upwards(parts, group), group=group.group)
     return [received[place] for place in group.places]
 
 
 def _upwards(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    """Return parts in the group's order in the order of the ranks' numbers."""
+    """Return parts that are in the group's order, in ascending order of ranks."""
     return [part for _, part in sorted(zip(group.proc_ranks, parts, strict=True), key=lambda pair: pair[0])]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part: groups of ranks in MegEngine's words, and what this process is in the world."""
+"""MegEngine's groups of ranks, backends, and the facts about this process in the world."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _BACKENDS: dict[str, dict[str, Any]] = {
 
 
 class Group:
-    """Some ranks, whose first one is their root.
+    """Some ranks, of which the first one is the root.
 
-    Called by: every rank of the world, with the same ranks, also those that are not among them. MegEngine had only
-    the members call; here the others help to open the group, and must not use it.
+    Called by: every rank of the world, with the same ranks, including ranks outside the group. In MegEngine only the
+    members called it; here the others take part in opening the group, but must not use it.
 
     Args:
         proc_ranks: of the world, each once, in any order; the first one is the root.
 
     Raises:
-        ConfigurationError: no ranks, one that there is not or that comes twice; or ranks gave different ones.
+        ConfigurationError: no ranks, an unknown one or one twice; or ranks passed different ones.
         CollectiveMismatch, PeerMissing: some ranks called something else, or nothing.
 
     Source: rankwise.new_group.
@@ -61,12 +61,12 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of its ranks."""
         return len(self.proc_ranks)
 
     @property
     def key(self) -> str:
-        """The ranks as text, ``"0,2"``."""
+        """The ranks as a string, ``"0,2"``."""
         return ",".join(map(str, self.proc_ranks))
 
     @property
@@ -103,7 +103,7 @@ class Group:
 
     @property
     def group(self) -> collectives.Group | None:
-        """The same, for ``group=`` of rankwise's collectives."""
+        """The group for ``group=`` of rankwise's collectives."""
         return self._group
 
     @property
@@ -117,7 +117,7 @@ class Group:
 
 
 class _WorldGroup(Group):
-    """All ranks of whatever world is joined."""
+    """All ranks of the joined world."""
 
     def __init__(self) -> None:
         self._proc_ranks = ()
@@ -136,11 +136,7 @@ WORLD: Group = _WorldGroup()
 
 
 def checked(group: object) -> Group:
-    """Return ``group``, which a caller gave.
-
-    Raises:
-        ConfigurationError: it is no group.
-    """
+    """Return ``group``; raise if it is not a group."""
     if not isinstance(group, Group):
         raise ConfigurationError(
             f"group must be a Group, got {group!r}.",
@@ -158,24 +154,24 @@ def new_group(proc_ranks: Sequence[int]) -> Group:
 
 
 def is_distributed() -> bool:
-    """Return whether a world has been joined; also one of a single rank."""
+    """Return whether a world has been joined, including one of a single rank."""
     return current_or_none() is not None
 
 
 def get_rank() -> int:
-    """Return this process's rank; 0 where no world has been joined."""
+    """Return this process's rank; 0 if no world has been joined."""
     session = current_or_none()
     return 0 if session is None else session.world.rank
 
 
 def get_world_size() -> int:
-    """Return the number of ranks; 1 where no world has been joined."""
+    """Return the number of ranks; 1 if no world has been joined."""
     session = current_or_none()
     return 1 if session is None else session.world.world_size
 
 
 def get_backend() -> str:
-    """Return what carries tensors between ranks: ``"nccl"`` or ``"gloo"``; ``"none"`` in a world of one.
+    """Return the backend: ``"nccl"`` or ``"gloo"``; ``"none"`` in a world of one.
 
     Raises:
         NotJoined: no world has been joined.
@@ -184,11 +180,7 @@ def get_backend() -> str:
 
 
 def arguments_of(backend: str) -> dict[str, Any]:
-    """Return the arguments of :func:`rankwise.join` for one of MegEngine's backends.
-
-    Raises:
-        ConfigurationError: there is no such backend.
-    """
+    """Return the arguments of :func:`rankwise.join` for one of MegEngine's backends; raise if it is unknown."""
     if backend not in _BACKENDS:
         raise ConfigurationError(
             f"Unknown backend {backend!r}.",
@@ -205,7 +197,7 @@ def override_backend(new_backend: str) -> Generator[None]:
     there is no other one to change to.
 
     Raises:
-        ConfigurationError: there is no such backend.
+        ConfigurationError: the backend is unknown.
         NotJoined: no world has been joined.
     """
     current()
@@ -214,12 +206,12 @@ def override_backend(new_backend: str) -> Generator[None]:
 
 
 def group_barrier(group: Group = WORLD) -> None:
-    """Return when every rank of ``group`` has called it; at once where no world has been joined.
+    """Return when every rank of ``group`` has called it; at once if no world has been joined.
 
     Called by: every rank of ``group``, in the same order.
 
     Raises:
-        PeerFailed, PeerMissing: a rank failed, left, or did not come in time.
+        PeerFailed, PeerMissing: a rank failed, left, or did not call it in time.
     """
     group = checked(group)
     if is_distributed():
@@ -227,10 +219,10 @@ def group_barrier(group: Group = WORLD) -> None:
 
 
 def synchronized(func: Callable[P, T]) -> Callable[P, T]:
-    """Have every call of ``func`` return when every rank has come to its end; decorator.
+    """Make every call of ``func`` return only when it has ended on every rank; a decorator.
 
-    Called by: what it makes, every rank, in the same order. For one rank first, as for a download, there is
-    :func:`rankwise.local_rank_zero_first`.
+    Called by: every rank calls the decorated function, in the same order. To let one rank run first, for example a
+    download, use :func:`rankwise.local_rank_zero_first`.
     """
 
     @wraps(func)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MegEngine's ways into a world: a function on several ranks, or a process that says itself which rank it is."""
+"""MegEngine's ways of joining a world: a function on several ranks, or a process that passes its own rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rankwise.compat.megengine.device import GPU_TYPES, check_device_type, get_d
 from rankwise.compat.megengine.distributed.groups import arguments_of
 from rankwise.errors import ConfigurationError
 from rankwise.launch.function.launch import launcher as on_ranks_of_rankwise
-from rankwise.world import environments
 from rankwise.world.device import accelerator
+from rankwise.world.environments.process import read_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,28 +57,28 @@ def launcher(  # noqa: PLR0917 - as MegEngine has it
 ) -> Callable[P, list[T]] | Callable[[Callable[P, T]], Callable[P, list[T]]]:
     """Make a function run on several ranks, in a world that they have joined.
 
-    ``@dist.launcher``, ``@dist.launcher(n_gpus=2)`` and ``dist.launcher(worker, n_gpus=2)(*args)`` all do. Several
-    machines each run the script, with their own ``rank_start``. In a script that ``rankwise run`` has started on
-    its ranks already, the function runs on these.
+    Write ``@dist.launcher``, ``@dist.launcher(n_gpus=2)`` or ``dist.launcher(worker, n_gpus=2)(*args)``. With several
+    machines each runs the script, with its own ``rank_start``. In a script that ``rankwise run`` has started, the
+    function runs on the ranks that exist.
 
     Args:
-        func: what every rank calls.
-        n_gpus: how many ranks on this machine, also without GPUs; default: one per GPU, or one where there is none.
-        world_size: how many ranks on all machines, ``n_gpus`` on each; default: ``n_gpus``.
-        rank_start: rank of the first one here: 0 on the first machine, ``n_gpus`` on the second, and so on.
+        func: the function that every rank calls.
+        n_gpus: the number of ranks on this machine, also without GPUs; default: one per GPU, or one without a GPU.
+        world_size: the number of ranks on all machines, ``n_gpus`` on each; default: ``n_gpus``.
+        rank_start: the first rank on this machine: 0 on the first one, ``n_gpus`` on the second, and so on.
         master_ip: address of one of the machines, the same on all.
-        port: a free port there, where there are several machines.
-        device_type: ``"xpu"`` takes GPUs where there are some, else the CPU; ``"gpu"``, ``"cuda"``, ``"rocm"`` insist;
+        port: a free port there, for several machines.
+        device_type: ``"xpu"`` uses GPUs if there are any, else the CPU; ``"gpu"``, ``"cuda"``, ``"rocm"`` require GPUs;
             ``"cpu"`` hides the GPUs.
         backend: ``"auto"``, ``"nccl"``, ``"rccl"``, ``"shm"`` or ``"gloo"``. (MegEngine's default was ``"nccl"``.)
 
     Returns:
-        The function, which returns what this machine's ranks returned, in rank order; or a decorator.
+        The function, which returns the values of this machine's ranks, in rank order; or a decorator.
 
     Raises:
-        ConfigurationError: numbers do not go together, or there is no GPU; when the function is defined. When it is
-            called, and where it runs: as :func:`rankwise.launch`, which raises the exception of the first rank to fail,
-            with that rank's traceback as a note.
+        ConfigurationError: numbers are inconsistent, or there is no GPU; when the function is defined. When it is
+            called: as :func:`rankwise.launch`, which raises the exception of the first rank to fail, with that rank's
+            traceback as a note.
 
     Source: rankwise.launcher.
     """
@@ -94,7 +94,7 @@ def launcher(  # noqa: PLR0917 - as MegEngine has it
                 do="write @dist.launcher, @dist.launcher(n_gpus=2), or dist.launcher(worker, n_gpus=2)()",
             )
 
-        # By the name that wraps() copies, pickle finds what the decorator made.
+        # wraps() copies the name by which pickle finds the decorated function.
         @functools.wraps(inner)
         def joined(*args: P.args, **kwargs: P.kwargs) -> T:
             with join(**arguments):
@@ -118,20 +118,20 @@ def init_process_group(  # noqa: PLR0917 - as MegEngine has it
 ) -> None:
     """Join the world that other processes join with the same address.
 
-    Called by: every rank, once. Rank 0 opens the port itself: there is no server to be started before.
+    Called by: every rank, once. Rank 0 opens the port itself: no server needs to be started first.
 
     Args:
         master_ip: address of rank 0's machine.
         port: a free port there.
-        world_size: number of processes; 1 will do.
-        rank: of this one.
-        device: number of its GPU; of no meaning where there are none.
+        world_size: number of processes, 1 or more.
+        rank: of this process.
+        device: number of its GPU; not used without GPUs.
         backend: as for :func:`launcher`.
         device_type: as for :func:`launcher`.
 
     Raises:
         ConfigurationError: an argument is bad, or this process has joined already.
-        PeerMissing: the others did not come.
+        PeerMissing: the other ranks did not join.
 
     Source: rankwise.join.
     """
@@ -152,13 +152,13 @@ def init_process_group(  # noqa: PLR0917 - as MegEngine has it
 
 
 class Server:
-    """Stands where a script starts MegEngine's server; rank 0 opens the port by itself.
+    """Replaces MegEngine's server, which is not needed: rank 0 opens the port.
 
     Args:
-        port: that ``init_process_group`` is then given.
+        port: the port that is then passed to ``init_process_group``.
 
     Raises:
-        ConfigurationError: no port was named.
+        ConfigurationError: no port was passed.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -172,18 +172,18 @@ class Server:
 
 def _is_rank_of_rankwise() -> bool:
     with suppress(ConfigurationError):
-        return environments.read_process("rankwise").source == "rankwise"
+        return read_process("rankwise").source == "rankwise"
     return False
 
 
 def _in_this_rank(
     inner: Callable[P, T], joined: Callable[P, T], arguments: dict[str, Any], n_gpus: int | None, world_size: int | None
 ) -> Callable[P, list[T]]:
-    """Return what calls the function in this process, whose ranks are there, and collects what these return."""
+    """Return a function that calls ``inner`` on the ranks that exist, and returns the values of this machine's."""
 
     @functools.wraps(joined)
     def here(*args: P.args, **kwargs: P.kwargs) -> list[T]:
-        found = environments.read_process("rankwise")
+        found = read_process("rankwise")
         for name, given, there in (
             ("n_gpus", n_gpus, found.local_world_size),
             ("world_size", world_size, found.world_size),

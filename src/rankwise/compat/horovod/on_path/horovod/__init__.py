@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``horovod``, where a program has asked for rankwise to stand in for it."""
+"""The package ``horovod`` of programs that have requested the alias."""
 
 from __future__ import annotations
 

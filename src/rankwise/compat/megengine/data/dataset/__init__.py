@@ -16,11 +16,11 @@ __all__ = ["ArrayDataset", "Dataset", "MapDataset", "StreamDataset"]
 
 
 class Dataset(ABC):  # noqa: B024 - as MegEngine has it: what a dataset offers depends on its kind
-    """What a ``DataLoader`` reads: a subclass has ``__getitem__`` and ``__len__``, or is a :class:`StreamDataset`."""
+    """Base class of datasets: a subclass has ``__getitem__`` and ``__len__``, or is a :class:`StreamDataset`."""
 
 
 class MapDataset(Dataset):
-    """A dataset whose samples have numbers, from 0 to its length."""
+    """A dataset whose samples are numbered from 0 to its length."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Any: ...  # noqa: ANN401 - a sample
@@ -30,7 +30,7 @@ class MapDataset(Dataset):
 
 
 class StreamDataset(Dataset):
-    """A dataset that can only be iterated. ``__iter__`` alone decides what each rank reads: see ``StreamSampler``."""
+    """A dataset that can only be iterated. ``__iter__`` decides which samples a rank reads: see ``StreamSampler``."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
@@ -39,18 +39,18 @@ class StreamDataset(Dataset):
         raise ConfigurationError("A StreamDataset cannot be indexed.", do="iterate it, or use a MapDataset")
 
     def __len__(self) -> int:
-        # A TypeError where Python asks for a hint: list(dataset) does.
+        # A TypeError, since list(dataset) asks for the length as a hint.
         raise TypeError("A StreamDataset has no length: iterate it, or use a MapDataset")
 
 
 class ArrayDataset(MapDataset):
-    """Arrays of one length; a sample is a tuple of what each has at its number.
+    """Arrays of equal length; a sample is a tuple of one row of each.
 
     Args:
-        arrays: one or several, of one length: [samples, ...] each.
+        arrays: one or several of equal length: [samples, ...] each.
 
     Raises:
-        ConfigurationError: there is none, or their lengths differ.
+        ConfigurationError: there are none, or their lengths differ.
     """
 
     def __init__(self, *arrays: Any) -> None:  # noqa: ANN401 - whatever has a length and numbers

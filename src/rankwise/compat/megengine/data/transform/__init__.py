@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megengine.data.transform``: what a loader does to each sample. Those of images are torchvision's."""
+"""``megengine.data.transform``: base classes of transforms. Transforms of images are torchvision's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PseudoTransform", "Transform"]
 
 
 class Transform(ABC):
-    """What is done to the samples of a batch, one after another. A subclass says what, in :meth:`apply`."""
+    """Transforms the samples of a batch, one after another, by the subclass's :meth:`apply`."""
 
     def apply_batch(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Return the samples of a batch, transformed."""
@@ -30,7 +30,7 @@ class Transform(ABC):
 
 
 class PseudoTransform(Transform):
-    """Leaves samples as they are: what a loader without ``transform=`` has."""
+    """Does not change samples; the default of ``DataLoader(transform=)``."""
 
     def apply(self, input: Any) -> Any:  # noqa: A002, ANN401 - as MegEngine has it; a sample
         """Return the sample."""
