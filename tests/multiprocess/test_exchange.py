@@ -116,7 +116,9 @@ def _bits(tensor: torch.Tensor | None) -> str | None:
 
 
 def _gradients(world: World) -> list[str | None]:
-    return [gradient for dtype in FLOATS for gradient in _gradients_of(world, dtype)]
+    # Every dtype on an odd number of ranks; on the others one of each width.
+    dtypes = FLOATS if world.world_size == 3 else FLOATS[::2]
+    return [gradient for dtype in dtypes for gradient in _gradients_of(world, dtype)]
 
 
 def _gradients_of(world: World, dtype: torch.dtype) -> list[str | None]:
@@ -309,10 +311,10 @@ def test_two_jobs_of_one_host_never_meet() -> None:
 
 def _many_ranks(world: World) -> int:
     total = 0
-    for number in range(200):
+    for number in range(50):
         total += rw.all_reduce(number)
     return total // world.world_size
 
 
 def test_more_ranks_than_cores(run_ranks: RunRanks) -> None:
-    assert [result.get() for result in run_ranks(_many_ranks, 8)] == [sum(range(200))] * 8
+    assert [result.get() for result in run_ranks(_many_ranks, 8)] == [sum(range(50))] * 8
